@@ -13,6 +13,7 @@ sys.path.insert(0, str(source))
 from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.integrity.locks import take_over
 from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
+from image_diffusion.workflow.mirror.mirror_process import Mirroring
 from image_diffusion.workflow.start import start
 from image_diffusion.workflow import terminal
 
@@ -22,6 +23,8 @@ if is_head:
     owner = take_over(Path())
     count_damaged_as_unfinished(Damage(config["tracking"]["uri"]).among)
 terminal.begin(workflow.output_settings if is_head else None)
+works = is_head and owner.is_ours and not workflow.output_settings.dryrun
+mirroring = Mirroring(config.get("mirror") if works else None, config["results"], source)
 context = start(
     root,
     config,
@@ -33,6 +36,7 @@ context = start(
     limit=getattr(workflow.global_resources.get("devices"), "value", None),
     executor=lambda: workflow.executor_plugin.name if workflow.executor_plugin else "local",
 )
+mirroring.fetch([*context.plans.by_name, *(f"datasets/{name}" for name in context.plans.datasets)])
 results, plans, machine, code = context.results, context.plans, context.machine, context.code
 files, parts = context.files, context.parts
 ignore_parts_in_records()

@@ -72,6 +72,18 @@ def remove_unfinished(folder: Path, name: str = "*") -> None:
 
 
 @contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Have a folder to ourselves, among the processes that ask for it; on a file system without locks everybody may."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Create a folder to fill, which then appears complete and on disk in the place of another one, or not at all.
 

@@ -5,17 +5,26 @@ A disk that changes bytes behind the system's back changes no stamp: its damage 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files.atomic import Stamp, digest, read_json, sha256_file, stamp_of, write_json, write_text
+from image_diffusion.core.files.atomic import (
+    Stamp,
+    alone,
+    digest,
+    read_json,
+    sha256_file,
+    stamp_of,
+    write_json,
+    write_text,
+)
+from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.errors import log_line
 
@@ -32,13 +41,14 @@ _EVERY_S = 10.0  # what was found is noted at least so often, for those who are 
 def damaged(folder: Path, files: Mapping[str, str]) -> list[str]:
     """Return the names of the files in a folder whose sha256 is not the given one; a missing file counts.
 
-    Results are noted in the folder, with the stamp of the file. Processes that ask for much at once ask one after
-    another, so that each file is hashed once. Raises OSError when a file cannot be read, ValueError for a name that
-    leads out of the folder.
+    Files that are still in the project's mirror alone are fetched first. Results are noted in the folder, with the
+    stamp of the file. Processes that ask for much at once ask one after another, so that each file is hashed once.
+    Raises OSError when a file cannot be read, ValueError for a name that leads out of the folder.
     """
     for name in files:
         inside(folder, name, follow=True)
-    with _alone(folder) if sum(unread(folder, files).values()) > AT_ONCE_BYTES else nullcontext():
+    fetch_missing(folder, files)
+    with alone(folder) if sum(unread(folder, files).values()) > AT_ONCE_BYTES else nullcontext():
         hashes = _looked_up(folder, files)
         return [name for name, sha256 in files.items() if hashes[name] != sha256]
 
@@ -162,6 +172,7 @@ class Inspection:
         self._folder, self._files, self._advice = folder, files, advice
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        fetch_missing(folder, files)
         if sum(unread(folder, files).values()) > AT_ONCE_BYTES:
             self._thread = threading.Thread(target=self._inspect, daemon=True, name="verify")
             self._thread.start()
@@ -223,14 +234,3 @@ def _recorded_checksums(folder: Path) -> dict[str, Any]:
 def _note(folder: Path, recorded: Mapping[str, Any]) -> None:
     with suppress(OSError):  # a folder that is not ours: it is hashed again
         write_json(folder / ".verified.json", dict(sorted(recorded.items())))
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -23,11 +23,11 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 COMMANDS = (
     *("init", "configure", "crop", "datasheet", "detect", "reference", "encode", "embed", "doctor", "train", "ema"),
-    *("sample", "evaluate", "sweep", "synthesize", "export", "track", "crate"),
+    *("sample", "evaluate", "sweep", "synthesize", "export", "track", "crate", "mirror"),
 )
 """Every command, in the order of use."""
 
-_TOOLS = ("init", "configure", "crate")
+_TOOLS = ("init", "configure", "crate", "mirror")
 
 
 class Parser(argparse.ArgumentParser):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from image_diffusion.core.files.atomic import digest, read_json
 from image_diffusion.core.files.checksums import Inspection, check_files
+from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.secrets import shown
@@ -294,6 +295,7 @@ def open_shards(
             f"not by {_short(codec_identity)}. Run encode with this codec, or train with that codec."
         )
     if isinstance(where, Path):
+        fetch_missing(where, {shard["file"]: shard["sha256"] for shard in manifest["shards"]})
         for shard in manifest["shards"]:
             _check_size(inside(where, shard["file"], follow=True), shard["bytes"])
     inspection = None

@@ -10,22 +10,16 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from image_diffusion.core.files.atomic import atomic_write, parse_json
 from image_diffusion.core.files.checksums import Inspection, damaged
+from image_diffusion.core.files.store import blocks_of, patiently
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.secrets import shown
-
-T = TypeVar("T")
-
-_WAITS_S = (1.0, 5.0)
-"""Seconds to wait before another attempt, for each attempt after the first."""
-_BLOCK = 1 << 20
 
 
 def place(text: str) -> Path | str:
@@ -53,7 +47,7 @@ class Remote:
     def manifest(self) -> Any:
         """Return the plain data of its manifest, fetched each time. Raises ValueError."""
         url = f"{self.url}/manifest.json"
-        return parse_json(patiently(url, lambda: b"".join(_blocks(url))), shown(url), "Write it again.")
+        return parse_json(patiently(url, lambda: b"".join(blocks_of(url))), shown(url), "Write it again.")
 
     def inspect(self, hashes: Iterable[str]) -> Inspection | None:
         """Compare the cached copies of these files with their hashes; None when none is cached."""
@@ -92,33 +86,8 @@ def _download(url: str, path: Path, sha256: str) -> None:
     """Fetch a file to a path, whole and intact, or not at all."""
     hasher = hashlib.sha256()
     with atomic_write(path) as file:
-        for block in _blocks(url):
+        for block in blocks_of(url):
             file.write(block)
             hasher.update(block)
         if hasher.hexdigest() != sha256:
             raise ConnectionError("the download is damaged: its sha256 differs from the manifest's")
-
-
-def _blocks(url: str) -> Iterator[bytes]:
-    import fsspec  # not for those whose shards lie on this machine
-
-    with fsspec.open(url, "rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
-
-
-def patiently(url: str, action: Callable[[], T]) -> T:
-    """Return the result of an action that fetches from a URL; it is tried again when a connection fails. Raises
-    ValueError with the reason."""
-    for wait in (*_WAITS_S, None):
-        try:
-            return action()
-        except Exception as error:  # each of fsspec's protocols raises its own
-            if wait is None or isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError):
-                reason = " ".join(str(error).split()) or type(error).__name__
-                reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason
-                raise ValueError(
-                    shown(f"{url} cannot be fetched: {reason}. Check the address and the set there.")
-                ) from None
-            time.sleep(wait)
-    raise AssertionError("unreachable")

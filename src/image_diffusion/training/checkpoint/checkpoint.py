@@ -29,6 +29,7 @@ from image_diffusion.core.files.atomic import (
     sync_folder,
     write_json,
 )
+from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.out_of_resources import writing
 
@@ -181,6 +182,7 @@ def _read_file(folder: Path, name: str, expected: dict[str, Any]) -> dict[str, T
         path = inside(folder, name)
     except ValueError as error:
         raise Damaged(str(error)) from None
+    fetch_missing(folder, {name: expected["sha256"]})
     if not path.is_file():
         raise Damaged(f"{path.name} is missing")
     if path.stat().st_size != expected["bytes"]:

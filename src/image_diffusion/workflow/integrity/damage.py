@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from image_diffusion.core.files.atomic import is_ahead, is_whole_page, read_checksums, read_json
 from image_diffusion.core.files.checksums import AT_ONCE_BYTES, damaged, unread, warn_about_previews
+from image_diffusion.core.files.mirrored import is_mirrored
 from image_diffusion.core.names import carried_files
 
 _TIME_OF_A_FOLDER = ".snakemake_timestamp"
@@ -118,8 +119,10 @@ class Damage:
 
     def _compared(self, folder: Path, files: Mapping[str, str]) -> str | None:
         """Describe the fault of files that should have this sha256."""
-        missing = [name for name in files if not (folder / name).exists()]
-        sizes, passed_over = unread(folder, files), dict[str, int]()
+        present = {name: sha256 for name, sha256 in files.items() if (folder / name).exists()}
+        absent = [(name, sha256) for name, sha256 in files.items() if name not in present]
+        missing = [name for name, sha256 in absent if not is_mirrored(folder / name, sha256)]
+        sizes, passed_over = unread(folder, present), dict[str, int]()
         for name, size in sorted(sizes.items(), key=lambda item: item[1]):
             if size <= self._may_hash:
                 self._may_hash -= size
@@ -131,7 +134,8 @@ class Damage:
                 f"here. The stages that read them do that, and the next starts.",
                 file=sys.stderr,
             )
-        wrong = missing or damaged(folder, {name: sha256 for name, sha256 in files.items() if name not in passed_over})
+        looked_at = {name: sha256 for name, sha256 in present.items() if name not in passed_over}
+        wrong = missing or damaged(folder, looked_at)
         if not wrong:
             return None
         fault = "is missing" if missing else "is not what was written"

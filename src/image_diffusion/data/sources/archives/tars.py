@@ -17,9 +17,9 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from image_diffusion.core.files.atomic import Stamp, digest, stamp_of
+from image_diffusion.core.files.store import patiently
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.secrets import check_query, for_shell
-from image_diffusion.data.shards.remote import patiently
 from image_diffusion.data.sources.archives.tar_reader import Members, members_of
 from image_diffusion.data.sources.base import (
     LONGEST_CLASS,

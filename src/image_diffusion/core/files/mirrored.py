@@ -1,0 +1,137 @@
+"""Files of a mirror: stored as chunks under the sha256 of their content, and fetched when a stage first needs them.
+
+A project that was restored on an empty disk lacks its large files at first. The file that IMAGE_DIFFUSION_MIRROR names
+lists them; whoever verifies such a file before reading it fetches it here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files.atomic import Stamp, alone, atomic_write, stamp_of
+from image_diffusion.core.files.store import Store
+from image_diffusion.core.process.errors import log_line
+
+VARIABLE = "IMAGE_DIFFUSION_MIRROR"
+"""The environment variable with the path of the list of files that are still in the mirror alone."""
+CHUNK = 8 << 20
+"""Bytes of a chunk: the most that a process holds of a file at a time."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class MirroredFile:
+    """A file of a mirror. mtime_ns: its modification time. chunks: the sha256 of each, in order."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+    chunks: tuple[str, ...]
+
+    def plain(self) -> list[Any]:
+        """Return plain data for JSON; the only chunk of a small file is the file itself."""
+        return [self.size, self.mtime_ns, self.sha256, *([list(self.chunks)] if self.chunks != (self.sha256,) else [])]
+
+    @staticmethod
+    def parse(plain: Any) -> MirroredFile:
+        """Return the file of plain data. Raises ValueError for other data."""
+        try:
+            size, mtime_ns, sha256, *rest = plain
+            chunks = tuple(rest[0]) if rest else (sha256,)
+            if not all(map(_SHA256.fullmatch, (sha256, *chunks))):
+                raise ValueError("a name is no sha256")
+            return MirroredFile(int(size), int(mtime_ns), sha256, chunks)
+        except (TypeError, ValueError, IndexError) as error:
+            raise ValueError(f"an entry of the mirror is damaged: {error}") from None
+
+
+def chunk_name(sha256: str) -> str:
+    """Return the name of a chunk in the store."""
+    return f"blobs/{sha256}"
+
+
+def download(store: Store, file: MirroredFile, path: Path) -> None:
+    """Fetch a file with its modification time, whole and verified, or not at all.
+
+    A damaged chunk is removed from the store after a second attempt, so that it is sent again when the file has been
+    made again. Raises ValueError.
+    """
+    whole = hashlib.sha256()
+    with atomic_write(path) as written:
+        for sha256 in file.chunks:
+            data = _chunk(store, sha256)
+            written.write(data)
+            whole.update(data)
+        if whole.hexdigest() != file.sha256:
+            raise ValueError(f"{store.url} holds other chunks of {path} than it says.")
+        written.flush()
+        os.utime(written.fileno(), ns=(file.mtime_ns, file.mtime_ns))
+
+
+def _chunk(store: Store, sha256: str) -> bytes:
+    for _ in range(3):
+        data = store.get(chunk_name(sha256))
+        if data is None:
+            raise ValueError(f"{store.url}/{chunk_name(sha256)} is missing.")
+        if hashlib.sha256(data).hexdigest() == sha256:
+            return data
+    store.delete([chunk_name(sha256)])
+    raise ValueError(f"{store.url}/{chunk_name(sha256)} is damaged.")
+
+
+def write_absent(path: Path, url: str, files: Mapping[str, MirroredFile]) -> None:
+    """Write the list of files that are in the mirror alone, by their absolute paths."""
+    text = json.dumps({"url": url, "files": {name: file.plain() for name, file in sorted(files.items())}})
+    with atomic_write(path) as written:
+        written.write(text.encode())
+
+
+def is_mirrored(path: Path, sha256: str) -> bool:
+    """Return True if a missing file of this content can be fetched from the mirror."""
+    _, files = _absent()
+    file = files.get(str(path.resolve()))
+    return file is not None and file.sha256 == sha256
+
+
+def fetch_missing(folder: Path, files: Mapping[str, str]) -> None:
+    """Fetch the missing ones of these files of a folder that are in the mirror. files: their sha256 by name.
+
+    One that cannot be fetched stays missing, and a line says so.
+    """
+    if not os.environ.get(VARIABLE):
+        return
+    for name, sha256 in files.items():
+        path = folder / name
+        if not path.exists() and is_mirrored(path, sha256):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with alone(path.parent):
+                if not path.exists():  # another process may have fetched it meanwhile
+                    url, absent = _absent()
+                    try:
+                        download(Store(url), absent[str(path.resolve())], path)
+                    except ValueError as error:
+                        log_line(f"warning: {path} cannot be fetched: {error}")
+
+
+def _absent() -> tuple[str, Mapping[str, MirroredFile]]:
+    """Return the URL of the mirror, and the files that were in it alone when the workflow started, by absolute path."""
+    listing = os.environ.get(VARIABLE)
+    try:
+        return _read(listing, stamp_of(Path(listing))) if listing else ("", {})
+    except OSError:
+        return "", {}
+
+
+@lru_cache(1)
+def _read(listing: str, stamp: Stamp) -> tuple[str, Mapping[str, MirroredFile]]:
+    data = json.loads(Path(listing).read_bytes())
+    return data["url"], {name: MirroredFile.parse(plain) for name, plain in data["files"].items()}

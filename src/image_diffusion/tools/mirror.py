@@ -1,0 +1,175 @@
+"""Show and clean the mirror of a project: results in a bucket, from which another machine goes on.
+
+Without options: files and bytes of the newest snapshot, by folder of results, and who works with it. The setting
+`mirror` in config/config.yaml names the bucket; while Snakemake works, it sends there what stages have finished.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+from image_diffusion.core.config.base import read_yaml
+from image_diffusion.core.files.atomic import make_folder
+from image_diffusion.core.files.mirrored import MirroredFile
+from image_diffusion.core.files.store import Store
+from image_diffusion.core.process import command
+from image_diffusion.core.process.errors import log_line
+from image_diffusion.workflow.mirror.lease import Lease, LostError
+from image_diffusion.workflow.mirror.mirror_process import DONE, READY, MirrorConfig
+from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, read_list
+from image_diffusion.workflow.mirror.sender import Sender
+from image_diffusion.workflow.mirror.snapshot import Project
+
+_LAST_TRIES = 3
+
+
+def follow(config: MirrorConfig, project: Project) -> None:
+    """Bring what the mirror has, and send what stages finish, until the pipe from Snakemake is closed. It is told by
+    lines: READY when small files are here, the names of folders come back, DONE when their large files are here."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)  # Snakemake and its stages end first, and what they write then is sent
+    make_folder(project.state)
+    with (project.state / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the last one may still send
+        store = Store(config.url)
+        lease, known = Lease(store, config.silence_s), DiskState.read(project, store.url)
+        lease.check_conditions()
+        is_own = lease.take(known.token, log_line)
+        over = threading.Event()
+        beating = threading.Thread(target=_renew, args=(lease, config.every_s, over), daemon=True, name="lease")
+        beating.start()
+        try:
+            sender = _restore(project, lease, known, is_own)
+            _send(sender, config.every_s)
+            over.set()
+            beating.join()
+            lease.renew(is_released=True)
+        finally:
+            over.set()
+
+
+def _restore(project: Project, lease: Lease, known: DiskState, is_own: bool) -> Sender:
+    files = known.files if is_own else read_list(lease.store, lease.snapshot)
+    absent = {name: file for name, file in files.items() if name not in known.stamps} if is_own else files
+    restoring = Restoring(project, lease.store, absent, known, log_line)
+    if not is_own:
+        restoring.small()
+    print(READY, flush=True)
+    restoring.large(sys.stdin.readline().split("\t"))
+    stamps = {**(known.stamps if is_own else {}), **restoring.stamps}
+    sender = Sender(project, lease, {**(files if is_own else {}), **restoring.files}, stamps)
+    sender.note()
+    print(DONE, flush=True)
+    return sender
+
+
+def _send(sender: Sender, every_s: float) -> None:
+    """Send in rounds until the pipe is closed, and once more then."""
+    closed = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        closed.set()
+
+    threading.Thread(target=wait, daemon=True, name="pipe").start()
+    is_reachable = True
+    while not closed.wait(every_s):
+        try:
+            sender.round()
+            is_reachable = True
+        except ValueError as error:
+            if is_reachable:
+                log_line(f"warning: the mirror lacks the newest results, and is tried again: {error}")
+            is_reachable = False
+    for left in reversed(range(_LAST_TRIES)):
+        try:
+            sender.round()
+            return
+        except ValueError as error:
+            if not left:
+                raise ValueError(f"The mirror lacks the newest results; the next run sends them. {error}") from None
+
+
+def _renew(lease: Lease, every_s: float, over: threading.Event) -> None:
+    while not over.wait(every_s):
+        try:
+            lease.renew()
+        except ValueError:
+            continue  # the rounds say so
+        except LostError as error:
+            _stop_snakemake(error)
+
+
+def _stop_snakemake(error: LostError) -> None:
+    log_line(f"error: {error}")
+    os.kill(os.getppid(), signal.SIGINT)
+    os._exit(1)
+
+
+def show(store: Store) -> None:
+    """Print what the newest snapshot holds."""
+    number, head = Lease(store, 0.0).newest()
+    if not number:
+        print(f"{store.url} is empty.")
+        return
+    files = read_list(store, head.snapshot)
+    by_folder: Counter[str] = Counter()
+    for name, file in files.items():
+        depth = 3 if name.startswith("results/datasets/") else 2 if name.startswith("results/") else 1
+        by_folder["/".join(name.split("/")[:depth])] += file.size
+    for folder, size in sorted(by_folder.items()):
+        print(f"{folder:40} {size / 1e6:12,.1f} MB")
+    print(f"{len(files):,} files, {sum(by_folder.values()) / 1e6:,.1f} MB")
+    print(f"{head.machine} {'has left it' if head.is_released else 'works with it'}.")
+
+
+def prune(config: MirrorConfig, project: Project) -> None:
+    """Remove what the newest snapshot does not name: chunks of files that were being sent when a machine was lost."""
+    store = Store(config.url)
+    lease = Lease(store, config.silence_s)
+    lease.take(DiskState.read(project, store.url).token, log_line)
+    try:
+        files: dict[str, MirroredFile] = read_list(store, lease.snapshot)
+        named = {*lease.snapshot, *(chunk for file in files.values() for chunk in file.chunks)}
+        stored = store.names("blobs")
+        left = {name: size for name, size in stored.items() if name not in named}
+        lease.renew()  # nobody has taken it meanwhile
+        store.delete(f"blobs/{name}" for name in sorted(left))
+        removed, kept = sum(left.values()), sum(stored.values()) - sum(left.values())
+        print(f"{len(left):,} objects removed, {removed / 1e6:,.1f} MB; {kept / 1e6:,.1f} MB kept.")
+    finally:
+        lease.renew(is_released=True)
+
+
+def main() -> None:
+    parser = command.Parser(prog="image-diffusion mirror", description=__doc__)
+    parser.add_argument("--url", help="the mirror, in place of that of config/config.yaml")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of all results")
+    parser.add_argument("--prune", action="store_true", help="remove what the newest snapshot does not name")
+    parser.add_argument("--follow", action="store_true", help="what Snakemake starts: send until stdin is closed")
+    parser.add_argument("--every-s", type=float, help="seconds between looks for new results")
+    parser.add_argument("--silence-s", type=float, help="seconds after which a silent machine has lost the mirror")
+    arguments = parser.parse_args()
+    config = MirrorConfig.parse(arguments.url or read_yaml(Path("config/config.yaml")).get("mirror"))
+    if config is None:
+        raise ValueError("No mirror is set. Write mirror: s3://BUCKET/PREFIX into config/config.yaml, or use --url.")
+    config = MirrorConfig(config.url, arguments.every_s or config.every_s, arguments.silence_s or config.silence_s)
+    try:
+        if arguments.follow:
+            follow(config, Project(arguments.results))
+        elif arguments.prune:
+            prune(config, Project(arguments.results))
+        else:
+            show(Store(config.url))
+    except (LostError, ConflictError) as error:
+        raise ValueError(str(error)) from None
+
+
+if __name__ == "__main__":
+    command.run(main)

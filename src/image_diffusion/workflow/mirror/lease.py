@@ -1,0 +1,137 @@
+"""One writer of a mirror: a chain of numbered objects, each created in one step and never replaced.
+
+Whoever creates the next number has the mirror: it names the newest snapshot and who works with it. A machine that works
+adds one again and again; one that is silent for the agreed time has lost the mirror to the machine that creates the
+next number, and notices when its own is refused. Clocks of machines are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+from uuid import uuid4
+
+from image_diffusion.core.files.store import Store
+
+FIRST = 1
+_KEPT = 20
+"""Numbers that stay behind the newest. The first one stays always, so that nobody begins a second chain."""
+_LOOKS = 5
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest number of a chain. snapshot: the chunks of the list of files; empty before the first snapshot. token:
+    of the process that has created it. is_released: True if that process has ended."""
+
+    snapshot: tuple[str, ...] = ()
+    token: str = ""
+    machine: str = ""
+    is_released: bool = True
+
+    @staticmethod
+    def parse(data: bytes) -> Head:
+        """Return the head in the bytes of an object. Raises ValueError."""
+        try:
+            plain: dict[str, Any] = json.loads(data)
+            return Head(tuple(plain["snapshot"]), plain["token"], plain["machine"], plain["is_released"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"a head of the mirror cannot be read: {error}") from None
+
+
+class LostError(Exception):
+    """Another process has the mirror."""
+
+
+class Lease:
+    """The right to write a mirror. token: of this process."""
+
+    def __init__(self, store: Store, silence_s: float) -> None:
+        self.store, self._silence_s = store, silence_s
+        self.token = uuid4().hex
+        self._machine = f"process {os.getpid()} on {socket.gethostname()}"
+        self._number, self._head = 0, Head()
+        self._lock = threading.Lock()
+
+    @property
+    def snapshot(self) -> tuple[str, ...]:
+        """Chunks of the newest snapshot."""
+        return self._head.snapshot
+
+    def newest(self) -> tuple[int, Head]:
+        """Return the newest number and its head; 0 and an empty one for a new mirror. A list of names may be out of
+        date, so what lies beyond it is looked for. Raises ValueError."""
+        for look in range(_LOOKS):
+            numbers = [int(name) for name in self.store.names("heads") if name.isdigit()]
+            number = max(numbers, default=FIRST)
+            data = self.store.get(_name(number))
+            if data is None and not numbers:
+                return 0, Head()
+            if data is not None:
+                while (later := self.store.get(_name(number + 1))) is not None:
+                    number, data = number + 1, later
+                return number, Head.parse(data)
+            time.sleep(look)  # the list is older than what has been removed since
+        raise ValueError(f"{self.store.url}/heads cannot be listed as it is. Try again in a minute.")
+
+    def check_conditions(self) -> None:
+        """Raise ValueError for a store that does not refuse to create an object that exists."""
+        self.store.create("probe", b"first")
+        if self.store.create("probe", self.token.encode()):
+            raise ValueError(
+                f"{self.store.url} does not create objects on the condition that there is none of that name, so that "
+                f"two machines would write one mirror. Use a store that does, such as Amazon S3 or Google's."
+            )
+
+    def take(self, own: str, tell: Callable[[str], None]) -> bool:
+        """Take the mirror; wait where another process might still work with it. Return True if the last one to have it
+        was the process with the token `own`.
+
+        tell: prints a line. Raises LostError naming the process that works with it, ValueError.
+        """
+        self._number, self._head = self.newest()
+        if not self._head.is_released and self._head.token != own:
+            tell(
+                f"note: {self._head.machine} has not left {self.store.url}. It is taken over if nothing is heard of it "
+                f"for {self._silence_s:g} s."
+            )
+            until = time.monotonic() + self._silence_s
+            while time.monotonic() < until:
+                time.sleep(min(5.0, self._silence_s / 8))
+                if (data := self.store.get(_name(self._number + 1))) is not None:
+                    raise LostError(_taken(Head.parse(data).machine, self.store.url))
+        is_own = self._head.token == own
+        self._create(self._head.snapshot)
+        return is_own
+
+    def renew(self, snapshot: tuple[str, ...] | None = None, is_released: bool = False) -> None:
+        """Add a number, with another snapshot if one is given. Raises LostError, ValueError."""
+        with self._lock:
+            self._create(self._head.snapshot if snapshot is None else snapshot, is_released)
+
+    def _create(self, snapshot: tuple[str, ...], is_released: bool = False) -> None:
+        number, head = self._number + 1, Head(snapshot, self.token, self._machine, is_released)
+        data = json.dumps({**asdict(head), "number": number}).encode()
+        for _ in range(_LOOKS):
+            if self.store.create(_name(number), data):
+                self._number, self._head = number, head
+                if number - _KEPT > FIRST:
+                    self.store.delete([_name(number - _KEPT)])
+                return
+            if (other := self.store.get(_name(number))) is not None:
+                raise LostError(_taken(Head.parse(other).machine, self.store.url))
+        raise ValueError(f"{self.store.url} refuses new objects.")
+
+
+def _name(number: int) -> str:
+    return f"heads/{number:010}"
+
+
+def _taken(machine: str, url: str) -> str:
+    return f"{machine} works with {url}. Wait until it has ended, or set another mirror."

@@ -1,0 +1,110 @@
+"""The process that keeps the mirror of a project, beside Snakemake on its machine; it ends when Snakemake does."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files.mirrored import VARIABLE
+from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.process.parent_watch import VARIABLE as ENDS_WITH
+from image_diffusion.core.process.secrets import check_no_secrets
+from image_diffusion.workflow.environment import with_package
+from image_diffusion.workflow.mirror.snapshot import Project
+
+_SOON_S = 2.0
+READY, DONE = "ready", "done"
+"""Lines by which the process says that small files, and then large ones, are on this disk."""
+
+
+@dataclass(frozen=True)
+class MirrorConfig:
+    """The setting `mirror` of config.yaml. every_s: seconds between looks for new results, and between signs of life.
+    silence_s: seconds without one after which another machine takes over."""
+
+    url: str
+    every_s: float = 30.0
+    silence_s: float = 120.0
+
+    @staticmethod
+    def parse(setting: str | Mapping[str, Any] | None) -> MirrorConfig | None:
+        """Return the setting as it was written: a URL, or a section; None without one. Raises ValueError."""
+        if not setting:
+            return None
+        config = MirrorConfig(setting) if isinstance(setting, str) else MirrorConfig(**setting)
+        check_no_secrets(config.url, "mirror")
+        if "://" not in config.url:
+            raise ValueError(f"mirror is {config.url}, which is no URL. Write s3://BUCKET/PREFIX, or file:///FOLDER.")
+        if config.silence_s < 3 * config.every_s:
+            raise ValueError(
+                f"mirror.silence_s is {config.silence_s:g}, less than three times mirror.every_s "
+                f"({config.every_s:g}): a machine that works would be taken for a lost one."
+            )
+        return config
+
+
+class Mirroring:
+    """A process that keeps the mirror; none without the setting."""
+
+    def __init__(self, setting: str | Mapping[str, Any] | None, results: str, source: Path) -> None:
+        """Start it, and wait until small files of the newest snapshot are on this disk. A mistake ends Snakemake with
+        one clear line. source: the folder that holds the package."""
+        self._process: subprocess.Popen[str] | None = None
+        self._url = ""
+        try:
+            config = MirrorConfig.parse(setting)
+        except (ValueError, TypeError) as error:
+            raise SystemExit(f"error: {error}") from None
+        if config is None:
+            return
+        self._url = config.url
+        os.environ[VARIABLE] = str((Project(Path(results)).state / "absent.json").absolute())
+        options = ["--url", config.url, "--every-s", str(config.every_s), "--silence-s", str(config.silence_s)]
+        environment = with_package(source)
+        environment.pop(ENDS_WITH, None)  # it outlives Snakemake for its last word
+        # A process group of its own: Ctrl-C is for the stages, and what they then write is still sent.
+        self._process = subprocess.Popen(
+            [
+                *("nice", sys.executable, "-m", "image_diffusion", "mirror", "--follow"),
+                *("--results", results, *options),
+            ],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        self._wait(READY)
+        atexit.register(self.end)
+
+    def fetch(self, folders: Collection[str]) -> None:
+        """Bring the large files that Snakemake expects in these folders of results."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.write("\t".join(sorted(folders)) + "\n")
+            self._process.stdin.flush()
+            self._wait(DONE)
+
+    def end(self) -> None:
+        """Wait until everything has been sent."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_SOON_S)
+            if self._process.poll() is None:
+                log_line(f"note: the last results go to {self._url}.")
+                self._process.wait()
+            self._process = None
+
+    def _wait(self, line: str) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        if self._process.stdout.readline().strip() != line:
+            self._process.wait()
+            raise SystemExit(1)  # it has said why

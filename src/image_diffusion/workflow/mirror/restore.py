@@ -1,0 +1,137 @@
+"""Bring the newest snapshot of a mirror to this disk: small files at once, large ones when they are needed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from image_diffusion.core.files.atomic import Stamp, read_json, sha256_file, stamp_of
+from image_diffusion.core.files.mirrored import MirroredFile, chunk_name, download, write_absent
+from image_diffusion.core.files.store import Store
+from image_diffusion.workflow.mirror.sender import Files, descriptions
+from image_diffusion.workflow.mirror.snapshot import Project, take
+
+SMALL = 16 << 20
+"""Bytes up to which a file is fetched at once: pages and pictures, which people open."""
+_AT_ONCE = 8
+
+
+class ConflictError(Exception):
+    """This disk has results that the mirror lacks, and the mirror has gone on."""
+
+
+@dataclass(frozen=True)
+class DiskState:
+    """What a disk knows of a mirror: the snapshot that it was part of last, and the stamps of its own files then."""
+
+    token: str = ""
+    files: Files = field(default_factory=dict)
+    stamps: dict[str, Stamp] = field(default_factory=dict)
+
+    @staticmethod
+    def read(project: Project, url: str) -> DiskState:
+        """Return what this disk knows of a mirror; nothing without notes, or with those of another one."""
+        try:
+            plain = read_json(project.state / "sent.json")
+            if plain["url"] != url:
+                return DiskState()
+            files = {name: MirroredFile.parse(file) for name, file in plain["files"].items()}
+            return DiskState(plain["token"], files, {name: tuple(stamp) for name, stamp in plain["stamps"].items()})
+        except (ValueError, OSError, KeyError, TypeError, AttributeError):
+            return DiskState()
+
+
+def read_list(store: Store, chunks: tuple[str, ...]) -> Files:
+    """Return the files of a snapshot. Raises ValueError."""
+    data = b""
+    for sha256 in chunks:
+        part = store.get(chunk_name(sha256))
+        if part is None:
+            raise ValueError(f"{store.url} lacks a part of its list of files.")
+        data += part
+    try:
+        plain = json.loads(gzip.decompress(data)) if chunks else {}
+        return {str(name): MirroredFile.parse(file) for name, file in plain.items()}
+    except (OSError, EOFError, ValueError, AttributeError) as error:
+        raise ValueError(f"the list of files in {store.url} is damaged: {error}.") from None
+
+
+class Restoring:
+    """Files of a snapshot that come to this disk.
+
+    files: of the snapshot, less those that could not be fetched. stamps: of those that are here. known: what the disk
+    knows. tell: prints a line.
+    """
+
+    def __init__(
+        self, project: Project, store: Store, files: Files, known: DiskState, tell: Callable[[str], None]
+    ) -> None:
+        self._project, self._store, self._tell = project, store, tell
+        self.files, self.stamps = dict(files), dict[str, Stamp]()
+        self._known = known
+        here = take(project, known.stamps)
+        here.close()
+        self._here = here.stamps
+
+    def small(self) -> None:
+        """Bring all small files, and remove what the last snapshot on this disk had and this one lacks.
+
+        Raises ConflictError where jobs have ended here of which the mirror knows nothing.
+        """
+        done_here = {name for name in self._here if name.startswith("metadata/")}
+        unknown = sorted(self._project.declared(iter(done_here - self.files.keys() - self._known.files.keys())))
+        if self.files and unknown:
+            raise ConflictError(
+                f"{len(unknown):,} results of this folder, {unknown[0]} for instance, are not in {self._store.url}, "
+                f"where another machine has gone on since. Move {self._project.results} and .snakemake away, or set "
+                f"another mirror."
+            )
+        for name in self._known.files.keys() - self.files.keys():
+            if self._here.get(name) == self._known.stamps.get(name):
+                self._project.path(name).unlink(missing_ok=True)
+        # Without this folder Snakemake takes its records for those of an old version.
+        self._project.folders["incomplete"].mkdir(parents=True, exist_ok=True)
+        self._bring({name: file for name, file in self.files.items() if file.size <= SMALL})
+
+    def large(self, folders: list[str]) -> None:
+        """Bring the large files of these folders of results, but for those that a stage can fetch when it reads them:
+        these are listed for `fetch_missing`. Files of other folders stay in the mirror."""
+        prefixes = tuple(f"results/{folder.strip()}/" for folder in folders)
+        large = {name: file for name, file in self.files.items() if file.size > SMALL}
+        for name in large:
+            self._project.path(name).parent.mkdir(parents=True, exist_ok=True)
+        declared, said = self._project.declared(iter(self.files)), descriptions(self._project, large)
+        later = {name for name in large.keys() - declared if large[name].sha256 in (said[name] or "")}
+        self._bring({name: file for name, file in large.items() if name.startswith(prefixes) and name not in later})
+        absent = {name: large[name] for name in later if not self._is_here(name, large[name])}
+        paths = {str(self._project.path(name).resolve()): file for name, file in absent.items()}
+        write_absent(self._project.state / "absent.json", self._store.url, paths)
+
+    def _bring(self, files: Mapping[str, MirroredFile]) -> None:
+        missing = [name for name, file in files.items() if not self._is_here(name, file)]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(self._fetch, missing))
+
+    def _fetch(self, name: str) -> None:
+        file = self.files[name]
+        try:
+            path = self._project.path(name)
+            download(self._store, file, path)
+            self.stamps[name] = stamp_of(path)
+        except ValueError as error:
+            self._tell(f"warning: {name} cannot be fetched, and is made again: {error}")
+            del self.files[name]
+
+    def _is_here(self, name: str, file: MirroredFile) -> bool:
+        """Return True if the file of this disk is that of the snapshot."""
+        stamp = self._here.get(name)
+        if stamp is None or stamp[:2] != (file.size, file.mtime_ns):
+            return name in self.stamps
+        same_note = self._known.stamps.get(name) == stamp and self._known.files.get(name) == file
+        if same_note or sha256_file(self._project.path(name)) == file.sha256:
+            self.stamps[name] = stamp
+            return True
+        return False

@@ -1,0 +1,129 @@
+"""Send the results of a project to its mirror while stages write them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from image_diffusion.core.files.atomic import Stamp, write_json
+from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_name
+from image_diffusion.core.files.store import Store
+from image_diffusion.workflow.mirror.lease import Lease
+from image_diffusion.workflow.mirror.snapshot import Project, Snapshot, send_file, take
+
+_AT_ONCE = 8
+"""Chunks that are sent at a time."""
+
+_DESCRIPTIONS = ("manifest.json", "checkpoint.json")
+
+Files = dict[str, MirroredFile]
+
+
+class Sender:
+    """What this machine knows of the mirror, and what it sends.
+
+    files: of the newest snapshot by name, those included that are not on this disk. stamps: of the files on this disk
+    that are as the snapshot has them.
+    """
+
+    def __init__(self, project: Project, lease: Lease, files: Files, stamps: dict[str, Stamp]) -> None:
+        self._project, self._lease, self._store = project, lease, lease.store
+        self.files, self.stamps = files, stamps
+        self._sent = {chunk for file in files.values() for chunk in file.chunks}
+        self._sending: dict[str, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def round(self) -> bool:
+        """Send what has changed, and make it the newest snapshot. Return True if anything has.
+
+        Raises LostError, ValueError when the store cannot be reached; what was sent until then is not sent again.
+        """
+        snapshot = take(self._project, self.stamps)
+        try:
+            files = self._send(snapshot)
+        finally:
+            snapshot.close()
+        files |= self._elsewhere(files)
+        if files == self.files:
+            return False
+        chunks = write_list(self._store, files)
+        before = {*self._lease.snapshot, *(chunk for file in self.files.values() for chunk in file.chunks)}
+        self._lease.renew(tuple(chunks))
+        kept = {*chunks, *(chunk for file in files.values() for chunk in file.chunks)}
+        self.files = files
+        self.stamps = {name: stamp for name, stamp in snapshot.stamps.items() if name in files}
+        self.note()
+        self._sent -= before - kept
+        self._store.delete(map(chunk_name, sorted(before - kept)))
+        return True
+
+    def note(self) -> None:
+        """Keep on this disk what the newest snapshot has of it."""
+        write_json(
+            self._project.state / "sent.json",
+            {
+                "token": self._lease.token,
+                "url": self._store.url,
+                "files": {name: file.plain() for name, file in sorted(self.files.items())},
+                "stamps": {name: list(stamp) for name, stamp in sorted(self.stamps.items())},
+            },
+        )
+
+    def _send(self, snapshot: Snapshot) -> Files:
+        """Send the files of a snapshot that are new, and return all of it that did not change meanwhile."""
+        same = {name for name, stamp in snapshot.stamps.items() if self.stamps.get(name) == stamp}
+        files = {name: self.files[name] for name in same}
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            names = [name for name in snapshot.stamps if name not in same]
+            sent = pool.map(lambda name: send_file(self._project, snapshot, name, self._put), names)
+            files |= {name: file for name, file in zip(names, sent, strict=True) if file is not None}
+        return files
+
+    def _put(self, sha256: str, data: bytes) -> None:
+        with self._guard:
+            lock = self._sending.setdefault(sha256, threading.Lock())
+        with lock:
+            if sha256 not in self._sent:
+                self._store.put(chunk_name(sha256), data)
+                self._sent.add(sha256)
+        with self._guard:
+            self._sending.pop(sha256, None)
+
+    def _elsewhere(self, files: Files) -> Files:
+        """Return the files that are in the mirror alone and still belong to the project: their folder is on this disk,
+        and what describes its files, where there is such a thing, names them."""
+        absent = {name: file for name, file in self.files.items() if name not in files and name not in self.stamps}
+        said = descriptions(self._project, absent)
+        return {name: file for name, file in absent.items() if said[name] is None or file.sha256 in str(said[name])}
+
+
+def descriptions(project: Project, names: Iterable[str]) -> dict[str, str | None]:
+    """Return by name of a file the manifest or the checkpoint.json in its folder; None where the folder has none, empty
+    without the folder. Whoever reads a file that is described compares it with its sha256, and can fetch it first."""
+    texts: dict[Path, str | None] = {}
+    by_name = {}
+    for name in names:
+        folder = project.path(name).parent
+        if folder not in texts:
+            paths = [folder / each for each in _DESCRIPTIONS if (folder / each).is_file()]
+            texts[folder] = "".join(path.read_text(errors="replace") for path in paths) if paths else None
+            texts[folder] = texts[folder] if folder.is_dir() else ""
+        by_name[name] = texts[folder]
+    return by_name
+
+
+def write_list(store: Store, files: Mapping[str, MirroredFile]) -> list[str]:
+    """Store the list of files, and return its chunks."""
+    plain = {name: file.plain() for name, file in sorted(files.items())}
+    data = gzip.compress(json.dumps(plain, separators=(",", ":")).encode(), mtime=0)
+    chunks = []
+    for begin in range(0, len(data), CHUNK):
+        chunk = data[begin : begin + CHUNK]
+        chunks.append(hashlib.sha256(chunk).hexdigest())
+        store.put(chunk_name(chunks[-1]), chunk)
+    return chunks

@@ -1,0 +1,196 @@
+"""Snapshots of a project's results while stages write them, and their files as chunks.
+
+Stages write a file under another name, rename it, and only then write what names it. A snapshot that shows all files as
+they were at one moment is therefore one that a killed machine could have left, from which the same command goes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from image_diffusion.core.files.atomic import Stamp, stamp_in
+from image_diffusion.core.files.mirrored import CHUNK, MirroredFile
+
+_RECORDS = "metadata"
+_NOT_SENT = frozenset({".verified.json", ".owner", ".lock"})
+"""Notes and locks of one machine: stamps and processes mean nothing on another."""
+_JOURNALS = frozenset({"journal", ".journal"})
+_TRIES = 5
+_OPEN_FROM = 1 << 20
+_MOST_OPEN = 400
+"""Large files stay open from the snapshot until they are sent, so that a checkpoint that is removed meanwhile is whole
+in it; the most of them, below the usual limit of 1,024 open files."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """Folders of a project that a mirror holds, each under a name of its own. results: as the configuration says it."""
+
+    results: Path
+    root: Path = Path()
+
+    @property
+    def state(self) -> Path:
+        """Folder of what this machine knows of the mirror."""
+        return self.root / ".snakemake" / "mirror"
+
+    @property
+    def folders(self) -> Mapping[str, Path]:
+        """Folders by their names: the results, and Snakemake's records of them."""
+        snakemake = self.root / ".snakemake"
+        return {
+            "results": self.root / self.results,
+            _RECORDS: snakemake / "metadata",
+            "incomplete": snakemake / "incomplete",
+            "benchmarks": self.root / "benchmarks",
+        }
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file by its name in the mirror. Raises ValueError for a name that is not inside."""
+        folder, _, inside = name.partition("/")
+        parts = PurePosixPath(inside).parts
+        if folder not in self.folders or not parts or inside.startswith("/") or ".." in parts or "\0" in inside:
+            raise ValueError(f"the mirror names {name!r}, which is no file of a project.")
+        return self.folders[folder] / inside
+
+    def declared(self, names: Iterator[str]) -> set[str]:
+        """Return which results Snakemake has records of, by the names of all files."""
+        found = set()
+        for name in names:
+            folder, _, inside = name.partition("/")
+            if folder == _RECORDS:
+                # Snakemake's way: base64, in folders that begin with "@" where it is longer than a file's name may be.
+                text = "".join(part.removeprefix("@") for part in inside.split("/"))
+                try:
+                    path = Path(base64.urlsafe_b64decode(text).decode())
+                except ValueError:
+                    continue
+                if path.is_relative_to(self.results):
+                    found.add(f"results/{path.relative_to(self.results).as_posix()}")
+        return found
+
+
+@dataclass
+class Snapshot:
+    """Files at one moment. stamps: by name. opened: large ones, to be closed by `close`."""
+
+    stamps: dict[str, Stamp]
+    opened: dict[str, BinaryIO]
+
+    def close(self) -> None:
+        """Close the open files."""
+        for file in self.opened.values():
+            file.close()
+        self.opened.clear()
+
+
+def take(project: Project, known: Mapping[str, Stamp]) -> Snapshot:
+    """Return a snapshot of the project. known: stamps of files that need not be opened.
+
+    Two walks one after another that find the same show what was there between them. Where files change all the time,
+    those count that both have found. Journals only grow, and a checkpoint says how much of them belongs to it: they are
+    looked at after all other files, and their pictures after them.
+    """
+    before = _walk(project, _is_settled)
+    for _ in range(_TRIES):
+        stamps = _walk(project, _is_settled)
+        if stamps == before:
+            break
+        before, stamps = stamps, {name: stamp for name, stamp in stamps.items() if before.get(name) == stamp}
+    for kind in (_is_receipt, _is_journal, _is_picture):
+        stamps |= _walk(project, kind)
+    opened: dict[str, BinaryIO] = {}
+    for name, stamp in list(stamps.items()):
+        if stamp[0] > _OPEN_FROM and known.get(name) != stamp and len(opened) < _MOST_OPEN:
+            try:
+                file = project.path(name).open("rb")
+            except OSError:
+                del stamps[name]
+                continue
+            opened[name] = file
+    return Snapshot(stamps, opened)
+
+
+def send_file(
+    project: Project, snapshot: Snapshot, name: str, send: Callable[[str, bytes], None]
+) -> MirroredFile | None:
+    """Send a file of a snapshot in chunks, and return its description; None if it changed since.
+
+    send: called with the sha256 and the bytes of each chunk, one at a time.
+    """
+    stamp = snapshot.stamps[name]
+    grows = name.endswith(".jsonl") and _is_journal(PurePosixPath(name))
+    try:
+        with snapshot.opened.pop(name, None) or project.path(name).open("rb") as file:
+            if not grows and _differs(file, stamp):
+                return None
+            whole, chunks, left = hashlib.sha256(), list[str](), stamp[0]
+            while left or not chunks:
+                data = file.read(min(CHUNK, left))
+                if len(data) < min(CHUNK, left):
+                    return None
+                whole.update(data)
+                chunks.append(hashlib.sha256(data).hexdigest())
+                send(chunks[-1], data)
+                left -= len(data)
+            if not grows and _differs(file, stamp):
+                return None
+    except FileNotFoundError:
+        return None
+    return MirroredFile(stamp[0], stamp[1], whole.hexdigest(), tuple(chunks))
+
+
+def _walk(project: Project, is_wanted: Callable[[PurePosixPath], bool]) -> dict[str, Stamp]:
+    """Return the stamps of the wanted files, by name. Symbolic links are not followed."""
+    stamps: dict[str, Stamp] = {}
+    pending = [(name, folder) for name, folder in project.folders.items()]
+    while pending:
+        prefix, folder = pending.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            continue
+        for entry in entries:
+            name = f"{prefix}/{entry.name}"
+            try:
+                if entry.name in _NOT_SENT or _is_unfinished(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((name, Path(entry.path)))
+                elif entry.is_file(follow_symlinks=False) and is_wanted(PurePosixPath(name)):
+                    stamps[name] = stamp_in(entry.stat(follow_symlinks=False))
+            except OSError:  # removed meanwhile
+                continue
+    return stamps
+
+
+def _is_unfinished(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def _is_settled(name: PurePosixPath) -> bool:
+    return not _JOURNALS & {*name.parts}
+
+
+def _is_receipt(name: PurePosixPath) -> bool:
+    return ".journal" in name.parts
+
+
+def _is_journal(name: PurePosixPath) -> bool:
+    return "journal" in name.parts and name.suffix == ".jsonl"
+
+
+def _is_picture(name: PurePosixPath) -> bool:
+    return "journal" in name.parts and name.suffix != ".jsonl"
+
+
+def _differs(file: BinaryIO, stamp: Stamp) -> bool:
+    """Return True if an open file is not the one of a stamp. (Its removal also changes the time of its last change.)"""
+    size, mtime, _, inode = stamp_in(os.fstat(file.fileno()))
+    return (size, mtime, inode) != (stamp[0], stamp[1], stamp[3])

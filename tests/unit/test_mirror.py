@@ -1,0 +1,416 @@
+"""A project, its mirror in a folder, and another disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from image_diffusion.core.files import mirrored
+from image_diffusion.core.files.atomic import atomic_folder, write_json
+from image_diffusion.core.files.checksums import damaged
+from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_name
+from image_diffusion.core.files.store import Store
+from image_diffusion.workflow.integrity.damage import Damage
+from image_diffusion.workflow.mirror import restore
+from image_diffusion.workflow.mirror.lease import Head, Lease, LostError
+from image_diffusion.workflow.mirror.mirror_process import MirrorConfig
+from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, read_list
+from image_diffusion.workflow.mirror.sender import Sender
+from image_diffusion.workflow.mirror.snapshot import Project, take
+
+RECORD = "metadata/cmVzdWx0cy94L21vZGVsLmpzb24="  # results/x/model.json
+
+
+class Machine:
+    """A disk, and what it does with the mirror."""
+
+    def __init__(self, root: Path, store: Store, silence_s: float = 0.1) -> None:
+        self.project = Project(Path("results"), root)
+        self.root, self.said = root, list[str]()
+        self.lease = Lease(store, silence_s)
+        (root / "results").mkdir(parents=True, exist_ok=True)
+
+    def begin(self, folders: tuple[str, ...] = ("x",)) -> Sender:
+        known = DiskState.read(self.project, self.lease.store.url)
+        self.lease.take(known.token, self.said.append)
+        restoring = Restoring(
+            self.project, self.lease.store, read_list(self.lease.store, self.lease.snapshot), known, self.said.append
+        )
+        restoring.small()
+        restoring.large(list(folders))
+        sender = Sender(self.project, self.lease, restoring.files, restoring.stamps)
+        sender.note()
+        return sender
+
+    def write(self, name: str, data: bytes) -> Path:
+        path = self.project.path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    def content(self) -> dict[str, tuple[bytes, int]]:
+        names = take(self.project, {}).stamps
+        paths = {name: self.project.path(name) for name in names}
+        return {name: (path.read_bytes(), path.stat().st_mtime_ns) for name, path in paths.items()}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(f"file://{tmp_path}/bucket")
+
+
+@pytest.fixture
+def first(tmp_path: Path, store: Store) -> Machine:
+    return Machine(tmp_path / "first", store)
+
+
+@pytest.fixture
+def second(tmp_path: Path, store: Store) -> Machine:
+    return Machine(tmp_path / "second", store)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files of over 1,000 bytes are large."""
+    monkeypatch.setattr(restore, "SMALL", 1000)
+    yield
+    mirrored._read.cache_clear()
+
+
+def test_another_disk_gets_the_files_with_their_times(first: Machine, second: Machine) -> None:
+    sender = first.begin()
+    first.write("results/x/model.json", b"{}")
+    first.write("results/x/journal/train/attempt-0001.jsonl", b"1\n2\n")
+    first.write("results/x/empty", b"")
+    first.write(RECORD, b"{}")
+    first.write("results/x/.verified.json", b"{}")
+    first.write("results/x/.unfinished.tmp", b"x")
+    os.utime(first.project.path("results/x/model.json"), ns=(10**18, 10**18 + 7))
+    assert sender.round()
+    assert not sender.round()
+    second.begin()
+    assert second.content() == first.content()
+    assert set(second.content()) == {
+        *("results/x/model.json", "results/x/journal/train/attempt-0001.jsonl", "results/x/empty"),
+        RECORD,
+    }
+
+
+def test_only_new_chunks_are_sent_and_what_nobody_names_is_removed(first: Machine, store: Store) -> None:
+    sender = first.begin()
+    rng = np.random.default_rng(0)
+    data = rng.bytes(2 * CHUNK + 5)
+    first.write("results/x/a", data)
+    first.write("results/x/b", data)
+    sender.round()
+    chunks = {hashlib.sha256(data[i : i + CHUNK]).hexdigest() for i in range(0, len(data), CHUNK)}
+    assert chunks <= store.names("blobs").keys()
+    assert len(store.names("blobs")) == 4  # and the list
+    before = {path: path.stat().st_ino for path in Path(store.url.removeprefix("file://"), "blobs").iterdir()}
+    first.write("results/x/c", data + b"more")
+    sender.round()
+    after = {path: path.stat().st_ino for path in Path(store.url.removeprefix("file://"), "blobs").iterdir()}
+    assert all(after[path] == inode for path, inode in before.items() if path.name in chunks)
+    for name in ("a", "b", "c"):
+        first.project.path(f"results/x/{name}").unlink()
+    sender.round()
+    assert len(store.names("blobs")) == 1
+
+
+def test_a_snapshot_shows_one_moment(first: Machine) -> None:
+    """A file names another one that was written before it; no snapshot has the first without the second."""
+    over = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            for name in ("results/a/payload", "results/b/described"):
+                path = first.project.path(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                (path.parent / ".new.tmp").write_bytes(b"x" * (number % 5000 + 1))
+                (path.parent / ".new.tmp").rename(path)
+            time.sleep(0.002)
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        seen = 0
+        while seen < 200:
+            sizes = {name: stamp[0] for name, stamp in take(first.project, {}).stamps.items()}
+            if "results/b/described" in sizes and "results/a/payload" in sizes:
+                payload, described = sizes["results/a/payload"], sizes["results/b/described"]
+                assert (payload - described) % 5000 in (0, 1)
+                seen += 1
+    finally:
+        over.set()
+        writing.join()
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_sent_is_whole(first: Machine, second: Machine) -> None:
+    sender = first.begin()
+    large = first.write("results/x/train/state/f/step-1/network.safetensors", bytes(3 << 20))
+    put = sender._put
+
+    def remove_first(sha256: str, data: bytes) -> None:
+        large.unlink(missing_ok=True)
+        put(sha256, data)
+
+    sender._put = remove_first  # type: ignore[method-assign]
+    sender.round()
+    assert not large.exists()
+    second.begin()
+    assert second.project.path("results/x/train/state/f/step-1/network.safetensors").read_bytes() == bytes(3 << 20)
+
+
+def test_a_journal_that_grows_is_sent_as_far_as_it_was(first: Machine, second: Machine) -> None:
+    sender = first.begin()
+    journal = first.write("results/x/journal/train/attempt-0001.jsonl", b"one\n")
+    snapshot = take(first.project, {})
+    with journal.open("ab") as file:
+        file.write(b"two\n")
+    assert sender._send(snapshot)["results/x/journal/train/attempt-0001.jsonl"].size == 4
+
+
+def test_large_files_that_are_described_come_when_they_are_verified(
+    first: Machine, second: Machine, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = first.begin()
+    shard = np.random.default_rng(0).bytes(5000)
+    sha256 = hashlib.sha256(shard).hexdigest()
+    first.write("results/x/shard-0.tar", shard)
+    first.write("results/x/large-alone", shard + b"x")
+    first.write("results/y/large-of-another", shard + b"y")
+    write_json(first.project.path("results/x/manifest.json"), {"shards": [{"file": "shard-0.tar", "sha256": sha256}]})
+    sender.round()
+
+    kept = second.begin()
+    folder = second.root / "results/x"
+    assert sorted(path.name for path in folder.iterdir()) == ["large-alone", "manifest.json"]
+    assert not (second.root / "results/y/large-of-another").exists()
+    kept.round()
+    assert {"results/x/shard-0.tar", "results/y/large-of-another"} <= kept.files.keys()
+
+    monkeypatch.setenv(mirrored.VARIABLE, str(second.project.state / "absent.json"))
+    assert Damage("").fault_of(folder / "manifest.json") == "it is not complete"  # it has no index
+    assert mirrored.is_mirrored(folder / "shard-0.tar", sha256)
+    assert not mirrored.is_mirrored(folder / "shard-0.tar", sha256[::-1])
+    assert damaged(folder, {"shard-0.tar": sha256}) == []
+    assert (folder / "shard-0.tar").read_bytes() == shard
+    kept.round()
+    assert {"results/x/shard-0.tar", "results/y/large-of-another"} <= kept.files.keys()
+
+
+def test_a_manifest_that_is_written_anew_forgets_shards_of_before(first: Machine, second: Machine, small: None) -> None:
+    sender = first.begin()
+    first.write("results/x/shard-0.tar", b"s" * 5000)
+    sha256 = hashlib.sha256(b"s" * 5000).hexdigest()
+    write_json(first.project.path("results/x/manifest.json"), {"shards": [{"file": "shard-0.tar", "sha256": sha256}]})
+    sender.round()
+    kept = second.begin()
+    write_json(second.project.path("results/x/manifest.json"), {"shards": []})
+    kept.round()
+    assert kept.files.keys() == {"results/x/manifest.json"}
+
+
+def test_a_damaged_chunk_is_told_removed_and_sent_again(first: Machine, second: Machine, store: Store) -> None:
+    sender = first.begin()
+    first.write("results/x/metrics.json", b"[1, 2]")
+    sender.round()
+    sha256 = hashlib.sha256(b"[1, 2]").hexdigest()
+    store.put(chunk_name(sha256), b"[1, 3]")
+    kept = second.begin()
+    assert "results/x/metrics.json cannot be fetched, and is made again" in second.said[-1]
+    assert store.get(chunk_name(sha256)) is None
+    second.write("results/x/metrics.json", b"[1, 2]")
+    kept.round()
+    assert store.get(chunk_name(sha256)) == b"[1, 2]"
+
+
+@pytest.mark.parametrize("name", ["results/../x", "other/x", "results//etc/x", "results", "results/a\0b"])
+def test_names_that_lead_out_of_the_project_are_refused(first: Machine, name: str) -> None:
+    with pytest.raises(ValueError, match="is no file of a project"):
+        first.project.path(name)
+
+
+@pytest.mark.parametrize("plain", [[], [1, 2, "x"], [1, 2, "0" * 64, ["../x"]], "abc", None])
+def test_entries_that_are_damaged_are_refused(plain: object) -> None:
+    with pytest.raises(ValueError, match="is damaged"):
+        MirroredFile.parse(plain)
+
+
+def test_the_disk_that_had_the_mirror_last_goes_on_where_it_is(first: Machine, store: Store) -> None:
+    first.begin().round()
+    again = Machine(first.root, store)
+    known = DiskState.read(again.project, store.url)
+    assert again.lease.take(known.token, again.said.append)
+    assert again.said == []
+    assert DiskState.read(again.project, "s3://another").token == ""
+
+
+def test_a_disk_that_was_passed_by_gets_what_is_new_and_loses_what_is_gone(
+    first: Machine, second: Machine, store: Store
+) -> None:
+    sender = first.begin()
+    first.write("results/x/old", b"old")
+    first.write("results/x/same", b"same")
+    sender.round()
+    first.lease.renew(is_released=True)
+    other = second.begin()
+    second.project.path("results/x/old").unlink()
+    second.write("results/x/new", b"new")
+    other.round()
+    second.lease.renew(is_released=True)
+    Machine(first.root, store).begin()
+    assert first.content() == second.content()
+
+
+def test_results_that_the_mirror_lacks_are_not_overwritten(first: Machine, second: Machine, store: Store) -> None:
+    sender = first.begin()
+    first.write("results/x/metrics.json", b"[1]")
+    sender.round()
+    first.lease.renew(is_released=True)
+    second.write("results/x/model.json", b"{}")
+    second.write(RECORD, b"{}")
+    with pytest.raises(ConflictError, match="1 results of this folder, results/x/model.json for instance, are not in"):
+        second.begin()
+
+
+def test_a_folder_with_results_begins_a_mirror(first: Machine, second: Machine) -> None:
+    first.write("results/x/model.json", b"{}")
+    first.write(RECORD, b"{}")
+    first.begin().round()
+    second.begin()
+    assert second.content() == first.content()
+
+
+def test_one_machine_at_a_time(first: Machine, second: Machine) -> None:
+    first.begin()
+    over = threading.Event()
+
+    def live() -> None:
+        while not over.wait(0.01):
+            first.lease.renew()
+
+    living = threading.Thread(target=live)
+    living.start()
+    try:
+        with pytest.raises(LostError, match=r"process \d+ on .* works with file://"):
+            second.begin()
+    finally:
+        over.set()
+        living.join()
+    second.begin()  # it has been silent
+    assert "has not left file://" in second.said[-1]
+    with pytest.raises(LostError, match="works with"):
+        first.lease.renew()
+
+
+def test_a_mirror_that_was_left_is_taken_at_once(first: Machine, store: Store, tmp_path: Path) -> None:
+    first.begin()
+    first.lease.renew(is_released=True)
+    patient = Machine(tmp_path / "second", store, silence_s=1e6)
+    patient.begin()
+    assert patient.said == []
+
+
+def test_old_numbers_are_removed_but_never_the_first(first: Machine, store: Store) -> None:
+    first.begin()
+    for _ in range(40):
+        first.lease.renew()
+    names = sorted(map(int, store.names("heads")))
+    assert names == [1, *range(22, 42)]
+
+
+@pytest.mark.parametrize("stale", [set(), {1, 2}, set(range(1, 30))])
+def test_a_list_of_names_that_is_out_of_date_misleads_nobody(
+    first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch, stale: set[int]
+) -> None:
+    first.begin()
+    for _ in range(40):
+        first.lease.renew()
+    answers = iter([{f"{number:010}": 1 for number in stale}])
+    names = store.names
+    monkeypatch.setattr(store, "names", lambda folder: next(answers, None) or names(folder))
+    number, head = Lease(store, 1.0).newest()
+    assert number == 41 and head.token == first.lease.token
+
+
+def test_an_answer_that_got_lost_is_no_refusal(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first.begin()
+    create = store._create
+
+    def twice(name: str, data: bytes) -> None:
+        create(name, data)
+        create(name, data)
+
+    monkeypatch.setattr(store, "_create", twice)
+    first.lease.renew()
+    monkeypatch.undo()
+    first.lease.renew()
+
+
+def test_a_refusal_without_an_object_is_tried_again(
+    first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first.begin()
+    refusals = iter([True, True])
+    create = store._create
+
+    def refusing(name: str, data: bytes) -> None:
+        if next(refusals, False):
+            raise FileExistsError(name)
+        create(name, data)
+
+    monkeypatch.setattr(store, "_create", refusing)
+    first.lease.renew()
+
+
+def test_a_store_without_conditions_is_refused(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first.lease.check_conditions()
+    monkeypatch.setattr(store, "_create", store.put)
+    with pytest.raises(ValueError, match="does not create objects on the condition"):
+        first.lease.check_conditions()
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"snapshot": 1}'])
+def test_heads_that_are_damaged_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        Head.parse(data)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("bucket", "no URL"),
+        ("s3://user:password@bucket/x", "password"),
+        ({"url": "file:///x", "every_s": 30, "silence_s": 60}, "three times"),
+    ],
+)
+def test_mistakes_in_the_setting(setting: str | dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MirrorConfig.parse(setting)
+
+
+def test_the_setting_is_a_url_or_a_section() -> None:
+    assert MirrorConfig.parse(None) is None and MirrorConfig.parse("") is None
+    assert MirrorConfig.parse("s3://b/p") == MirrorConfig("s3://b/p", 30.0, 120.0)
+    assert MirrorConfig.parse({"url": "s3://b/p", "every_s": 5}) == MirrorConfig("s3://b/p", 5, 120.0)
+
+
+def test_folders_that_appear_at_once_are_whole(first: Machine, second: Machine) -> None:
+    sender = first.begin()
+    with atomic_folder(first.root / "results/x/export") as folder:
+        (folder / "a").write_bytes(b"a")
+        sender.round()
+    assert not sender.files
+    sender.round()
+    second.begin()
+    assert (second.root / "results/x/export/a").read_bytes() == b"a"

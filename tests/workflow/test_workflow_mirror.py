@@ -1,0 +1,70 @@
+"""A project whose machine is lost: another one with the same files and an empty disk goes on from the mirror."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from projects import Project, make_project
+
+pytestmark = pytest.mark.slow
+
+
+def mirrored(project: Project, bucket: Path) -> Project:
+    """The project with a mirror in a folder."""
+    path = project / "config/config.yaml"
+    path.write_text(f"{path.read_text()}\nmirror: {{url: 'file://{bucket}', every_s: 0.5, silence_s: 2}}\n")
+    return project
+
+
+def results(project: Project) -> dict[str, bytes]:
+    """The bytes of all results but notes of the disk, pages, and the note of a store that each machine has."""
+    folder = project / "results"
+    names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    own = {
+        ".verified.json",
+        ".source-cache.json",
+        ".owner",
+        ".lock",
+        "tracked.json",
+        "summary.html",
+        "index.html",
+        "follow.json",
+    }
+    return {str(name): (folder / name).read_bytes() for name in names if name.name not in own}
+
+
+def mirror(project: Project, *options: str) -> str:
+    """What `image-diffusion mirror` prints."""
+    command = [project.command()[0], "-m", "image_diffusion", "mirror", *options]
+    return subprocess.run(command, cwd=project.folder, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_fresh_disk_gets_everything_and_only_fills_its_own_store(finished: Project, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    mirrored(finished, bucket)
+    finished.run()
+    made = results(finished)
+    other = mirrored(make_project(tmp_path / "other"), bucket)
+    said = other.run()
+    assert "1 jobs" in said or "2 jobs" in said, said
+    assert "micro/track done" in said and "micro/train" not in said
+    assert results(other) == made
+    assert other.planned() == set()
+    assert "has left it" in mirror(other) and "results/micro" in mirror(other)
+    chunks = bucket / "blobs"
+    (chunks / ("0" * 64)).write_bytes(b"of a machine that was lost")
+    before = len(list(chunks.iterdir()))
+    assert "1 objects removed" in mirror(other, "--prune")
+    assert len(list(chunks.iterdir())) == before - 1
+
+
+def test_mistakes_are_one_line(fresh: Project, tmp_path: Path) -> None:
+    done = fresh.snakemake("--config", "mirror=bucket")
+    assert done.returncode == 1
+    assert "error: mirror is bucket, which is no URL." in done.stdout and "Traceback" not in done.stdout
+    done = fresh.snakemake("--config", "mirror=nosuch://bucket/x")
+    assert done.returncode == 1
+    assert "error: nosuch://bucket/x cannot be opened" in done.stdout and "Traceback" not in done.stdout
+    assert not (fresh / "results/datasets").exists()
