@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 python_files := src tests docs workflow/scripts
 # The files that took longest (tests/durations.json) begin first.
 pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
-tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files adamw_8bit synthesis) \
+tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files adamw_8bit synthesis executors) \
 	$(patsubst %,tests/reliability/test_%.py,faulty_store machines)
 with_extras := PYTHONPATH=$(CURDIR)/.venv/extras OMP_NUM_THREADS=1
 snakefiles := Snakefile workflow/Snakefile workflow/rules
@@ -54,8 +54,8 @@ format: .venv/.ready ## put every file into the style that lint checks
 	ruff format $(python_files)
 	snakefmt $(snakefiles)
 
-test-extras: .venv/.extras ## the tests of what the optional extras bring: text encoders, Hugging Face's data sets, LSUN's databases, LoRA, 8-bit Adam, Croissant, S3
-	$(with_extras) python -c 'import bitsandbytes, datasets, lmdb, mlcroissant, nibabel, peft, pydicom, s3fs, sentencepiece, transformers'
+test-extras: .venv/.extras ## the tests of what the optional extras bring: text encoders, Hugging Face's data sets, LSUN's databases, LoRA, 8-bit Adam, Croissant, executors of clouds, S3
+	$(with_extras) python -c 'import bitsandbytes, datasets, lmdb, kubernetes, mlcroissant, nibabel, peft, pydicom, s3fs, sentencepiece, transformers'
 	$(with_extras) python -m pytest $(tests_of_extras)
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge): CLUSTERS=2 at once
@@ -108,10 +108,10 @@ lock: .venv/.ready ## pin the newest packages that envs/requirements.in and the 
 	sed --in-place '1i # Made by `make lock` from envs/requirements.in: every package the project uses, pinned, with hashes.' \
 		envs/requirements.lock
 	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
-		--extra text --extra huggingface --extra lora --extra lsun --extra croissant --extra arrays --extra adam8bit --extra s3 --extra s3-server --constraint envs/requirements.lock \
+		--extra text --extra huggingface --extra lora --extra lsun --extra croissant --extra arrays --extra adam8bit --extra executors --extra s3 --extra s3-server --constraint envs/requirements.lock \
 		$$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' envs/requirements.lock) \
 		--output-file envs/extras.lock pyproject.toml
-	sed --in-place '1i # Made by `make lock` from the extras text, huggingface, lora, lsun, croissant, arrays, adam8bit, s3 and s3-server of pyproject.toml: what they add to requirements.lock.' \
+	sed --in-place '1i # Made by `make lock` from the extras text, huggingface, lora, lsun, croissant, arrays, adam8bit, executors, s3 and s3-server of pyproject.toml: what they add to requirements.lock.' \
 		envs/extras.lock
 
 clean: ## delete the environment; results stay

@@ -17,7 +17,7 @@ from unittest import mock
 
 from pydantic import BaseModel
 
-from image_diffusion.core.process.command import COMMANDS, module_of
+from image_diffusion.core.process.commands import COMMANDS, module_of
 from image_diffusion.experiments.experiment import load_experiment, schema
 
 ROOT = Path(__file__).resolve().parents[1]

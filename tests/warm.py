@@ -320,7 +320,7 @@ def _begin(
             if is_module:
                 sys.modules.pop(f"{name}.__main__", None)
                 if name == PACKAGE:  # its __main__ runs the module of a command
-                    from image_diffusion.core.process.command import COMMANDS, module_of
+                    from image_diffusion.core.process.commands import COMMANDS, module_of
 
                     for command in set(arguments[2:3]) & set(COMMANDS):
                         sys.modules.pop(module_of(command), None)

@@ -13,8 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from image_diffusion.core.config.errors import nearest
-from image_diffusion.core.process.command import COMMANDS, module_of
+from image_diffusion.core.process.commands import COMMANDS, module_of
 from image_diffusion.core.process.errors import log_line
+
+_RENAMED = {"follow": ("track", "--experiments", "--follow"), "crate": ("export", "--experiment", "--crate")}
+"""Commands of before: the command that has them as an option, the option that named the experiments, and that one."""
 
 
 def main() -> None:
@@ -27,9 +30,10 @@ def main() -> None:
     name = sys.argv.pop(1)
     if name == "published":
         sys.exit("error: the command published is an option of sample: sample --published FILE --read FILE …")
-    if name == "follow":
-        log_line("warning: the command follow is an option of track: track --follow EXPERIMENT …")
-        name, sys.argv[1:] = "track", ["--follow" if word == "--experiments" else word for word in sys.argv[1:]]
+    if name in _RENAMED:
+        command, before, option = _RENAMED[name]
+        log_line(f"warning: the command {name} is an option of {command}: {command} {option} EXPERIMENT …")
+        name, sys.argv[1:] = command, [option if word == before else word for word in sys.argv[1:]]
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)
         hint = f"Did you mean '{close}'?" if close else f"Known: {', '.join(COMMANDS)}."

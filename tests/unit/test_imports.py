@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.process.command import module_of
+from image_diffusion.core.process.commands import module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from crops import crops_of_twelve
 from image_diffusion.core.files import mirrored
 from image_diffusion.core.files.atomic import atomic_folder, write_json
 from image_diffusion.core.files.checksums import damaged
 from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_name
 from image_diffusion.core.files.store import Store
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.mirror import restore
 from image_diffusion.workflow.mirror.lease import Head, Lease, LostError
@@ -206,6 +211,29 @@ def test_large_files_that_are_described_come_when_they_are_verified(
     assert (folder / "shard-0.tar").read_bytes() == shard
     kept.round()
     assert {"results/x/shard-0.tar", "results/y/large-of-another"} <= kept.files.keys()
+
+
+def test_shards_and_checkpoints_are_fetched_by_who_reads_them(
+    first: Machine, second: Machine, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sender = first.begin(("x", "datasets/d"))
+    crops = crops_of_twelve(tmp_path, num_shards=2)
+    shutil.copytree(crops, first.root / "results/datasets/d/crops")
+    images = open_shards(crops, "all").gather(np.arange(12))
+    state = first.root / "results/x/train/state/run"
+    checkpoint = Checkpoint(2, 8, False, {"network": {"weight": torch.arange(1000.0)}})
+    path = write_checkpoint(state, checkpoint, {}, {}, lambda: None)
+    sender.round()
+
+    second.begin(("x", "datasets/d"))
+    monkeypatch.setenv(mirrored.VARIABLE, str(second.project.state / "absent.json"))
+    folder = second.root / "results/datasets/d/crops"
+    assert not list(folder.glob("*.tar")) and not list(second.root.rglob("*.safetensors"))
+    assert Damage("").fault_of(folder / "manifest.json") is None
+    assert not list(folder.glob("*.tar"))
+    assert torch.equal(open_shards(folder, "all").gather(np.arange(12)), images)
+    other, _ = read_checkpoint(second.root / "results/x/train/state/run" / path.name)
+    assert torch.equal(other.groups["network"]["weight"], torch.arange(1000.0))
 
 
 def test_a_manifest_that_is_written_anew_forgets_shards_of_before(first: Machine, second: Machine, small: None) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from image_diffusion.core.process.command import COMMANDS
+from image_diffusion.core.process.commands import COMMANDS
 from image_diffusion.experiments.experiment import schema
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))

@@ -69,7 +69,7 @@ def test_joining_what_several_jobs_have_made_takes_no_gpu() -> None:
     ("executor", "expected"),
     [
         ("slurm", {"gres": "gpu:2"}),
-        ("kubernetes", {"gpu": 2, "gpu_manufacturer": "nvidia"}),
+        ("kubernetes", {"gpu": 2, "gpu_manufacturer": "nvidia", "scale": 0}),
         ("aws-batch", {"_gpus": 2}),
         ("googlebatch", {"nvidia_gpu": 2}),
         ("lsf", {"gpu": 2, "gres": "gpu:2"}),
@@ -118,9 +118,11 @@ def test_the_callers_number_goes_before_the_experiments() -> None:
 
 
 def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:
-    here, sent = machine(gpus_per_node=1), machine(gpus_per_node=1, queued=True, remote=True)
+    here = machine(gpus_per_node=1)
     assert here.threads(ONE) == here.training_threads(ONE) == ALL_CORES
-    assert (sent.threads(ONE), sent.training_threads(ONE)) == (2, 2)
+    for remote in (False, True):
+        sent = machine(gpus_per_node=1, processes_per_node=3, queued=True, remote=remote)
+        assert (sent.threads(ONE), sent.training_threads(ONE)) == (2, 6)
 
 
 def test_stages_share_the_cores_of_a_machine_with_several_gpus_and_have_one_each() -> None:

@@ -48,6 +48,9 @@ OF_OTHERS = {
     "export": "sets a variable",
     "mlflow": "serves a model, as tests/unit/test_track_models.py does",
     "curl": "asks the model that is served",
+    "sky": "needs an account of a cloud; tests/unit/test_cloud.py reads the task",
+    "podman": "needs a builder and a registry; tests/unit/test_cloud.py reads the recipe",
+    "kubectl": "needs a cluster; tests/unit/test_cloud.py reads the pod",
 }
 """Programs of a code block that are not ours, and why they are not run."""
 

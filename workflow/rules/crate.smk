@@ -13,8 +13,9 @@ rule crate:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
+        code=code["export"],
         experiment=subpath(output.metadata, parent=True),
         snakefile=root / "workflow" / "Snakefile",
     shell:
-        "exec logged {log:q} python -m image_diffusion crate --experiment {params.experiment:q}"
+        "exec logged {log:q} python -m image_diffusion export --crate {params.experiment:q}"
         " --snakefile {params.snakefile:q} --inputs {input.given:q}"

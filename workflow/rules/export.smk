@@ -25,6 +25,5 @@ rule export:
         data=lambda wildcards: plans.plan_for(wildcards).dataset,
     shell:
         "exec logged {log:q} python -m image_diffusion export --config {input.config:q} --weights {input.weights:q}"
-        " {params.trained_by:q}"
-        " {params.codec:q} --metrics {input.metrics:q} {params.grid:q} --data-name {params.data:q}"
-        " --output {output.folder:q}"
+        " {params.trained_by:q} {params.codec:q} --metrics {input.metrics:q} {params.grid:q}"
+        " --data-name {params.data:q} --output {output.folder:q}"

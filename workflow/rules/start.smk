@@ -12,8 +12,7 @@ sys.path.insert(0, str(source))
 
 from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.integrity.locks import take_over
-from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
-from image_diffusion.workflow.mirror.mirror_process import Mirroring
+from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished
 from image_diffusion.workflow.start import start
 from image_diffusion.workflow import terminal
 
@@ -23,23 +22,21 @@ if is_head:
     owner = take_over(Path())
     count_damaged_as_unfinished(Damage(config["tracking"]["uri"]).among)
 terminal.begin(workflow.output_settings if is_head else None)
-works = is_head and owner.is_ours and not workflow.output_settings.dryrun
-mirroring = Mirroring(config.get("mirror") if works else None, config["results"], source)
 context = start(
     root,
     config,
     queued=workflow.resource_settings.nodes is not None,
     remote=workflow.remote_exec,
+    is_head=is_head and owner.is_ours and not workflow.output_settings.dryrun,
+    provider=workflow.storage_settings.default_storage_provider,
     moved=workflow.modifier.path_modifier.replace_prefix,
     arguments=sys.argv[1:] if workflow.modifier.is_main_snakefile() else [],
     cores=workflow.global_resources["_cores"].value or 1,
     limit=getattr(workflow.global_resources.get("devices"), "value", None),
     executor=lambda: workflow.executor_plugin.name if workflow.executor_plugin else "local",
 )
-mirroring.fetch([*context.plans.by_name, *(f"datasets/{name}" for name in context.plans.datasets)])
 results, plans, machine, code = context.results, context.plans, context.machine, context.code
 files, parts = context.files, context.parts
-ignore_parts_in_records()
 if machine.devices:
     workflow.register_resource("devices", machine.at_once)
 

@@ -27,7 +27,6 @@ rule track:
         headline=lambda wildcards: plans.plan_for(wildcards).headline,
         code=code["track"],
     shell:
-        "export MLFLOW_TRACKING_URI=${params.store};"
-        " exec logged {log:q} python -m image_diffusion track --project {params.project:q}"
-        " --experiment {params.experiment:q} --dataset {params.dataset:q} {params.codec:q}"
+        "export MLFLOW_TRACKING_URI=${params.store}; exec logged {log:q} python -m image_diffusion track"
+        " --project {params.project:q} --experiment {params.experiment:q} --dataset {params.dataset:q} {params.codec:q}"
         " --best-metric {params.headline:q} --output {output.summary:q}"

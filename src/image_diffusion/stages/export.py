@@ -1,12 +1,14 @@
-"""Export weights as a folder that diffusers loads, or read foreign weights into a weights folder.
+"""Export weights as a folder that diffusers loads, read foreign weights, or describe an experiment as an RO-Crate.
 
     python -m image_diffusion export --config export.yaml --weights weights.safetensors --output results/x/diffusers
     python -m image_diffusion export --read DiT-XL-2-256x256.pt --output results/dit/train
+    python -m image_diffusion export --crate results/x --snakefile workflow/Snakefile --inputs crop.yaml manifest.json
 
 The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, or (export.format: pipeline) any model with a
 pipeline.py and code of its own, and a model card beside it, whole or not at all. The second
 reads published weights and training states of others (docs/exporting.md) and writes weights.safetensors and model.json,
 from which `sample` makes images without training, `evaluate` judges a prior, and `train` goes on (train.init_from).
+The third writes ro-crate-metadata.json into the experiment's folder, for repositories and tools of provenance.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from image_diffusion.core.files.checksums import write_checksums
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.process import command
 from image_diffusion.experiments.experiment import ExportStage, load_experiment
+from image_diffusion.export.crate import write_crate
 from image_diffusion.export.model_card import CardUse, model_card
 from image_diffusion.export.registry import export_of
 from image_diffusion.foreign.registry import read_weights
@@ -137,7 +140,7 @@ def read_published(config: Path, path: Path, codec: str | None, folder: Path) ->
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion export", description="Weights <-> other programs.")
+    parser = command.Parser(prog="python -m image_diffusion export", description=str(__doc__).partition("\n")[0])
     parser.add_config("the stage's configuration, export.yaml", required=False)
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
@@ -154,9 +157,22 @@ def main() -> None:
         "--codec", default="stabilityai/sd-vae-ft-ema", help="with --read: the autoencoder of the latents"
     )
     parser.add_argument("--experiment", type=Path, help="with --read: describes what the file does not tell")
-    parser.add_argument("--output", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--crate", type=Path, metavar="EXPERIMENT", help="folder of an experiment, to describe as an RO-Crate"
+    )
+    parser.add_argument("--snakefile", type=Path, help="with --crate: Snakefile of the workflow")
+    parser.add_argument("--inputs", type=Path, nargs="+", help="with --crate: configurations and manifests of the data")
+    parser.add_argument("--output", type=Path, help="the folder to write; --crate needs none")
     arguments = parser.parse_args()
 
+    if arguments.crate is not None:
+        if arguments.snakefile is None or arguments.inputs is None:
+            raise ValueError("--crate describes a run: give its --snakefile and its --inputs as well.")
+        write_crate(arguments.crate, arguments.snakefile, arguments.inputs)
+        print(f"export: {arguments.crate} is an RO-Crate")
+        return
+    if arguments.output is None:
+        parser.error("--output is required: the folder to write")
     if arguments.read is not None:
         kind = read_foreign(arguments.read, arguments.codec, arguments.experiment, arguments.output)
         print(f"export: wrote {arguments.output} from {arguments.read}: {kind}")

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 from image_diffusion.core.config.base import read_yaml
 from image_diffusion.core.files.atomic import make_folder
@@ -83,6 +84,8 @@ def _send(sender: Sender, every_s: float) -> None:
         try:
             sender.round()
             is_reachable = True
+        except LostError as error:
+            _stop_snakemake(error)
         except ValueError as error:
             if is_reachable:
                 log_line(f"warning: the mirror lacks the newest results, and is tried again: {error}")
@@ -106,7 +109,7 @@ def _renew(lease: Lease, every_s: float, over: threading.Event) -> None:
             _stop_snakemake(error)
 
 
-def _stop_snakemake(error: LostError) -> None:
+def _stop_snakemake(error: LostError) -> NoReturn:
     log_line(f"error: {error}")
     os.kill(os.getppid(), signal.SIGINT)
     os._exit(1)

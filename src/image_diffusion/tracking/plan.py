@@ -19,7 +19,7 @@ from image_diffusion.core.config import yaml12
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file
 from image_diffusion.core.journal.reader import History, Point, logged_stages, of_weights, read_journals
 from image_diffusion.core.names import carried_files
-from image_diffusion.core.process.command import module_of
+from image_diffusion.core.process.commands import module_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.data.shards.records import content_digest
 from image_diffusion.tracking.shown_metrics import measured, scalars, shown

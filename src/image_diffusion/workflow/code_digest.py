@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from image_diffusion.core.files.atomic import code_below, digest, is_code, read_json, sha256_file, write_json
-from image_diffusion.core.process.command import module_of
+from image_diffusion.core.process.commands import module_of
 from image_diffusion.workflow.plans import STAGES, Plans
 
 PACKAGE = "image_diffusion"

@@ -16,6 +16,19 @@ def package_beside(root: Path) -> Path:
     return root.parents[1] if root.parts[-2:] == SHIPPED.parts else root / "src"
 
 
+def refuse_storage(provider: str | None) -> None:
+    """End Snakemake with one line if it is to keep files by a storage provider.
+
+    Shards, checkpoints and journals are not declared by any rule, so a provider would leave them behind.
+    """
+    if provider:
+        raise SystemExit(
+            f"error: --default-storage-provider {provider} stores only what rules declare: shards, checkpoints and "
+            "journals would be lost. Use a file system that all jobs share, or one machine with --config mirror=… "
+            "(docs/cloud.md)."
+        )
+
+
 def search_path(root: Path, path: str) -> str:
     """PATH with what stages look for in front: the Python that runs Snakemake, and `logged`.
 

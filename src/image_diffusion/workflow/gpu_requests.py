@@ -1,11 +1,14 @@
 """Requests for GPUs, in the resources that each of Snakemake's executors reads.
 
-| Executor           | Resource                  | Read by                                                  |
-| ------------------ | ------------------------- | -------------------------------------------------------- |
-| slurm, local       | `gres=gpu:a100:2`         | snakemake-executor-plugin-slurm 2.8, `set_gres_string`   |
-| kubernetes         | `gpu`, `gpu_manufacturer` | snakemake-executor-plugin-kubernetes 0.5                 |
-| aws-batch          | `_gpus`                   | snakemake-executor-plugin-aws-batch 0.2, BatchJobBuilder |
-| googlebatch        | `nvidia_gpu`              | snakemake-executor-plugin-googlebatch, `get_accelerators`|
+| Executor     | Resource                           | Read by                                                       |
+| ------------ | ---------------------------------- | ------------------------------------------------------------- |
+| slurm, local | `gres=gpu:a100:2`                  | snakemake-executor-plugin-slurm 2.8, `set_gres_string`        |
+| kubernetes   | `gpu`, `gpu_manufacturer`, `scale` | snakemake-executor-plugin-kubernetes 0.5, `run_job`           |
+| aws-batch    | `_gpus`                            | snakemake-executor-plugin-aws-batch 0.2, `BatchJobBuilder`    |
+| googlebatch  | `nvidia_gpu`                       | snakemake-executor-plugin-googlebatch 0.5, `get_accelerators` |
+
+On Kubernetes, `scale=0` makes the plugin write limits beside its requests. A pod that requests a GPU without a limit is
+refused (Kubernetes' documentation, "Schedule GPUs").
 
 An executor that is not in the table gets `gpu`, Snakemake's common name, and `gres`, and `doubt_about` says so.
 """
@@ -16,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _BY_EXECUTOR = {
-    "kubernetes": ("gpu", "gpu_manufacturer"),
+    "kubernetes": ("gpu", "gpu_manufacturer", "scale"),
     "aws-batch": ("_gpus",),
     "googlebatch": ("nvidia_gpu",),
 }
@@ -24,7 +27,9 @@ _OTHERS = ("gpu", "gres")
 _ON_SLURM = ("gres",)
 _READS_GRES = ("slurm", "slurm-jobstep", "local", "dryrun", "touch")
 """Executors that read `gres`, or that start nothing on other machines."""
-NAMES = ("gres", "gpu", "gpu_manufacturer", "_gpus", "nvidia_gpu")
+_NUMBERS = ("gres", "gpu", "_gpus", "nvidia_gpu")
+_FIXED: dict[str, str | int] = {"gpu_manufacturer": "nvidia", "scale": 0}
+NAMES = (*_NUMBERS, *_FIXED)
 """All resources that a rule may need to set."""
 
 
@@ -38,7 +43,7 @@ def gpu_request(name: str, executor: str, count: int, kind: str | None = None) -
         return None
     if name == "gres":
         return ":".join(["gpu", *([kind] if kind else []), str(count)])
-    return "nvidia" if name == "gpu_manufacturer" else count
+    return _FIXED.get(name, count)
 
 
 def requested_gpus(resources: Mapping[str, Any]) -> str | None:
@@ -46,7 +51,7 @@ def requested_gpus(resources: Mapping[str, Any]) -> str | None:
 
     resources: Snakemake's, of the job.
     """
-    values = (resources.get(name) for name in NAMES if name != "gpu_manufacturer")
+    values = (resources.get(name) for name in _NUMBERS)
     return next((str(value) for value in values if value), None)
 
 

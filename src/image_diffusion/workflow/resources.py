@@ -281,7 +281,8 @@ class Machine:
         return nodes * self.processes(wildcards)
 
     def _alone(self, wildcards: Wildcards) -> bool:
-        return self._requested("gpus_per_node", wildcards) > 0 and not self.remote
+        """Return True for a stage on a GPU of this machine. In a queue, stages have the cores that they request."""
+        return self._requested("gpus_per_node", wildcards) > 0 and not (self.queued or self.remote)
 
     def _gpu_request(self, name: str, number: Callable[[Wildcards], int], wildcards: Wildcards) -> str | int | None:
         kind = (self.config.get("slurm") or {}).get("gpu_type")

@@ -15,9 +15,11 @@ from image_diffusion.core.process.out_of_resources import sentence_on
 from image_diffusion.core.process.parent_watch import announce
 from image_diffusion.core.process.secrets import variable_of
 from image_diffusion.workflow.code_digest import note_code
-from image_diffusion.workflow.environment import search_path
+from image_diffusion.workflow.environment import package_beside, refuse_storage, search_path
 from image_diffusion.workflow.inputs import Files
+from image_diffusion.workflow.integrity.snakemake_patches import ignore_parts_in_records
 from image_diffusion.workflow.jobs.gpu_locks import VARIABLE, devices_here
+from image_diffusion.workflow.mirror.mirror_process import Mirroring
 from image_diffusion.workflow.parts import Parts, look_at_sources
 from image_diffusion.workflow.plans import Plans
 from image_diffusion.workflow.resolve import requested, resolve, resolved
@@ -53,20 +55,26 @@ def start(
     cores: int = 1,
     limit: int | None = None,
     executor: Callable[[], str] = lambda: "local",
+    is_head: bool = False,
+    provider: str | None = None,
 ) -> WorkflowContext:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
     root: the folder of the workflow. config: its configuration. queued: True if jobs are sent to a queue. remote: True
     if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
     line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
-    caller says so. executor: returns the name of Snakemake's executor once jobs are planned. What Snakemake starts on
-    this machine ends when it does, and finds MLflow's store in its environment. A mistake ends Snakemake with one clear
-    line.
+    caller says so. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this
+    process starts jobs in a folder of its own, which the mirror follows. provider: of storage, that Snakemake is to
+    use. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its environment. A mistake
+    ends Snakemake with one clear line.
     """
+    refuse_storage(provider)
+    ignore_parts_in_records()
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
     os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
     results = str(config.get("results", "results"))
+    mirroring = Mirroring(config.get("mirror") if is_head else None, results, package_beside(root))
     try:
         if moved(f"{results}/") != f"{results}/":
             raise ValueError(
@@ -87,6 +95,7 @@ def start(
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {sentence_on(error) or error}") from None
+    mirroring.fetch([*plans.by_name, *(f"datasets/{name}" for name in plans.datasets)])
     machine = Machine(plans, config, queued, remote, cores, executor=executor)
     if machine.uses_gpus and len(devices := devices_here(os.environ)) > 1:
         os.environ[VARIABLE] = ",".join(devices)

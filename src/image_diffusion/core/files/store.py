@@ -78,8 +78,8 @@ class Store:
 
         def listed() -> dict[str, int]:
             if self._folder is not None:
-                found = list((self._folder / folder).glob("*"))
-                return {path.name: path.stat().st_size for path in found if not path.name.startswith(".")}
+                paths = list((self._folder / folder).glob("*"))
+                return {path.name: path.stat().st_size for path in paths if not path.name.startswith(".")}
             with suppress(FileNotFoundError):
                 entries = self._fs.ls(self._at(folder), detail=True, refresh=True)
                 files = [entry for entry in entries if entry["type"] == "file"]

@@ -21,15 +21,6 @@ from image_diffusion.core.process.secrets import hidden
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
-COMMANDS = (
-    *("init", "configure", "crop", "datasheet", "detect", "reference", "encode", "embed", "doctor", "train", "ema"),
-    *("sample", "evaluate", "sweep", "synthesize", "export", "track", "crate", "mirror"),
-)
-"""Every command, in the order of use."""
-
-_TOOLS = ("init", "configure", "crate", "mirror")
-
-
 class Parser(argparse.ArgumentParser):
     """Command-line options. The description keeps its lines in the help."""
 
@@ -52,11 +43,6 @@ class Parser(argparse.ArgumentParser):
             metavar="KEY=VALUE",
             help="set a key of --config to another value, such as sample.num_samples=16; may be repeated",
         )
-
-
-def module_of(name: str) -> str:
-    """Return the dotted name of the module of a command: a file of `stages`, or of `tools`."""
-    return f"image_diffusion.{'tools' if name in _TOOLS else 'stages'}.{name}"
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from image_diffusion.core.files.atomic import Stamp, read_json, sha256_file, stamp_of
 from image_diffusion.core.files.mirrored import MirroredFile, chunk_name, download, write_absent
 from image_diffusion.core.files.store import Store
-from image_diffusion.workflow.mirror.sender import Files, descriptions
+from image_diffusion.workflow.mirror.sender import DESCRIPTIONS, Files, descriptions
 from image_diffusion.workflow.mirror.snapshot import Project, take
 
 SMALL = 16 << 20
@@ -25,7 +25,7 @@ class ConflictError(Exception):
 
 @dataclass(frozen=True)
 class DiskState:
-    """What a disk knows of a mirror: the snapshot that it was part of last, and the stamps of its own files then."""
+    """State of a disk: the snapshot that it was part of last, and the stamps of its own files then."""
 
     token: str = ""
     files: Files = field(default_factory=dict)
@@ -94,13 +94,13 @@ class Restoring:
                 self._project.path(name).unlink(missing_ok=True)
         # Without this folder Snakemake takes its records for those of an old version.
         self._project.folders["incomplete"].mkdir(parents=True, exist_ok=True)
-        self._bring({name: file for name, file in self.files.items() if file.size <= SMALL})
+        self._bring({name: file for name, file in self.files.items() if not _is_large(name, file)})
 
     def large(self, folders: list[str]) -> None:
         """Bring the large files of these folders of results, but for those that a stage can fetch when it reads them:
         these are listed for `fetch_missing`. Files of other folders stay in the mirror."""
         prefixes = tuple(f"results/{folder.strip()}/" for folder in folders)
-        large = {name: file for name, file in self.files.items() if file.size > SMALL}
+        large = {name: file for name, file in self.files.items() if _is_large(name, file)}
         for name in large:
             self._project.path(name).parent.mkdir(parents=True, exist_ok=True)
         declared, said = self._project.declared(iter(self.files)), descriptions(self._project, large)
@@ -135,3 +135,7 @@ class Restoring:
             self.stamps[name] = stamp
             return True
         return False
+
+
+def _is_large(name: str, file: MirroredFile) -> bool:
+    return file.size > SMALL and not name.endswith(DESCRIPTIONS)

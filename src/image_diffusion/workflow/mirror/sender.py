@@ -19,13 +19,14 @@ from image_diffusion.workflow.mirror.snapshot import Project, Snapshot, send_fil
 _AT_ONCE = 8
 """Chunks that are sent at a time."""
 
-_DESCRIPTIONS = ("manifest.json", "checkpoint.json")
+DESCRIPTIONS = ("manifest.json", "checkpoint.json")
+"""Names of files that describe others of their folder, with their sha256."""
 
 Files = dict[str, MirroredFile]
 
 
 class Sender:
-    """What this machine knows of the mirror, and what it sends.
+    """Sender of a project, and its view of the mirror.
 
     files: of the newest snapshot by name, those included that are not on this disk. stamps: of the files on this disk
     that are as the snapshot has them.
@@ -110,7 +111,7 @@ def descriptions(project: Project, names: Iterable[str]) -> dict[str, str | None
     for name in names:
         folder = project.path(name).parent
         if folder not in texts:
-            paths = [folder / each for each in _DESCRIPTIONS if (folder / each).is_file()]
+            paths = [folder / file for file in DESCRIPTIONS if (folder / file).is_file()]
             texts[folder] = "".join(path.read_text(errors="replace") for path in paths) if paths else None
             texts[folder] = texts[folder] if folder.is_dir() else ""
         by_name[name] = texts[folder]

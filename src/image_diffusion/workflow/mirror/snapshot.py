@@ -61,7 +61,7 @@ class Project:
 
     def declared(self, names: Iterator[str]) -> set[str]:
         """Return which results Snakemake has records of, by the names of all files."""
-        found = set()
+        names_of_results = set()
         for name in names:
             folder, _, inside = name.partition("/")
             if folder == _RECORDS:
@@ -72,8 +72,8 @@ class Project:
                 except ValueError:
                     continue
                 if path.is_relative_to(self.results):
-                    found.add(f"results/{path.relative_to(self.results).as_posix()}")
-        return found
+                    names_of_results.add(f"results/{path.relative_to(self.results).as_posix()}")
+        return names_of_results
 
 
 @dataclass

@@ -1,11 +1,7 @@
-"""Describe an experiment as an RO-Crate, which repositories and tools of provenance read.
+"""Description of an experiment as an RO-Crate, which repositories and tools of provenance read.
 
-    python -m image_diffusion crate --experiment results/x --snakefile workflow/Snakefile \\
-        --inputs crop.yaml manifest.json
-
-Writes ro-crate-metadata.json into the experiment's folder, in the profile Workflow Run Crate 0.5 (Leo et al. 2024,
-"Recording provenance of workflow runs with RO-Crate"): what was run, on which configuration and data, when, and what
-came of it, each file with its size and sha256. What lies elsewhere is copied into the folder `crate`, with a datasheet.
+The profile is Workflow Run Crate 0.5 (Leo et al. 2024, "Recording provenance of workflow runs with RO-Crate"): what was
+run, on which configuration and data, when, and what came of it, each file with its size and sha256.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ from image_diffusion import __version__
 from image_diffusion.core.files.atomic import read_json, write_text
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.reader import logged_stages, read_journal
-from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import summary
 from image_diffusion.workflow.plans import used_weights
 
@@ -178,35 +173,29 @@ def _times(folder: Path) -> tuple[str, str]:
     return first, last
 
 
-def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion crate", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--experiment", type=Path, required=True, help="folder of the experiment, results/<experiment>")
-    parser.add_argument("--snakefile", type=Path, required=True, help="Snakefile of the workflow")
-    parser.add_argument(
-        "--inputs", type=Path, nargs="+", required=True, help="configurations and manifests of the data"
-    )
-    arguments = parser.parse_args()
-    if not any(path.name == "manifest.json" for path in arguments.inputs):
+def write_crate(folder: Path, snakefile: Path, inputs: Sequence[Path]) -> None:
+    """Write ro-crate-metadata.json into the folder of an experiment that has been made.
+
+    What lies elsewhere is copied into its folder `crate`, with a datasheet. snakefile: of the workflow. inputs: the
+    configurations and manifests that the run read. Raises ValueError if they name no manifest.json, or if no stage left
+    a journal.
+    """
+    manifest = next((path for path in inputs if path.name == "manifest.json"), None)
+    if manifest is None:
         raise ValueError("--inputs names no manifest.json. Add that of the images' shards.")
-    folder: Path = arguments.experiment
     copies = folder / "crate"
     # RO-Crate refers to files inside its own folder only, so the workflow and inputs from outside are copied.
     shutil.rmtree(copies, ignore_errors=True)
     copies.mkdir(parents=True)
-    inputs = {}
-    for path in arguments.inputs:
+    names = {}
+    for path in inputs:
         inside = path.is_relative_to(folder)
         goal = path if inside else copies / f"{path.parent.name}-{path.name}"
         if not inside:
             shutil.copyfile(path, goal)
-        inputs[path] = goal.relative_to(folder).as_posix()
-    shutil.copyfile(arguments.snakefile, copies / "Snakefile")
-    manifest = next(path for path in inputs if path.name == "manifest.json")
+        names[path] = goal.relative_to(folder).as_posix()
+    shutil.copyfile(snakefile, copies / "Snakefile")
     source = read_json(folder / "config" / "plan.json")["source"]
     write_text(copies / "datasheet.md", summary(read_json(manifest), source))
-    metadata = crate(folder, "crate/Snakefile", list(inputs.values()), inputs[manifest])
+    metadata = crate(folder, "crate/Snakefile", list(names.values()), names[manifest])
     write_text(folder / "ro-crate-metadata.json", f"{json.dumps(metadata, indent=2, ensure_ascii=False)}\n")
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -1,0 +1,48 @@
+"""The description of an experiment as an RO-Crate: its command, and the one of before."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+
+import image_diffusion.__main__
+from image_diffusion.stages import export
+
+
+def run_export(monkeypatch: pytest.MonkeyPatch, *options: str | Path) -> None:
+    monkeypatch.setattr("sys.argv", ["export", *map(str, options)])
+    export.main()
+
+
+def test_the_command_of_old_is_the_option_of_export(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr("runpy.run_module", lambda module, **_: ran.append((module, sys.argv[1:])))
+    old = ["crate", "--experiment", "results/x", "--snakefile", "Snakefile", "--inputs", "manifest.json"]
+    monkeypatch.setattr("sys.argv", ["image-diffusion", *old])
+    image_diffusion.__main__.main()
+    gc.enable()
+    assert ran == [("image_diffusion.stages.export", ["--crate", *old[2:]])]
+    assert capsys.readouterr().err == (
+        "warning: the command crate is an option of export: export --crate EXPERIMENT …\n"
+    )
+
+
+def test_a_crate_needs_what_it_describes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="give its --snakefile and its --inputs as well"):
+        run_export(monkeypatch, "--crate", tmp_path)
+    with pytest.raises(ValueError, match=r"--inputs names no manifest\.json"):
+        run_export(monkeypatch, "--crate", tmp_path, "--snakefile", "Snakefile", "--inputs", "crop.yaml")
+    assert not (tmp_path / "crate").exists()
+
+
+def test_everything_else_that_export_writes_needs_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_export(monkeypatch, "--read", "weights.pt")
+    assert ended.value.code == 2 and "--output is required: the folder to write" in capsys.readouterr().err
