@@ -3,6 +3,8 @@ PYTHON ?= python3
 SEED ?= 1
 MINUTES ?= 120
 CLUSTERS ?= 2
+KILLS ?= 200
+FAULTS ?= 1000
 NUMBER ?= 350
 MARKS ?=
 BASE ?= HEAD
@@ -14,10 +16,12 @@ unexport PYTHONDONTWRITEBYTECODE
 python_files := src tests docs workflow/scripts
 # The files that took longest (tests/durations.json) begin first.
 pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
-tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files adamw_8bit synthesis executors)
+tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files adamw_8bit synthesis executors) \
+	$(patsubst %,tests/reliability/test_%.py,faulty_store machines)
+with_extras := PYTHONPATH=$(CURDIR)/.venv/extras OMP_NUM_THREADS=1
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench bench-gpu soak test-long mutants unchanged ui lock clean
+.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench bench-gpu soak soak-machines test-long mutants unchanged ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -50,9 +54,9 @@ format: .venv/.ready ## put every file into the style that lint checks
 	ruff format $(python_files)
 	snakefmt $(snakefiles)
 
-test-extras: .venv/.extras ## the tests of what the optional extras bring: text encoders, Hugging Face's data sets, LSUN's databases, LoRA, 8-bit Adam, Croissant, executors of clouds
-	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -c 'import bitsandbytes, datasets, lmdb, kubernetes, mlcroissant, nibabel, peft, pydicom, sentencepiece, transformers'
-	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -m pytest $(tests_of_extras)
+test-extras: .venv/.extras ## the tests of what the optional extras bring: text encoders, Hugging Face's data sets, LSUN's databases, LoRA, 8-bit Adam, Croissant, executors of clouds, S3
+	$(with_extras) python -c 'import bitsandbytes, datasets, lmdb, kubernetes, mlcroissant, nibabel, peft, pydicom, s3fs, sentencepiece, transformers'
+	$(with_extras) python -m pytest $(tests_of_extras)
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge): CLUSTERS=2 at once
 	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=$(CLUSTERS) --dist=loadfile
@@ -83,6 +87,9 @@ bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.
 soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks: SEED=1 MINUTES=120
 	python tests/reliability/soak.py --seed $(SEED) --minutes $(MINUTES)
 
+soak-machines: .venv/.extras ## machines that are killed with their disks, one bucket: SEED=1 KILLS=200 FAULTS=1000
+	$(with_extras) python tests/reliability/machines_soak.py --seed $(SEED) --kills $(KILLS) --faults $(FAULTS)
+
 test-long: .venv/.ready ## the tests of reliability at length: 500 kills in place of 120, 20,000 steps in place of 100
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
 
@@ -101,10 +108,10 @@ lock: .venv/.ready ## pin the newest packages that envs/requirements.in and the 
 	sed --in-place '1i # Made by `make lock` from envs/requirements.in: every package the project uses, pinned, with hashes.' \
 		envs/requirements.lock
 	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
-		--extra text --extra huggingface --extra lora --extra lsun --extra croissant --extra arrays --extra adam8bit --extra executors --constraint envs/requirements.lock \
+		--extra text --extra huggingface --extra lora --extra lsun --extra croissant --extra arrays --extra adam8bit --extra executors --extra s3 --extra s3-server --constraint envs/requirements.lock \
 		$$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' envs/requirements.lock) \
 		--output-file envs/extras.lock pyproject.toml
-	sed --in-place '1i # Made by `make lock` from the extras text, huggingface, lora, lsun, croissant, arrays, adam8bit and executors of pyproject.toml: what they add to requirements.lock.' \
+	sed --in-place '1i # Made by `make lock` from the extras text, huggingface, lora, lsun, croissant, arrays, adam8bit, executors, s3 and s3-server of pyproject.toml: what they add to requirements.lock.' \
 		envs/extras.lock
 
 clean: ## delete the environment; results stay

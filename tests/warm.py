@@ -4,7 +4,7 @@
 has imported PyTorch, MLflow, diffusers and Snakemake: a module (`-m`) or a script, in the working directory, with the
 environment, the standard files, the limit of a file's size and in the process group of whoever has called. `python`
 waits for it, hands signals on and ends as it has ended, by the same signal too; it is killed when `python` is. The real
-Python does anything else, and everything in a Slurm job.
+Python does anything else, the process of a mirror, and everything in a Slurm job.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ while arguments[:1] == ["-u"]:
 if not arguments or (arguments[0] != "-m" and not arguments[0].endswith(".py")):
     real()
 if "SLURM_JOB_ID" in os.environ:  # Slurm would not reach a process of the server
+    real()
+if arguments[1:3] == ["image_diffusion", "mirror"]:  # it sends a signal to its parent, which would be the server
     real()
 server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 server.connect({address!r})
@@ -141,13 +143,9 @@ class Warm:
         self.python = folder / "bin" / "python"
 
     def __enter__(self) -> Warm:
-        self.python.parent.mkdir(parents=True, exist_ok=True)
         self._sockets = Path(tempfile.mkdtemp(prefix="warm-"))  # the path of a socket has 108 bytes at most
         address = str(self._sockets / "socket")
-        client = CLIENT.format(python=sys.executable, address=address)
-        for name in ("python", "python3"):
-            (self.python.parent / name).write_text(client)
-            (self.python.parent / name).chmod(0o755)
+        write_clients(self.python, address)
         path = os.pathsep.join([str(self._source), *filter(None, [os.environ.get("PYTHONPATH")])])
         one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
         self._process = subprocess.Popen(
@@ -184,6 +182,14 @@ class Warm:
         return found
 
 
+def write_clients(python: Path, address: str) -> None:
+    """Write the programs that ask the server at this address, `python` and `python3` beside it."""
+    python.parent.mkdir(parents=True, exist_ok=True)
+    for path in (python, python.with_name("python3")):
+        path.write_text(CLIENT.format(python=sys.executable, address=address))
+        path.chmod(0o755)
+
+
 @cache
 def warm_server() -> Warm:
     """The one server for all tests of a process."""
@@ -199,14 +205,14 @@ def warm_python() -> str:
 
 
 def serve(address: str, python: str) -> NoReturn:
-    """Answer requests until we are stopped."""
+    """Import everything, and answer requests until we are stopped."""
     import importlib
     import pkgutil
 
     import image_diffusion
 
     outside = dict(os.environ)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with whoever has started it
+    end_with_parent()
     for module in pkgutil.walk_packages(image_diffusion.__path__, "image_diffusion."):
         importlib.import_module(module.name)
     for name in PRELOADED:
@@ -215,10 +221,30 @@ def serve(address: str, python: str) -> NoReturn:
     assert threading.active_count() == 1, "a process with threads cannot be forked safely"
     set_by_imports = {name: value for name, value in os.environ.items() if name not in outside}
     prepare_to_fork()
+    answer(listen(address), python, set_by_imports)
+
+
+def end_with_parent() -> None:
+    """Be killed when whoever has started this process ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens at a path, which is there from then on."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(f"{address}.new")
     listening.listen(64)
     Path(f"{address}.new").rename(address)
+    return listening
+
+
+def answer(listening: socket.socket, python: str, set_by_imports: dict[str, str]) -> NoReturn:
+    """Answer requests until we are stopped; beside the socket lies a file with the name of each process that runs.
+
+    python: the program that asks there. set_by_imports: environment variables that every process gets beside those of
+    its request.
+    """
+    folder = Path(listening.getsockname()).parent
     wake, alarm = os.pipe()
     os.set_blocking(alarm, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -240,7 +266,7 @@ def serve(address: str, python: str) -> NoReturn:
                 break
             if not child:
                 break
-            (Path(address).parent / str(child)).unlink()
+            (folder / str(child)).unlink(missing_ok=True)  # or an orphan: we are the first process
             ended = clients.pop(child, None)
             if ended is not None:
                 with suppress(OSError), ended:
@@ -267,7 +293,7 @@ def serve(address: str, python: str) -> NoReturn:
                 _begin(json.loads(request), files, python, set_by_imports)
             for each in files:
                 os.close(each)
-            (Path(address).parent / str(child)).write_text(_name(json.loads(request)[0]))
+            (folder / str(child)).write_text(_name(json.loads(request)[0]))
             with suppress(OSError):
                 client.sendall(f"{child}\n".encode())
             clients[child] = client

@@ -1,4 +1,7 @@
-"""What the soak runs: every system on a handful of images, in a few configurations between which it is edited."""
+"""What the soak runs: every system on a handful of images, in a few configurations between which it is edited.
+
+`python soak_project.py dit rin`, in the folder of a project, prints what `found` finds of these experiments, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import re
 import shutil
 import sqlite3
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -310,3 +314,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if path.is_file():
         path.unlink()
+
+
+if __name__ == "__main__":
+    print(json.dumps({key: value for name in sys.argv[1:] for key, value in found(Path.cwd(), name).items()}))

