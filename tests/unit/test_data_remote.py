@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from image_diffusion.core.files import store
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
@@ -94,7 +95,7 @@ class Server:
 
 @pytest.fixture
 def server(crops: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(remote, "_WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(store, "_WAITS_S", (0.0, 0.0))
     server = Server(crops)
     yield server
     server.server.shutdown()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from crops import crops_of_twelve
+from image_diffusion.core.files import store
 from image_diffusion.data.shards import remote
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.staging import begin_staging
@@ -126,7 +127,7 @@ def test_a_disk_that_fills_up_ends_the_copying_alone(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(remote, "_download", full)
-    monkeypatch.setattr(remote, "_WAITS_S", ())
+    monkeypatch.setattr(store, "_WAITS_S", ())
     shards = open_shards(crops, in_background=True)
     before = everything(shards)
     staged([shards], tmp_path)

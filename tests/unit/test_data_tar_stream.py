@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import webdataset
 
+from image_diffusion.core.files import store
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
-from image_diffusion.data.shards import remote
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources.archives import tars as tar_sources
@@ -65,7 +65,7 @@ class Server:
 @pytest.fixture
 def server(tars: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(remote, "_WAITS_S", ())
+    monkeypatch.setattr(store, "_WAITS_S", ())
     found = Server(tars)
     yield found
     found.close()

@@ -17,6 +17,7 @@ import webdataset
 
 from image_diffusion.core.config.base import load, parse, to_yaml
 from image_diffusion.core.config.yaml12 import in_line
+from image_diffusion.core.files import store
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.process.command import run
 from image_diffusion.core.process.secrets import (
@@ -29,7 +30,6 @@ from image_diffusion.core.process.secrets import (
     without_password,
 )
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.shards import remote
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.archives.tars import TarStream
@@ -197,7 +197,7 @@ def test_a_url_reaches_a_shell_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_error_on_shards_behind_a_url_shows_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAITS_S", ())
+    monkeypatch.setattr(store, "_WAITS_S", ())
     for url in ("http://bob:S3CRETPASS@127.0.0.1:1/set", "s3x://key:S3CRETPASS@bucket/set"):
         with pytest.raises(ValueError, match=r"set/manifest\.json cannot be fetched") as error:
             open_shards(url, cache=tmp_path)
@@ -290,7 +290,7 @@ def test_nothing_that_an_experiment_leaves_holds_a_secret(
     assert read_json(shards / "manifest.json")["num_samples"] == 10 and not guarded.refused
 
     monkeypatch.setenv("SIGNATURE", "X-Amz-Signature=S3CRETSIG&wrong=1")
-    monkeypatch.setattr(remote, "_WAITS_S", ())
+    monkeypatch.setattr(store, "_WAITS_S", ())
     with pytest.raises(SystemExit):
         run(partial(command, crop, f"--config={crops}", f"--output={project / 'again/manifest.json'}"))
     told = capfd.readouterr()
