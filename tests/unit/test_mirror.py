@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from crops import crops_of_twelve
 from image_diffusion.core.files import mirrored
 from image_diffusion.core.files.atomic import atomic_folder, write_json
 from image_diffusion.core.files.checksums import damaged
-from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_name
+from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_of, place_of
 from image_diffusion.core.files.store import Store
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -26,7 +26,7 @@ from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.mirror import restore
 from image_diffusion.workflow.mirror.lease import Head, Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import MirrorConfig
-from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, read_list
+from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, newest_list
 from image_diffusion.workflow.mirror.sender import Sender
 from image_diffusion.workflow.mirror.snapshot import Project, take
 
@@ -45,9 +45,8 @@ class Machine:
     def begin(self, folders: tuple[str, ...] = ("x",)) -> Sender:
         known = DiskState.read(self.project, self.lease.store.url)
         self.lease.take(known.token, self.said.append)
-        restoring = Restoring(
-            self.project, self.lease.store, read_list(self.lease.store, self.lease.snapshot), known, self.said.append
-        )
+        files = newest_list(self.lease, self.said.append)
+        restoring = Restoring(self.project, self.lease.store, files, known, self.said.append)
         restoring.small()
         restoring.large(list(folders))
         sender = Sender(self.project, self.lease, restoring.files, restoring.stamps)
@@ -110,23 +109,81 @@ def test_another_disk_gets_the_files_with_their_times(first: Machine, second: Ma
 
 def test_only_new_chunks_are_sent_and_what_nobody_names_is_removed(first: Machine, store: Store) -> None:
     sender = first.begin()
-    rng = np.random.default_rng(0)
-    data = rng.bytes(2 * CHUNK + 5)
+    data = np.random.default_rng(0).bytes(2 * CHUNK + 5)
     first.write("results/x/a", data)
     first.write("results/x/b", data)
     sender.round()
-    chunks = {hashlib.sha256(data[i : i + CHUNK]).hexdigest() for i in range(0, len(data), CHUNK)}
-    assert chunks <= store.names("blobs").keys()
+    hashes = [hashlib.sha256(data[i : i + CHUNK]).hexdigest() for i in range(0, len(data), CHUNK)]
+    chunks = {chunk_of(sha256, first.lease.token) for sha256 in hashes}
+    assert chunks < store.names("blobs").keys()
     assert len(store.names("blobs")) == 4  # and the list
-    before = {path: path.stat().st_ino for path in Path(store.url.removeprefix("file://"), "blobs").iterdir()}
+    before = inodes(store)
     first.write("results/x/c", data + b"more")
     sender.round()
-    after = {path: path.stat().st_ino for path in Path(store.url.removeprefix("file://"), "blobs").iterdir()}
-    assert all(after[path] == inode for path, inode in before.items() if path.name in chunks)
+    assert {name: inode for name, inode in inodes(store).items() if name in chunks} == {
+        name: before[name] for name in chunks
+    }
     for name in ("a", "b", "c"):
         first.project.path(f"results/x/{name}").unlink()
     sender.round()
+    assert chunks < store.names("blobs").keys()  # until another head names the snapshot without them
+    sender.round()
     assert len(store.names("blobs")) == 1
+
+
+def inodes(store: Store) -> dict[str, int]:
+    """The inode of each chunk."""
+    return {path.name: path.stat().st_ino for path in Path(store.url.removeprefix("file://"), "blobs").iterdir()}
+
+
+def test_a_machine_that_was_frozen_removes_nothing_that_another_has_stored(
+    first: Machine, second: Machine, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = first.begin()
+    first.write("results/x/old", b"the same bytes")
+    sender.round()
+    first.project.path("results/x/old").unlink()
+    sender.round()
+    frozen = sender._obsolete
+    assert frozen
+    other = second.begin()
+    second.write("results/x/again", b"the same bytes")
+    other.round()
+    sender._remove()
+    third = Machine(tmp_path / "third", store)
+    third.begin()
+    assert (third.root / "results/x/again").read_bytes() == b"the same bytes"
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data.replace(b"snapshot", b"snapshut")])
+def test_a_damaged_head_hides_nothing(
+    first: Machine, second: Machine, store: Store, damage: Callable[[bytes], bytes]
+) -> None:
+    sender = first.begin()
+    first.write("results/x/a", b"a")
+    sender.round()
+    first.write("results/x/b", b"b")
+    sender.round()
+    number, _ = first.lease.newest()
+    data = store.get(f"heads/{number:010}")
+    assert data is not None
+    store.put(f"heads/{number:010}", damage(data))
+    second.begin()
+    assert second.said[0].startswith("note: another process has not left")
+    assert (second.root / "results/x/a").read_bytes() == b"a"
+
+
+def test_a_list_of_files_that_is_lost_is_told(first: Machine, second: Machine, store: Store) -> None:
+    sender = first.begin()
+    first.write("results/x/a", b"a")
+    sender.round()
+    first.write("results/x/b", b"b")
+    sender.round()
+    (chunk,) = first.lease.snapshot
+    store.delete([place_of(chunk)])
+    second.begin()
+    assert "the newest snapshot cannot be read, and one before it is used" in second.said[-1]
+    assert (second.root / "results/x/a").read_bytes() == b"a"
 
 
 def test_a_snapshot_shows_one_moment(first: Machine) -> None:
@@ -164,9 +221,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_sent_is_whole(first: Machine, 
     large = first.write("results/x/train/state/f/step-1/network.safetensors", bytes(3 << 20))
     put = sender._put
 
-    def remove_first(sha256: str, data: bytes) -> None:
+    def remove_first(data: bytes) -> str:
         large.unlink(missing_ok=True)
-        put(sha256, data)
+        return put(data)
 
     sender._put = remove_first  # type: ignore[method-assign]
     sender.round()
@@ -246,10 +303,11 @@ def test_a_shard_that_the_mirror_has_lost_is_made_again(
     write_json(first.project.path("results/x/manifest.json"), {"shards": [{"file": "shard-0.tar", "sha256": sha256}]})
     sender.round()
     kept = second.begin()
+    chunk = place_of(chunk_of(sha256, first.lease.token))
     if fault == "damaged":
-        store.put(chunk_name(sha256), b"t" * 5000)
+        store.put(chunk, b"t" * 5000)
     else:
-        store.delete([chunk_name(sha256)])
+        store.delete([chunk])
     monkeypatch.setenv(mirrored.VARIABLE, str(second.project.state / "absent.json"))
     folder = second.root / "results/x"
     assert mirrored.is_mirrored(folder / "shard-0.tar", sha256)
@@ -259,7 +317,7 @@ def test_a_shard_that_the_mirror_has_lost_is_made_again(
     assert kept.files.keys() == {"results/x/manifest.json"}
     second.write("results/x/shard-0.tar", b"s" * 5000)
     kept.round()
-    assert store.get(chunk_name(sha256)) == b"s" * 5000
+    assert store.get(place_of(chunk_of(sha256, second.lease.token))) == b"s" * 5000
 
 
 def test_a_manifest_that_is_written_anew_forgets_shards_of_before(first: Machine, second: Machine, small: None) -> None:
@@ -274,17 +332,19 @@ def test_a_manifest_that_is_written_anew_forgets_shards_of_before(first: Machine
     assert kept.files.keys() == {"results/x/manifest.json"}
 
 
-def test_a_damaged_chunk_is_told_and_sent_again(first: Machine, second: Machine, store: Store) -> None:
+def test_a_damaged_chunk_is_told_and_sent_again(first: Machine, second: Machine, store: Store, tmp_path: Path) -> None:
     sender = first.begin()
     first.write("results/x/metrics.json", b"[1, 2]")
     sender.round()
-    sha256 = hashlib.sha256(b"[1, 2]").hexdigest()
-    store.put(chunk_name(sha256), b"[1, 3]")
+    chunk = chunk_of(hashlib.sha256(b"[1, 2]").hexdigest(), first.lease.token)
+    store.put(place_of(chunk), b"[1, 3]")
     kept = second.begin()
     assert "results/x/metrics.json cannot be fetched, and is made again" in second.said[-1]
     second.write("results/x/metrics.json", b"[1, 2]")
     kept.round()
-    assert store.get(chunk_name(sha256)) == b"[1, 2]"
+    third = Machine(tmp_path / "third", store)
+    third.begin()
+    assert (third.root / "results/x/metrics.json").read_bytes() == b"[1, 2]"
 
 
 @pytest.mark.parametrize("name", ["results/../x", "other/x", "results//etc/x", "results", "results/a\0b"])
@@ -293,7 +353,9 @@ def test_names_that_lead_out_of_the_project_are_refused(first: Machine, name: st
         first.project.path(name)
 
 
-@pytest.mark.parametrize("plain", [[], [1, 2, "x"], [1, 2, "0" * 64, ["../x"]], "abc", None])
+@pytest.mark.parametrize(
+    "plain", [[], [1, 2, "x", []], [1, 2, "0" * 64, ["../x"]], [1, 2, "0" * 64, ["0" * 64]], "abc", None]
+)
 def test_entries_that_are_damaged_are_refused(plain: object) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         MirroredFile.parse(plain)
@@ -374,26 +436,47 @@ def test_a_mirror_that_was_left_is_taken_at_once(first: Machine, store: Store, t
     assert patient.said == []
 
 
-def test_old_numbers_are_removed_but_never_the_first(first: Machine, store: Store) -> None:
+def test_old_numbers_are_removed_without_a_gap(first: Machine, store: Store) -> None:
     first.begin()
     for _ in range(40):
         first.lease.renew()
     names = sorted(map(int, store.names("heads")))
-    assert names == [1, *range(22, 42)]
+    assert names == [*range(22, 42)]
 
 
-@pytest.mark.parametrize("stale", [set(), {1, 2}, set(range(1, 30))])
+@pytest.mark.parametrize("stale", [set(), {1}, {1, 2}, set(range(1, 30))])
 def test_a_list_of_names_that_is_out_of_date_misleads_nobody(
     first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch, stale: set[int]
 ) -> None:
     first.begin()
     for _ in range(40):
         first.lease.renew()
-    answers = iter([{f"{number:010}": 1 for number in stale}])
     names = store.names
-    monkeypatch.setattr(store, "names", lambda folder: next(answers, None) or names(folder))
+    answers = iter([{f"{number:010}": 1 for number in stale}, names("heads")])
+    monkeypatch.setattr(store, "names", lambda folder: next(answers) if folder == "heads" else names(folder))
     number, head = Lease(store, 1.0).newest()
     assert number == 41 and head.token == first.lease.token
+
+
+def test_a_number_that_could_not_be_removed_is_removed_later(
+    first: Machine, second: Machine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first.begin()
+    for _ in range(25):
+        first.lease.renew()
+    delete = store.delete
+
+    def failing(names: Iterable[str]) -> None:
+        raise ValueError("the connection is gone")
+
+    monkeypatch.setattr(store, "delete", failing)
+    first.lease.renew()
+    first.lease.renew()
+    monkeypatch.setattr(store, "delete", delete)
+    second.begin()
+    second.lease.renew()
+    numbers = sorted(map(int, store.names("heads")))
+    assert numbers == [*range(numbers[0], numbers[0] + 20)]
 
 
 def test_an_answer_that_got_lost_is_no_refusal(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +536,7 @@ def test_a_store_without_conditions_is_refused(first: Machine, store: Store, mon
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"snapshot": 1}'])
 def test_heads_that_are_damaged_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="head of the mirror is damaged"):
         Head.parse(data)
 
 

@@ -92,11 +92,13 @@ PLANNED = {
 """Commands of which a dry run is enough, and why."""
 
 REFUSED = {
+    "image-diffusion mirror": "No mirror is set",
+    "image-diffusion mirror --prune": "No mirror is set",
     "python -m image_diffusion export --read prior_aes_finetune.pth --output results/laion/train": (
         "error: prior_aes_finetune.pth does not exist"
     )
 }
-"""Commands on files that others publish and nobody has here: what they say then. Their options are understood."""
+"""Commands on what nobody has here, a bucket or files of others: what they say then. Their options are understood."""
 
 
 def commands(text: str) -> list[str]:

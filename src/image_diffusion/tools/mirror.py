@@ -17,13 +17,12 @@ from typing import NoReturn
 
 from image_diffusion.core.config.base import read_yaml
 from image_diffusion.core.files.atomic import make_folder
-from image_diffusion.core.files.mirrored import MirroredFile
 from image_diffusion.core.files.store import Store
 from image_diffusion.core.process import command
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.workflow.mirror.lease import Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import DONE, READY, MirrorConfig
-from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, read_list
+from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, newest_list, read_list
 from image_diffusion.workflow.mirror.sender import Sender
 from image_diffusion.workflow.mirror.snapshot import Project
 
@@ -50,13 +49,13 @@ def follow(config: MirrorConfig, project: Project) -> None:
             _send(sender, config.every_s)
             over.set()
             beating.join()
-            lease.renew(is_released=True)
+            sender.release()
         finally:
             over.set()
 
 
 def _restore(project: Project, lease: Lease, known: DiskState, is_own: bool) -> Sender:
-    files = known.files if is_own else read_list(lease.store, lease.snapshot)
+    files = known.files if is_own else newest_list(lease, log_line)
     absent = {name: file for name, file in files.items() if name not in known.stamps} if is_own else files
     restoring = Restoring(project, lease.store, absent, known, log_line)
     if not is_own:
@@ -138,7 +137,7 @@ def prune(config: MirrorConfig, project: Project) -> None:
     lease = Lease(store, config.silence_s)
     lease.take(DiskState.read(project, store.url).token, log_line)
     try:
-        files: dict[str, MirroredFile] = read_list(store, lease.snapshot)
+        files = newest_list(lease, log_line)
         named = {*lease.snapshot, *(chunk for file in files.values() for chunk in file.chunks)}
         stored = store.names("blobs")
         left = {name: size for name, size in stored.items() if name not in named}

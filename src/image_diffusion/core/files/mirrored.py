@@ -27,11 +27,12 @@ CHUNK = 8 << 20
 """Bytes of a chunk: the most that a process holds of a file at a time."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
+_CHUNK = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class MirroredFile:
-    """A file of a mirror. mtime_ns: its modification time. chunks: the sha256 of each, in order."""
+    """A file of a mirror. mtime_ns: its modification time. chunks: the name of each, in order."""
 
     size: int
     mtime_ns: int
@@ -39,25 +40,31 @@ class MirroredFile:
     chunks: tuple[str, ...]
 
     def plain(self) -> list[Any]:
-        """Return plain data for JSON; the only chunk of a small file is the file itself."""
-        return [self.size, self.mtime_ns, self.sha256, *([list(self.chunks)] if self.chunks != (self.sha256,) else [])]
+        """Return plain data for JSON."""
+        return [self.size, self.mtime_ns, self.sha256, list(self.chunks)]
 
     @staticmethod
     def parse(plain: Any) -> MirroredFile:
         """Return the file of plain data. Raises ValueError for other data."""
         try:
-            size, mtime_ns, sha256, *rest = plain
-            chunks = tuple(rest[0]) if rest else (sha256,)
-            if not all(map(_SHA256.fullmatch, (sha256, *chunks))):
+            size, mtime_ns, sha256, names = plain
+            chunks = tuple(names)
+            if not (_SHA256.fullmatch(sha256) and all(map(_CHUNK.fullmatch, chunks))):
                 raise ValueError("a name is no sha256")
             return MirroredFile(int(size), int(mtime_ns), sha256, chunks)
         except (TypeError, ValueError, IndexError) as error:
             raise ValueError(f"an entry of the mirror is damaged: {error}") from None
 
 
-def chunk_name(sha256: str) -> str:
-    """Return the name of a chunk in the store."""
-    return f"blobs/{sha256}"
+def chunk_of(sha256: str, token: str) -> str:
+    """Return the name of a chunk that the process with a token stores. No process stores one under the name of another
+    process: a machine that was frozen while it removed chunks can thus remove none that are stored after it."""
+    return f"{sha256}.{token[:8]}"
+
+
+def place_of(chunk: str) -> str:
+    """Return the name of the object that holds a chunk."""
+    return f"blobs/{chunk}"
 
 
 class LostError(ValueError):
@@ -69,8 +76,8 @@ def download(store: Store, file: MirroredFile, path: Path) -> None:
     store cannot be reached."""
     whole = hashlib.sha256()
     with atomic_write(path) as written:
-        for sha256 in file.chunks:
-            data = read_chunk(store, sha256)
+        for chunk in file.chunks:
+            data = read_chunk(store, chunk)
             written.write(data)
             whole.update(data)
         if whole.hexdigest() != file.sha256:
@@ -79,15 +86,15 @@ def download(store: Store, file: MirroredFile, path: Path) -> None:
         os.utime(written.fileno(), ns=(file.mtime_ns, file.mtime_ns))
 
 
-def read_chunk(store: Store, sha256: str) -> bytes:
+def read_chunk(store: Store, chunk: str) -> bytes:
     """Return a chunk, verified. Raises LostError; ValueError when the store cannot be reached."""
     for _ in range(_LOOKS):
-        data = store.get(chunk_name(sha256))
+        data = store.get(place_of(chunk))
         if data is None:
-            raise LostError(f"{store.url}/{chunk_name(sha256)} is missing.")
-        if hashlib.sha256(data).hexdigest() == sha256:
+            raise LostError(f"{store.url}/{place_of(chunk)} is missing.")
+        if hashlib.sha256(data).hexdigest() == chunk.partition(".")[0]:
             return data
-    raise LostError(f"{store.url}/{chunk_name(sha256)} is damaged.")
+    raise LostError(f"{store.url}/{place_of(chunk)} is damaged.")
 
 
 def write_absent(path: Path, url: str, files: Mapping[str, MirroredFile]) -> None:

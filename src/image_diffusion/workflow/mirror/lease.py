@@ -12,17 +12,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 from uuid import uuid4
 
+from image_diffusion.core.files.atomic import digest, parse_json, to_json
 from image_diffusion.core.files.store import Store
 
-FIRST = 1
 _KEPT = 20
-"""Numbers that stay behind the newest. The first one stays always, so that nobody begins a second chain."""
+"""Numbers that stay. Older ones are removed one after another, so that those that are there have no gap."""
+_BEGUN = "begun"
+"""The object that says that there are numbers, whatever a list of them says."""
 _LOOKS = 5
 
 
@@ -39,11 +40,16 @@ class Head:
     @staticmethod
     def parse(data: bytes) -> Head:
         """Return the head in the bytes of an object. Raises ValueError."""
+        plain = parse_json(data, "a head of the mirror", "Another one is used.")
         try:
-            plain: dict[str, Any] = json.loads(data)
             return Head(tuple(plain["snapshot"]), plain["token"], plain["machine"], plain["is_released"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"a head of the mirror cannot be read: {error}") from None
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a head of the mirror is damaged: {error}.") from None
+
+    def sealed(self, number: int) -> bytes:
+        """Return the bytes of an object that holds the head."""
+        plain = json.loads(json.dumps({**asdict(self), "number": number}))
+        return to_json({**plain, "seal": digest(plain)}).encode()
 
 
 class TakenError(Exception):
@@ -57,7 +63,7 @@ class Lease:
         self.store, self._silence_s = store, silence_s
         self.token = uuid4().hex
         self._machine = f"process {os.getpid()} on {socket.gethostname()}"
-        self._number, self._head = 0, Head()
+        self._number, self._oldest, self._head = 0, 1, Head()
         self._lock = threading.Lock()
 
     @property
@@ -70,14 +76,14 @@ class Lease:
         date, so what lies beyond it is looked for. Raises ValueError."""
         for look in range(_LOOKS):
             numbers = [int(name) for name in self.store.names("heads") if name.isdigit()]
-            number = max(numbers, default=FIRST)
-            data = self.store.get(_name(number))
-            if data is None and not numbers:
+            if not numbers and self.store.get(_BEGUN) is None:
                 return 0, Head()
-            if data is not None:
+            number = max(numbers, default=0)
+            if numbers and (data := self.store.get(_name(number))) is not None:
                 while (later := self.store.get(_name(number + 1))) is not None:
                     number, data = number + 1, later
-                return number, Head.parse(data)
+                self._oldest = min(numbers)
+                return number, self._readable(number, data)
             time.sleep(look)  # the list is older than what has been removed since
         raise ValueError(f"{self.store.url}/heads cannot be listed as it is. Try again in a minute.")
 
@@ -97,7 +103,8 @@ class Lease:
         tell: prints a line. Raises TakenError naming the process that works with it, ValueError.
         """
         self._number, self._head = self.newest()
-        if not self._head.is_released and self._head.token != own:
+        is_own = own != "" and self._head.token == own
+        if not self._head.is_released and not is_own:
             tell(
                 f"note: {self._head.machine} has not left {self.store.url}. It is taken over if nothing is heard of it "
                 f"for {self._silence_s:g} s."
@@ -107,9 +114,27 @@ class Lease:
                 time.sleep(min(5.0, self._silence_s / 8))
                 if (data := self.store.get(_name(self._number + 1))) is not None:
                     raise TakenError(_taken(Head.parse(data).machine, self.store.url))
-        is_own = self._head.token == own
         self._create(self._head.snapshot)
+        self.store.create(_BEGUN, b"")
         return is_own
+
+    def older(self) -> Iterator[tuple[str, ...]]:
+        """Return the snapshots of the heads before the newest that can be read, the newest first."""
+        return self._before(self._number)
+
+    def _before(self, number: int) -> Iterator[tuple[str, ...]]:
+        for before in range(number - 1, max(0, number - _KEPT), -1):
+            with suppress(ValueError):
+                if (data := self.store.get(_name(before))) is not None:
+                    yield Head.parse(data).snapshot
+
+    def _readable(self, number: int, data: bytes) -> Head:
+        """Return a head; where it is damaged, that of an unknown process with the snapshot before it."""
+        try:
+            return Head.parse(data)
+        except ValueError:
+            snapshots = self._before(number)
+            return Head(next(snapshots, ()), machine="another process", is_released=False)
 
     def renew(self, snapshot: tuple[str, ...] | None = None, is_released: bool = False) -> None:
         """Add a number, with another snapshot if one is given. Raises TakenError, ValueError."""
@@ -120,14 +145,15 @@ class Lease:
         head = Head(snapshot, self.token, self._machine, is_released)
         for _ in range(_LOOKS):
             number = self._number + 1
-            if self.store.create(_name(number), json.dumps({**asdict(head), "number": number}).encode()):
+            if self.store.create(_name(number), head.sealed(number)):
                 self._number, self._head = number, head
-                if number - _KEPT > FIRST:
-                    with suppress(ValueError):
-                        self.store.delete([_name(number - _KEPT)])
+                with suppress(ValueError):  # the next number tries again
+                    while self._oldest <= number - _KEPT:
+                        self.store.delete([_name(self._oldest)])
+                        self._oldest += 1
                 return
             if (data := self.store.get(_name(number))) is not None:
-                other = Head.parse(data)
+                other = self._readable(number, data)
                 if other.token != self.token:
                     raise TakenError(_taken(other.machine, self.store.url))
                 self._number, self._head = number, other  # of an attempt whose answer got lost

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from image_diffusion.core.files.atomic import Stamp, read_json, sha256_file, stamp_of
-from image_diffusion.core.files.mirrored import MirroredFile, download, read_chunk, write_absent
+from image_diffusion.core.files.mirrored import LostError, MirroredFile, download, read_chunk, write_absent
 from image_diffusion.core.files.store import Store
+from image_diffusion.workflow.mirror.lease import Lease
 from image_diffusion.workflow.mirror.sender import DESCRIPTIONS, Files, descriptions
 from image_diffusion.workflow.mirror.snapshot import Project, take
 
@@ -46,12 +47,22 @@ class DiskState:
 
 def read_list(store: Store, chunks: tuple[str, ...]) -> Files:
     """Return the files of a snapshot. Raises ValueError."""
-    data = b"".join(read_chunk(store, sha256) for sha256 in chunks)
+    data = b"".join(read_chunk(store, chunk) for chunk in chunks)
     try:
         plain = json.loads(gzip.decompress(data)) if chunks else {}
         return {str(name): MirroredFile.parse(file) for name, file in plain.items()}
     except (OSError, EOFError, ValueError, AttributeError) as error:
-        raise ValueError(f"the list of files in {store.url} is damaged: {error}.") from None
+        raise LostError(f"the list of files in {store.url} is damaged: {error}.") from None
+
+
+def newest_list(lease: Lease, tell: Callable[[str], None]) -> Files:
+    """Return the files of the newest snapshot that can be read. Raises LostError if none can, ValueError."""
+    for snapshot in dict.fromkeys([lease.snapshot, *lease.older()]):
+        try:
+            return read_list(lease.store, snapshot)
+        except LostError as error:
+            tell(f"warning: the newest snapshot cannot be read, and one before it is used: {error}")
+    raise LostError(f"No snapshot of {lease.store.url} can be read. Set another mirror.")
 
 
 class Restoring:

@@ -6,14 +6,13 @@ import gzip
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from image_diffusion.core.files.atomic import Stamp, write_json
-from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_name, lost
-from image_diffusion.core.files.store import Store
+from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_of, lost, place_of
 from image_diffusion.workflow.mirror.lease import Lease
 from image_diffusion.workflow.mirror.snapshot import Project, Snapshot, send_file, take
 
@@ -36,14 +35,15 @@ class Sender:
     def __init__(self, project: Project, lease: Lease, files: Files, stamps: dict[str, Stamp]) -> None:
         self._project, self._lease, self._store = project, lease, lease.store
         self.files, self.stamps = files, stamps
-        self._sent = {chunk for file in files.values() for chunk in file.chunks}
+        self._sent = {chunk.partition(".")[0]: chunk for file in files.values() for chunk in file.chunks}
+        self._obsolete = set[str]()
         self._sending: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
 
     def round(self) -> bool:
         """Send what has changed, and make it the newest snapshot. Return True if anything has.
 
-        Raises LostError, ValueError when the store cannot be reached; what was sent until then is not sent again.
+        Raises TakenError, ValueError when the store cannot be reached; what was sent until then is not sent again.
         """
         snapshot = take(self._project, self.stamps)
         try:
@@ -52,18 +52,33 @@ class Sender:
             snapshot.close()
         files |= self._elsewhere(files)
         if files == self.files:
+            if self._obsolete:
+                self._lease.renew()
+                self._remove()
             return False
-        chunks = write_list(self._store, files)
+        chunks = [self._put(data) for data in list_in_chunks(files)]
         before = {*self._lease.snapshot, *(chunk for file in self.files.values() for chunk in file.chunks)}
         self._lease.renew(tuple(chunks))
+        self._remove()
         kept = {*chunks, *(chunk for file in files.values() for chunk in file.chunks)}
+        self._obsolete = before - kept
+        self._sent = {sha256: chunk for sha256, chunk in self._sent.items() if chunk not in self._obsolete}
         self.files = files
         self.stamps = {name: stamp for name, stamp in snapshot.stamps.items() if name in files}
         self.note()
-        self._sent -= before - kept
-        with suppress(ValueError):  # left for `mirror --prune`
-            self._store.delete(map(chunk_name, sorted(before - kept)))
         return True
+
+    def release(self) -> None:
+        """Leave the mirror to others. Raises TakenError, ValueError."""
+        self._lease.renew(is_released=True)
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove the chunks that the snapshot before the newest has and the newest lacks, once a second head names the
+        newest: a head that is damaged in the store leaves one whose snapshot is whole."""
+        with suppress(ValueError):  # left for `mirror --prune`
+            self._store.delete(map(place_of, sorted(self._obsolete)))
+        self._obsolete = set()
 
     def note(self) -> None:
         """Keep on this disk what the newest snapshot has of it."""
@@ -87,15 +102,19 @@ class Sender:
             files |= {name: file for name, file in zip(names, sent, strict=True) if file is not None}
         return files
 
-    def _put(self, sha256: str, data: bytes) -> None:
+    def _put(self, data: bytes) -> str:
+        """Store a chunk unless it is there, and return its name."""
+        sha256 = hashlib.sha256(data).hexdigest()
         with self._guard:
             lock = self._sending.setdefault(sha256, threading.Lock())
         with lock:
             if sha256 not in self._sent:
-                self._store.put(chunk_name(sha256), data)
-                self._sent.add(sha256)
+                chunk = chunk_of(sha256, self._lease.token)
+                self._store.put(place_of(chunk), data)
+                self._sent[sha256] = chunk
         with self._guard:
             self._sending.pop(sha256, None)
+        return self._sent[sha256]
 
     def _elsewhere(self, files: Files) -> Files:
         """Return the files that are in the mirror alone and still belong to the project: their folder is on this disk,
@@ -121,13 +140,8 @@ def descriptions(project: Project, names: Iterable[str]) -> dict[str, str | None
     return by_name
 
 
-def write_list(store: Store, files: Mapping[str, MirroredFile]) -> list[str]:
-    """Store the list of files, and return its chunks."""
+def list_in_chunks(files: Mapping[str, MirroredFile]) -> Iterator[bytes]:
+    """Return the list of files of a snapshot, compressed, in chunks."""
     plain = {name: file.plain() for name, file in sorted(files.items())}
     data = gzip.compress(json.dumps(plain, separators=(",", ":")).encode(), mtime=0)
-    chunks = []
-    for begin in range(0, len(data), CHUNK):
-        chunk = data[begin : begin + CHUNK]
-        chunks.append(hashlib.sha256(chunk).hexdigest())
-        store.put(chunk_name(chunks[-1]), chunk)
-    return chunks
+    return (data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK))

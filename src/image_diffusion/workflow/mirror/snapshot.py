@@ -117,12 +117,10 @@ def take(project: Project, known: Mapping[str, Stamp]) -> Snapshot:
     return Snapshot(stamps, opened)
 
 
-def send_file(
-    project: Project, snapshot: Snapshot, name: str, send: Callable[[str, bytes], None]
-) -> MirroredFile | None:
+def send_file(project: Project, snapshot: Snapshot, name: str, send: Callable[[bytes], str]) -> MirroredFile | None:
     """Send a file of a snapshot in chunks, and return its description; None if it changed since.
 
-    send: called with the sha256 and the bytes of each chunk, one at a time.
+    send: stores the bytes of a chunk, one at a time, and returns its name.
     """
     stamp = snapshot.stamps[name]
     grows = name.endswith(".jsonl") and _is_journal(PurePosixPath(name))
@@ -136,8 +134,7 @@ def send_file(
                 if len(data) < min(CHUNK, left):
                     return None
                 whole.update(data)
-                chunks.append(hashlib.sha256(data).hexdigest())
-                send(chunks[-1], data)
+                chunks.append(send(data))
                 left -= len(data)
             if not grows and _differs(file, stamp):
                 return None
