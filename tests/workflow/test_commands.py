@@ -96,7 +96,7 @@ REFUSED = {
     "image-diffusion mirror --prune": "No mirror is set",
     "python -m image_diffusion export --read prior_aes_finetune.pth --output results/laion/train": (
         "error: prior_aes_finetune.pth does not exist"
-    )
+    ),
 }
 """Commands on what nobody has here, a bucket or files of others: what they say then. Their options are understood."""
 

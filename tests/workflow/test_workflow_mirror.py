@@ -14,7 +14,9 @@ pytestmark = pytest.mark.slow
 def mirrored(project: Project, bucket: Path) -> Project:
     """The project with a mirror in a folder."""
     path = project / "config/config.yaml"
-    path.write_text(f"{path.read_text()}\nmirror: {{url: 'file://{bucket}', every_s: 0.5, silence_s: 2}}\n")
+    section = f"mirror: {{url: 'file://{bucket}', every_s: 0.5, silence_s: 2}}"
+    assert path.read_text().count("\nmirror:\n") == 1
+    path.write_text(path.read_text().replace("\nmirror:\n", f"\n{section}\n"))
     return project
 
 
