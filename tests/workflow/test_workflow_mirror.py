@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 from pathlib import Path
 
@@ -60,6 +61,11 @@ def test_a_fresh_disk_gets_everything_and_only_fills_its_own_store(finished: Pro
     before = len(list(chunks.iterdir()))
     assert "1 objects removed" in mirror(other, "--prune")
     assert len(list(chunks.iterdir())) == before - 1
+    with (other / ".snakemake/mirror/lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            mirror(other, "--prune")
+    assert refused.value.stderr.startswith("error: Snakemake works in this folder, and with its mirror.")
 
 
 def test_mistakes_are_one_line(fresh: Project, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from image_diffusion.workflow.mirror.sender import Sender
 from image_diffusion.workflow.mirror.snapshot import Project
 
 _LAST_TRIES = 3
+_DOLLARS_PER_GB = 0.023
+"""Price of a GB and month in S3 Standard of Northern Virginia, in 2026: an order of magnitude for other stores."""
 
 
 def follow(config: MirrorConfig, project: Project) -> None:
@@ -127,26 +129,36 @@ def show(store: Store) -> None:
         by_folder["/".join(name.split("/")[:depth])] += file.size
     for folder, size in sorted(by_folder.items()):
         print(f"{folder:40} {size / 1e6:12,.1f} MB")
-    print(f"{len(files):,} files, {sum(by_folder.values()) / 1e6:,.1f} MB")
+    print(f"{len(files):,} files, {_with_price(sum(by_folder.values()))}")
     print(f"{head.machine} {'has left it' if head.is_released else 'works with it'}.")
 
 
 def prune(config: MirrorConfig, project: Project) -> None:
     """Remove what the newest snapshot does not name: chunks of files that were being sent when a machine was lost."""
-    store = Store(config.url)
-    lease = Lease(store, config.silence_s)
-    lease.take(DiskState.read(project, store.url).token, log_line)
-    try:
-        files = newest_list(lease, log_line)
-        named = {*lease.snapshot, *(chunk for file in files.values() for chunk in file.chunks)}
-        stored = store.names("blobs")
-        left = {name: size for name, size in stored.items() if name not in named}
-        lease.renew()  # nobody has taken it meanwhile
-        store.delete(f"blobs/{name}" for name in sorted(left))
-        removed, kept = sum(left.values()), sum(stored.values()) - sum(left.values())
-        print(f"{len(left):,} objects removed, {removed / 1e6:,.1f} MB; {kept / 1e6:,.1f} MB kept.")
-    finally:
-        lease.renew(is_released=True)
+    make_folder(project.state)
+    with (project.state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError("Snakemake works in this folder, and with its mirror. Wait until it has ended.") from None
+        store = Store(config.url)
+        lease = Lease(store, config.silence_s)
+        lease.take(DiskState.read(project, store.url).token, log_line)
+        try:
+            files = newest_list(lease, log_line)
+            named = {*lease.snapshot, *(chunk for file in files.values() for chunk in file.chunks)}
+            stored = store.names("blobs")
+            left = {name: size for name, size in stored.items() if name not in named}
+            lease.renew()  # nobody has taken it meanwhile
+            store.delete(f"blobs/{name}" for name in sorted(left))
+        finally:
+            lease.renew(is_released=True)
+    removed, kept = sum(left.values()), sum(stored.values()) - sum(left.values())
+    print(f"{len(left):,} objects removed, {removed / 1e6:,.1f} MB; {_with_price(kept)} kept.")
+
+
+def _with_price(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB (${size / 1e9 * _DOLLARS_PER_GB:,.2f} a month at ${_DOLLARS_PER_GB} a GB)"
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ class Lease:
             while time.monotonic() < until:
                 time.sleep(min(5.0, self._silence_s / 8))
                 if (data := self.store.get(_name(self._number + 1))) is not None:
-                    raise TakenError(_taken(Head.parse(data).machine, self.store.url))
+                    raise TakenError(_taken(self._readable(self._number + 1, data).machine, self.store.url))
         self._create(self._head.snapshot)
         self.store.create(_BEGUN, b"")
         return is_own
