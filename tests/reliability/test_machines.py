@@ -82,7 +82,7 @@ def test_a_machine_that_was_stopped_for_longer_than_the_silence_stops(soak: Mach
     url = f"s3://{BUCKET}/stopped"
     with soak.machines.new(url) as one, soak.machines.new(url) as other:
         first = soak.machines.command(one, **store.settings)
-        wait_for_stage(one, "train")
+        wait_for_stage(one, "crop")  # seconds before its end
         one.stop()
         second = soak.machines.command(other, **store.settings)
         until = time.monotonic() + 60

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import sys
 import threading
@@ -27,6 +28,8 @@ from image_diffusion.workflow.mirror.sender import Sender
 from image_diffusion.workflow.mirror.snapshot import Project
 
 _LAST_TRIES = 3
+_ENDS_IN_MS = 5000
+_stopping = threading.Lock()
 _DOLLARS_PER_GB = 0.023
 """Price of a GB and month in S3 Standard of Northern Virginia, in 2026: an order of magnitude for other stores."""
 
@@ -111,8 +114,15 @@ def _renew(lease: Lease, every_s: float, over: threading.Event) -> None:
 
 
 def _stop_snakemake(error: TakenError) -> NoReturn:
+    """End Snakemake, and then this process. An interrupt can get lost in a callback, so it is repeated."""
+    _stopping.acquire()  # by one of the two threads that may notice, until the end
     log_line(f"error: {error}")
-    os.kill(os.getppid(), signal.SIGINT)
+    parent, pipe = os.getppid(), select.poll()
+    pipe.register(sys.stdin.fileno(), 0)  # that it was closed is always reported
+    while os.getppid() == parent:
+        os.kill(parent, signal.SIGINT)
+        if pipe.poll(_ENDS_IN_MS):
+            break
     os._exit(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
@@ -83,6 +84,9 @@ class Mirroring:
         )
         self._wait(READY)
         atexit.register(self.end)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell has started Snakemake in the background. Who loses the mirror has to end: SIGINT says so.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def fetch(self, folders: Collection[str]) -> None:
         """Bring the large files that Snakemake expects in these folders of results."""
