@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from image_diffusion.core.config.base import differing_keys
+from image_diffusion.core.files import atomic
 from image_diffusion.core.files.atomic import atomic_write
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.training.checkpoint import checkpoint as written
@@ -123,6 +124,39 @@ def test_what_several_processes_wrote_is_read_as_of_one(tmp_path: Path, count: i
     names = sorted(path.name for path in owned.checkpoints()[1].iterdir())
     assert len(names) == 4 + 3 * count and f"ema-0.9.1-of-{count}.safetensors" in names
     assert len(list(owned.folder.iterdir())) == 2
+
+
+def test_a_part_may_be_taken_before_its_process_has_flushed_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process renames the folder as soon as it sees what the other one says."""
+    flush = atomic.sync_folder
+
+    def late(folder: Path) -> None:
+        while (folder / "part-1.json").exists() or (taken.is_set() and folder.exists()):
+            taken.set()
+            time.sleep(0.01)
+        flush(folder)
+
+    taken = threading.Event()
+    owned = state(tmp_path)
+    helper = part_writer(tmp_path, owned.fingerprint, owned.token, 60.0)
+    owned.save(part(1, 0, 2))
+    while not list(owned.folder.glob(".*/network.0-of-2.*")):
+        time.sleep(0.01)
+    time.sleep(0.1)  # it waits for the other one by now
+    monkeypatch.setattr(atomic, "sync_folder", lambda folder: late(folder) if on_helper() else flush(folder))
+    main = set(threading.enumerate())
+
+    def on_helper() -> bool:
+        return threading.current_thread() not in main
+
+    helper.save(part(1, 1, 2))
+    helper.wait()
+    owned.wait()
+    assert taken.is_set()
+    found = state(tmp_path).load()
+    assert found is not None and same(found, checkpoint(1))
 
 
 def test_a_checkpoint_without_the_part_of_a_process_is_absent(tmp_path: Path) -> None:

@@ -86,7 +86,13 @@ def told_of(folder: Path, part: int) -> Path:
 def write_rows(folder: Path, checkpoint: Checkpoint) -> None:
     """Write the rows of a process that is not the first, and say so, into the folder in which that one writes the rest.
     Raises OSError."""
-    write_json(told_of(folder, checkpoint.part), _write_files(folder, checkpoint))
+    files = _write_files(folder, checkpoint)
+    try:
+        write_json(told_of(folder, checkpoint.part), files)
+    except FileNotFoundError:
+        # The first process may have seen that at once, and have given the folder its last name.
+        if not (folder.parent / folder_name(checkpoint.step)).is_dir():
+            raise
 
 
 def write_checkpoint(
