@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.mirror import restore
 from image_diffusion.workflow.mirror.lease import Head, Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import MirrorConfig
-from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, newest_list
+from image_diffusion.workflow.mirror.restore import ConflictError, DiskState
 from image_diffusion.workflow.mirror.sender import Sender
 from image_diffusion.workflow.mirror.snapshot import Project, take
 
@@ -44,14 +45,8 @@ class Machine:
 
     def begin(self, folders: tuple[str, ...] = ("x",)) -> Sender:
         known = DiskState.read(self.project, self.lease.store.url)
-        self.lease.take(known.token, self.said.append)
-        files = newest_list(self.lease, self.said.append)
-        restoring = Restoring(self.project, self.lease.store, files, known, self.said.append)
-        restoring.small()
-        restoring.large(list(folders))
-        sender = Sender(self.project, self.lease, restoring.files, restoring.stamps)
-        sender.note()
-        return sender
+        is_own = self.lease.take(known.token, self.said.append)
+        return restore.restore(self.project, self.lease, known, is_own, lambda: list(folders), self.said.append)
 
     def write(self, name: str, data: bytes) -> Path:
         path = self.project.path(name)
@@ -361,13 +356,37 @@ def test_entries_that_are_damaged_are_refused(plain: object) -> None:
         MirroredFile.parse(plain)
 
 
-def test_the_disk_that_had_the_mirror_last_goes_on_where_it_is(first: Machine, store: Store) -> None:
+def test_the_disk_that_had_the_mirror_last_goes_on_where_it_is(first: Machine, second: Machine, store: Store) -> None:
+    first.write("results/x/sent", b"sent")
     first.begin().round()
+    first.write("results/x/model.json", b"made since")
+    first.write(RECORD, b"{}")
     again = Machine(first.root, store)
-    known = DiskState.read(again.project, store.url)
-    assert again.lease.take(known.token, again.said.append)
+    again.begin().round()
     assert again.said == []
+    again.lease.renew(is_released=True)
+    second.begin()
+    assert second.content() == first.content()
     assert DiskState.read(again.project, "s3://another").token == ""
+
+
+def test_a_disk_with_the_newest_snapshot_is_ahead_whoever_had_the_mirror_since(
+    first: Machine, second: Machine, store: Store
+) -> None:
+    """A process that was killed before it noted that it has the mirror, or one that has pruned it."""
+    first.write("results/x/sent", b"sent")
+    first.begin().round()
+    first.lease.renew(is_released=True)
+    other = Lease(store, 0.1)
+    other.take("", first.said.append)
+    other.renew(is_released=True)
+    first.write("results/x/model.json", b"made since")
+    first.write(RECORD, b"{}")
+    again = Machine(first.root, store)
+    again.begin().round()
+    again.lease.renew(is_released=True)
+    second.begin()
+    assert second.content() == first.content()
 
 
 def test_a_disk_that_was_passed_by_gets_what_is_new_and_loses_what_is_gone(
@@ -426,6 +445,15 @@ def test_one_machine_at_a_time(first: Machine, second: Machine) -> None:
     assert "has not left file://" in second.said[-1]
     with pytest.raises(TakenError, match="works with"):
         first.lease.renew()
+
+
+def test_a_mirror_that_is_left_meanwhile_is_taken(first: Machine, store: Store, tmp_path: Path) -> None:
+    first.begin()
+    patient = Machine(tmp_path / "second", store, silence_s=10.0)
+    leaving = threading.Timer(0.3, lambda: first.lease.renew(is_released=True))
+    leaving.start()
+    patient.begin()
+    leaving.join()
 
 
 def test_a_mirror_that_was_left_is_taken_at_once(first: Machine, store: Store, tmp_path: Path) -> None:
@@ -546,17 +574,23 @@ def test_heads_that_are_damaged_are_refused(data: bytes) -> None:
         ("bucket", "no URL"),
         ("s3://user:password@bucket/x", "password"),
         ({"url": "file:///x", "every_s": 30, "silence_s": 60}, "three times"),
+        ({"url": "file:///x", "every": 30}, "every is not a known key. Did you mean every_s?"),
+        ({"url": "file:///x", "every_s": 0}, "every_s is 0: input should be greater than 0"),
+        ({"every_s": 30}, "url"),
+        (5, "mirror: "),
     ],
 )
-def test_mistakes_in_the_setting(setting: str | dict[str, object], message: str) -> None:
+def test_mistakes_in_the_setting(setting: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MirrorConfig.parse(setting)
 
 
 def test_the_setting_is_a_url_or_a_section() -> None:
     assert MirrorConfig.parse(None) is None and MirrorConfig.parse("") is None
-    assert MirrorConfig.parse("s3://b/p") == MirrorConfig("s3://b/p", 30.0, 120.0)
-    assert MirrorConfig.parse({"url": "s3://b/p", "every_s": 5}) == MirrorConfig("s3://b/p", 5, 120.0)
+    assert MirrorConfig.parse("s3://b/p") == MirrorConfig(url="s3://b/p", every_s=30.0, silence_s=120.0)
+    assert MirrorConfig.parse({"url": "s3://b/p", "every_s": 5}) == MirrorConfig(
+        url="s3://b/p", every_s=5, silence_s=120.0
+    )
 
 
 def test_folders_that_appear_at_once_are_whole(first: Machine, second: Machine) -> None:

@@ -23,12 +23,13 @@ from image_diffusion.core.process import command
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.workflow.mirror.lease import Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import DONE, READY, MirrorConfig
-from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, newest_list, read_list
+from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, newest_list, read_list, restore
 from image_diffusion.workflow.mirror.sender import Sender
 from image_diffusion.workflow.mirror.snapshot import Project
 
 _LAST_TRIES = 3
 _ENDS_IN_MS = 5000
+"""Time for Snakemake to end before it is interrupted again."""
 _stopping = threading.Lock()
 _DOLLARS_PER_GB = 0.023
 """Price of a GB and month in S3 Standard of Northern Virginia, in 2026: an order of magnitude for other stores."""
@@ -50,7 +51,8 @@ def follow(config: MirrorConfig, project: Project) -> None:
         beating = threading.Thread(target=_renew, args=(lease, config.every_s, over), daemon=True, name="lease")
         beating.start()
         try:
-            sender = _restore(project, lease, known, is_own)
+            sender = restore(project, lease, known, is_own, _folders, log_line)
+            print(DONE, flush=True)
             _send(sender, config.every_s)
             over.set()
             beating.join()
@@ -59,19 +61,9 @@ def follow(config: MirrorConfig, project: Project) -> None:
             over.set()
 
 
-def _restore(project: Project, lease: Lease, known: DiskState, is_own: bool) -> Sender:
-    files = known.files if is_own else newest_list(lease, log_line)
-    absent = {name: file for name, file in files.items() if name not in known.stamps} if is_own else files
-    restoring = Restoring(project, lease.store, absent, known, log_line)
-    if not is_own:
-        restoring.small()
+def _folders() -> list[str]:
     print(READY, flush=True)
-    restoring.large(sys.stdin.readline().split("\t"))
-    stamps = {**(known.stamps if is_own else {}), **restoring.stamps}
-    sender = Sender(project, lease, {**(files if is_own else {}), **restoring.files}, stamps)
-    sender.note()
-    print(DONE, flush=True)
-    return sender
+    return sys.stdin.readline().strip().split("\t")
 
 
 def _send(sender: Sender, every_s: float) -> None:
@@ -183,7 +175,8 @@ def main() -> None:
     config = MirrorConfig.parse(arguments.url or read_yaml(Path("config/config.yaml")).get("mirror"))
     if config is None:
         raise ValueError("No mirror is set. Write mirror: s3://BUCKET/PREFIX into config/config.yaml, or use --url.")
-    config = MirrorConfig(config.url, arguments.every_s or config.every_s, arguments.silence_s or config.silence_s)
+    options = {name: getattr(arguments, name) for name in ("every_s", "silence_s")}
+    config = config.model_copy(update={name: value for name, value in options.items() if value is not None})
     try:
         if arguments.follow:
             follow(config, Project(arguments.results))

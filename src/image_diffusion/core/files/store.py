@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,9 +116,9 @@ class Store:
             try:
                 self._fs.pipe_file(self._at(name), data, mode="create", **self._checked(data))
             except OSError as error:
-                # 412 and 409 of S3, by way of botocore: there is one, or another caller writes it now.
-                said = str(error)
-                if "PreconditionFailed" in said or "ConditionalRequestConflict" in said or "pre-conditions" in said:
+                # 412 and 409 of S3, as botocore has them: there is one, or another caller writes it now.
+                response: Mapping[str, Any] = getattr(error.__cause__, "response", {})
+                if response.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
                     raise FileExistsError(name) from None
                 raise
             return

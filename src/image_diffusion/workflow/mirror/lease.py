@@ -113,7 +113,11 @@ class Lease:
             while time.monotonic() < until:
                 time.sleep(min(5.0, self._silence_s / 8))
                 if (data := self.store.get(_name(self._number + 1))) is not None:
-                    raise TakenError(_taken(self._readable(self._number + 1, data).machine, self.store.url))
+                    later = self._readable(self._number + 1, data)
+                    if not later.is_released:
+                        raise TakenError(_taken(later.machine, self.store.url))
+                    self._number, self._head = self._number + 1, later
+                    break
         self._create(self._head.snapshot)
         self.store.create(_BEGUN, b"")
         return is_own

@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
+from image_diffusion.core.config.base import Config, parse
 from image_diffusion.core.files.mirrored import VARIABLE
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.parent_watch import VARIABLE as ENDS_WITH
-from image_diffusion.core.process.secrets import check_no_secrets
 from image_diffusion.workflow.environment import with_package
 from image_diffusion.workflow.mirror.snapshot import Project
 
@@ -25,22 +26,22 @@ READY, DONE = "ready", "done"
 """Lines by which the process says that small files, and then large ones, are on this disk."""
 
 
-@dataclass(frozen=True)
-class MirrorConfig:
-    """The setting `mirror` of config.yaml. every_s: seconds between looks for new results, and between signs of life.
-    silence_s: seconds without one after which another machine takes over."""
+class MirrorConfig(Config):
+    """The setting `mirror` of config.yaml."""
 
-    url: str
-    every_s: float = 30.0
-    silence_s: float = 120.0
+    url: str = Field(min_length=1)
+    """s3://BUCKET/PREFIX, or another URL of fsspec."""
+    every_s: float = Field(30.0, gt=0)
+    """Seconds between looks for new results, and between signs of life."""
+    silence_s: float = Field(120.0, gt=0)
+    """Seconds without a sign of life after which another machine takes over."""
 
     @staticmethod
     def parse(setting: str | Mapping[str, Any] | None) -> MirrorConfig | None:
         """Return the setting as it was written: a URL, or a section; None without one. Raises ValueError."""
         if not setting:
             return None
-        config = MirrorConfig(setting) if isinstance(setting, str) else MirrorConfig(**setting)
-        check_no_secrets(config.url, "mirror")
+        config: MirrorConfig = parse(MirrorConfig, {"url": setting} if isinstance(setting, str) else setting, "mirror")
         if "://" not in config.url:
             raise ValueError(f"mirror is {config.url}, which is no URL. Write s3://BUCKET/PREFIX, or file:///FOLDER.")
         if config.silence_s < 3 * config.every_s:
@@ -61,7 +62,7 @@ class Mirroring:
         self._url = ""
         try:
             config = MirrorConfig.parse(setting)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise SystemExit(f"error: {error}") from None
         if config is None:
             return

@@ -12,7 +12,7 @@ from image_diffusion.core.files.atomic import Stamp, read_json, sha256_file, sta
 from image_diffusion.core.files.mirrored import LostError, MirroredFile, download, read_chunk, write_absent
 from image_diffusion.core.files.store import Store
 from image_diffusion.workflow.mirror.lease import Lease
-from image_diffusion.workflow.mirror.sender import DESCRIPTIONS, Files, descriptions
+from image_diffusion.workflow.mirror.sender import DESCRIPTIONS, Files, Sender, descriptions
 from image_diffusion.workflow.mirror.snapshot import Project, take
 
 SMALL = 16 << 20
@@ -26,9 +26,11 @@ class ConflictError(Exception):
 
 @dataclass(frozen=True)
 class DiskState:
-    """State of a disk: the snapshot that it was part of last, and the stamps of its own files then."""
+    """State of a disk: the token of the process that had the mirror here last, the chunks and the files of the snapshot
+    then, and the stamps of those that were on the disk."""
 
     token: str = ""
+    snapshot: tuple[str, ...] = ()
     files: Files = field(default_factory=dict)
     stamps: dict[str, Stamp] = field(default_factory=dict)
 
@@ -40,7 +42,8 @@ class DiskState:
             if plain["url"] != url:
                 return DiskState()
             files = {name: MirroredFile.parse(file) for name, file in plain["files"].items()}
-            return DiskState(plain["token"], files, {name: tuple(stamp) for name, stamp in plain["stamps"].items()})
+            stamps = {name: tuple(stamp) for name, stamp in plain["stamps"].items()}
+            return DiskState(plain["token"], tuple(plain["snapshot"]), files, stamps)
         except (ValueError, OSError, KeyError, TypeError, AttributeError):
             return DiskState()
 
@@ -63,6 +66,34 @@ def newest_list(lease: Lease, tell: Callable[[str], None]) -> Files:
         except LostError as error:
             tell(f"warning: the newest snapshot cannot be read, and one before it is used: {error}")
     raise LostError(f"No snapshot of {lease.store.url} can be read. Set another mirror.")
+
+
+def restore(
+    project: Project,
+    lease: Lease,
+    known: DiskState,
+    is_own: bool,
+    folders: Callable[[], list[str]],
+    tell: Callable[[str], None],
+) -> Sender:
+    """Bring what the mirror has, and return what sends the rest.
+
+    A disk that had the mirror last, or has the newest snapshot, is ahead of the mirror or equal: it gets what it never
+    had alone. is_own: True if it had the mirror last. folders: called when small files are here; returns the folders of
+    results whose large files are needed. tell: prints a line. Raises ConflictError, ValueError.
+    """
+    is_ahead = is_own or bool(known.files and known.snapshot == lease.snapshot)
+    files = known.files if is_ahead else newest_list(lease, tell)
+    wanted = {name: file for name, file in files.items() if name not in known.stamps} if is_ahead else files
+    restoring = Restoring(project, lease.store, wanted, known, tell)
+    if not is_ahead:
+        restoring.small()
+    restoring.large(folders())
+    if is_ahead:
+        restoring.files, restoring.stamps = {**files, **restoring.files}, {**known.stamps, **restoring.stamps}
+    sender = Sender(project, lease, restoring.files, restoring.stamps)
+    sender.note()
+    return sender
 
 
 class Restoring:
@@ -105,7 +136,7 @@ class Restoring:
     def large(self, folders: list[str]) -> None:
         """Bring the large files of these folders of results, but for those that a stage can fetch when it reads them:
         these are listed for `fetch_missing`. Files of other folders stay in the mirror."""
-        prefixes = tuple(f"results/{folder.strip()}/" for folder in folders)
+        prefixes = tuple(f"results/{folder}/" for folder in folders)
         large = {name: file for name, file in self.files.items() if _is_large(name, file)}
         for name in large:
             self._project.path(name).parent.mkdir(parents=True, exist_ok=True)

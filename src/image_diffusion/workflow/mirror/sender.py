@@ -87,6 +87,7 @@ class Sender:
             {
                 "token": self._lease.token,
                 "url": self._store.url,
+                "snapshot": list(self._lease.snapshot),
                 "files": {name: file.plain() for name, file in sorted(self.files.items())},
                 "stamps": {name: list(stamp) for name, stamp in sorted(self.stamps.items())},
             },
