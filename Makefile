@@ -21,7 +21,7 @@ tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_p
 with_extras := PYTHONPATH=$(CURDIR)/.venv/extras OMP_NUM_THREADS=1
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench bench-gpu soak soak-machines test-long mutants unchanged ui lock clean
+.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench peers bench-gpu soak soak-machines test-long mutants unchanged ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -81,6 +81,9 @@ test-photographs: .venv/.ready ## the tests on photographs that you bring: DATA=
 bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done
 
+peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: twenty minutes of one core (apt-get install ffmpeg)
+	OMP_NUM_THREADS=1 python tests/bench/peers/run.py
+
 bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.md
 	python tests/gpu/bench_gpu.py --results tests/bench/RESULTS.md
 
@@ -113,6 +116,11 @@ lock: .venv/.ready ## pin the newest packages that envs/requirements.in and the 
 		--output-file envs/extras.lock pyproject.toml
 	sed --in-place '1i # Made by `make lock` from the extras text, huggingface, lora, lsun, croissant, arrays, adam8bit, executors, s3 and s3-server of pyproject.toml: what they add to requirements.lock.' \
 		envs/extras.lock
+	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
+		--constraint <(sed -n 's/^\(torch\|torchvision\|pillow\)==\([^ ]*\).*/\1==\2/p' envs/requirements.lock) \
+		--output-file envs/peers.lock envs/peers.in
+	sed --in-place '1i # Made by `make lock` from envs/peers.in: what `make peers` measures the project beside, in an environment of its own.' \
+		envs/peers.lock
 
 clean: ## delete the environment; results stay
 	rm -rf .venv
@@ -134,3 +142,9 @@ clean: ## delete the environment; results stay
 .venv/.extras: envs/extras.lock .venv/.ready
 	uv pip install --quiet --target .venv/extras --no-deps --require-hashes --requirement envs/extras.lock
 	touch .venv/.extras
+
+# An environment of its own: some of the peers need older packages than the project.
+.venv/.peers: envs/peers.lock .venv/.ready
+	$(PYTHON) -m venv .venv/peers
+	uv pip install --quiet --python .venv/peers/bin/python --require-hashes --requirement envs/peers.lock
+	touch .venv/.peers

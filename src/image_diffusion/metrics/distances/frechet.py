@@ -4,7 +4,8 @@ d² = |mu_1 - mu_2|² + tr(S_1) + tr(S_2) - 2 tr((S_1 S_2)^½)   (Dowson and Lan
 
 With S_i = F_i F_i' the last trace is the sum of the singular values of F_1' F_2. Singular values are found to an
 absolute eps of the largest, so nothing is lost when a covariance is singular (fewer samples than dimensions), and no
-complex number can appear. The matrix square root of torch-fidelity is slower and less exact (docs/design.md).
+complex number can appear. A matrix square root is slower and less exact (docs/design.md). NumPy's LAPACK finds
+eigenvalues in a third of the time of PyTorch's, and singular values in 0.8 of it (an AMD EPYC, 2048 dimensions).
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
         return separate
     # Half the time of singular values, when they are known to be as exact this way: the root of an eigenvalue that is
     # off by eps max is off by eps max / (2 root).
-    squares = torch.linalg.eigvalsh(product.T @ product)
+    squares = torch.from_numpy(np.linalg.eigvalsh((product.T @ product).numpy()))
     if squares[0] > 0:
         distance = separate - 2 * float(squares.sqrt().sum())
         off = torch.finfo(torch.float64).eps * float(squares[-1] * squares.rsqrt().sum())
         if off < _ACCURACY * distance:
             return distance
-    return max(0.0, separate - 2 * float(torch.linalg.svdvals(product).sum()))
+    return max(0.0, separate - 2 * float(np.linalg.svd(product.numpy(), compute_uv=False).sum()))
 
 
 def frechet_estimate(blocks: Sequence[Moments], reference: Gaussian) -> Estimate:

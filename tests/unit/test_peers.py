@@ -1,0 +1,124 @@
+"""The page of `make peers`: its ratios, its order, and what this project's variants measure, without the peers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / "tests" / "bench" / "peers"
+
+
+def loaded(name: str) -> ModuleType:
+    """A script of tests/bench/peers as a module."""
+    spec = importlib.util.spec_from_file_location(f"peers_{name}", PEERS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run = loaded("run")
+
+
+def rows_of(markdown: str) -> list[list[str]]:
+    """The cells of a table, without its head."""
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_a_ratio_is_of_one_round_and_a_better_peer_stands_above() -> None:
+    measures = {"rate": run.Measure("Rate", is_rate=True), "other_s": run.Measure("Other (s)", "{:.1f}")}
+    table = run.Table("Things", "What is compared.", "none", {"slow": "a note", "fast": ""}, measures)
+    found = {
+        "ours": [{"rate": 10.0, "other_s": 1.0}, {"rate": 20.0, "other_s": 1.0}, {"rate": 10.0, "other_s": 1.0}],
+        "slow": [{"rate": 5.0, "other_s": None}, {"rate": 10.0, "other_s": None}, {"rate": 2.0, "other_s": None}],
+        "fast": [{"rate": 40.0, "other_s": 2.0}, {"rate": 40.0, "other_s": 2.5}, {"rate": 20.0, "other_s": 3.0}],
+    }
+    rows = rows_of(run.rendered(table, found))
+    assert rows[0] == ["fast", "40", "2.5", "**0.50** (0.25 to 0.50)"]
+    assert rows[1] == ["**image-diffusion**", "10", "1.0", "1"]
+    assert rows[2] == ["slow: a note", "5", "–", "**2.00** (2.00 to 5.00)"]
+
+
+def test_seconds_are_better_when_they_are_fewer() -> None:
+    table = run.Table("Things", "What is compared.", "none", {"slow": ""}, {"cpu_s": run.Measure("CPU s")})
+    found = {"ours": [{"cpu_s": 2.0}], "slow": [{"cpu_s": 3.0}]}
+    assert rows_of(run.rendered(table, found))[1][-1] == "**1.50** (1.50 to 1.50)"
+
+
+def test_a_variant_that_fails_stops_with_its_output(tmp_path: Path) -> None:
+    table = run.Table("Things", "Text.", "judging", {}, {"cpu_s": run.Measure("CPU s")}, ("nobody",))
+    with pytest.raises(SystemExit, match=r"error: ours failed at Things:[\s\S]*KeyError: 'nobody'"):
+        run.run_once(table, "ours", tmp_path)
+
+
+def test_the_page_names_the_locked_version_of_every_peer() -> None:
+    names = re.findall(r"^[\w-]+", (ROOT / "envs" / "peers.in").read_text(), re.MULTILINE)
+    assert sorted(part.split()[0] for part in run.versions().split(", ")) == sorted(names)
+    listed = {peer.split("[")[0] for table in run.TABLES for peer in table.peers}
+    assert listed - {"mosaic"} <= set(names)
+
+
+def test_the_page_of_the_repository_has_every_table_and_peer() -> None:
+    text = (ROOT / "docs" / "peers.md").read_text()
+    for table in run.TABLES:
+        part = text.split(f"## {table.title}\n")[1].split("\n## ")[0]
+        heads = [row[0].split(":")[0].strip("*") for row in rows_of(part)]
+        assert sorted(heads) == sorted(["image-diffusion", *table.peers])
+
+
+@pytest.mark.slow
+def test_readers_give_every_sample_once_and_go_on_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    loading = loaded("loading")
+    monkeypatch.setattr(loading, "COUNT", {"latents": 600, "photographs": 40})
+    monkeypatch.setattr(loading, "BATCH", {"latents": 100, "photographs": 8})
+    for kind in ("latents", "photographs"):
+        found = loading.measure(kind, "ours", tmp_path)
+        assert found["epoch"] > 0 and found["resumed_s"] > 0
+        assert (found["first_epoch"] < found["epoch"]) is (kind == "photographs")
+    reader = loading.ours("latents")
+    batches, state = reader.open(tmp_path / "latents-ours", 0, None)
+    labels = [next(batches).label.tolist() for _ in range(3)]
+    rest, _ = reader.open(tmp_path / "latents-ours", 0, state())
+    labels += [batch.label.tolist() for batch in rest]
+    assert sorted(label for part in labels for label in part) == list(range(600))
+
+
+def test_the_distance_that_judges_are_held_against_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    judging = loaded("judging")
+    monkeypatch.setattr(judging, "DIMENSION", 32)
+    monkeypatch.setattr(judging, "COUNTS", (400, 300))
+    first, second, truth = judging.features()
+    assert judging.ours()(first, second) == pytest.approx(truth, rel=1e-11)
+
+
+@pytest.mark.slow
+def test_a_training_step_is_measured(tmp_path: Path) -> None:
+    table = next(table for table in run.TABLES if table.script == "training")
+    assert run.run_once(table, "ours", tmp_path)["step_ms"] > 0
+
+
+def test_the_graph_of_the_peers_is_that_of_the_demo(tmp_path: Path) -> None:
+    planning = loaded("planning")
+    shutil.copytree(ROOT / "config", tmp_path / "config")
+    line = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--cores", "1", "--dag"]
+    line += ["--config", "experiments=[demo]"]
+    drawn = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
+    rules = re.findall(r'label = "(\w+)', drawn.stdout)
+    assert sorted(job.removeprefix("codec_") for job in planning.GRAPH) == sorted(rules)
+    assert sum(len(needed) for needed in planning.GRAPH.values()) == drawn.stdout.count(" -> ")
+    made: set[str] = set()
+    for job, needed in planning.GRAPH.items():
+        assert made.issuperset(needed)
+        made.add(job)
