@@ -223,7 +223,6 @@ TABLES = (
         {"clean-fid": "", "torch-fidelity": "", "torchmetrics": ""},
         {
             "cpu_s": Measure("CPU seconds", "{:.1f}"),
-            "memory_mib": Measure("Memory (MiB)"),
             "error": Measure("Relative error", "{:.0e}"),
         },
     ),
