@@ -81,7 +81,7 @@ test-photographs: .venv/.ready ## the tests on photographs that you bring: DATA=
 bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done
 
-peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: twenty minutes of one core (apt-get install ffmpeg)
+peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: half an hour of one core (apt-get install ffmpeg)
 	OMP_NUM_THREADS=1 python tests/bench/peers/run.py
 
 bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.md

@@ -16,6 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "tests" / "bench" / "peers"
 
 
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts import each other and tests/bench as those of one folder do."""
+    monkeypatch.syspath_prepend(str(PEERS))
+    monkeypatch.syspath_prepend(str(PEERS.parent))
+
+
 def loaded(name: str) -> ModuleType:
     """A script of tests/bench/peers as a module."""
     spec = importlib.util.spec_from_file_location(f"peers_{name}", PEERS / f"{name}.py")
@@ -79,7 +86,6 @@ def test_the_page_of_the_repository_has_every_table_and_peer() -> None:
 def test_readers_give_every_sample_once_and_go_on_in_the_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
     loading = loaded("loading")
     monkeypatch.setattr(loading, "COUNT", {"latents": 600, "photographs": 40})
     monkeypatch.setattr(loading, "BATCH", {"latents": 100, "photographs": 8})
@@ -88,10 +94,10 @@ def test_readers_give_every_sample_once_and_go_on_in_the_middle(
         assert found["epoch"] > 0 and found["resumed_s"] > 0
         assert (found["first_epoch"] < found["epoch"]) is (kind == "photographs")
     reader = loading.ours("latents")
-    batches, state = reader.open(tmp_path / "latents-ours", 0, None)
-    labels = [next(batches).label.tolist() for _ in range(3)]
-    rest, _ = reader.open(tmp_path / "latents-ours", 0, state())
-    labels += [batch.label.tolist() for batch in rest]
+    batches, state = reader.open(tmp_path / "latents-ours", None)
+    labels = [next(batches)[1].tolist() for _ in range(3)]
+    rest, _ = reader.open(tmp_path / "latents-ours", state())
+    labels += [part.tolist() for _, part in rest]
     assert sorted(label for part in labels for label in part) == list(range(600))
 
 

@@ -13,10 +13,8 @@ All readers use one process and no workers; those that cannot work without a thr
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
-import resource
 import shutil
 import sys
 import time
@@ -32,22 +30,25 @@ import numpy as np
 import torch
 from PIL import Image
 from torchvision.transforms import v2
+from usage import cpu_seconds, peak_mib
 
 BATCH = {"latents": 256, "photographs": 32}
 COUNT = {"latents": 20_000, "photographs": 600}
-SHAPE, SIDE = (4, 32, 32), 256
+SHAPE, SIDE, SEED = (4, 32, 32), 256, 0
 
 Batches = Iterator[Any]
+"""Pairs of samples and classes, each [B, …]."""
 
 
 @dataclass
 class Reader:
-    """prepare: writes the format into a folder. open: returns the batches of an epoch and a function that returns the
-    reader's state, or None where it has none; takes such a state. cost: the preparation belongs to the first epoch."""
+    """prepare: writes the format into a folder. open: takes that folder, and the state of a reader or None; returns the
+    batches of an epoch from there on, and what returns the state, or None where there is none. is_work: the preparation
+    is what the others do while they read, and counts as part of the first epoch."""
 
     prepare: Callable[[Path], None]
-    open: Callable[[Path, int, Any], tuple[Batches, Callable[[], Any] | None]]
-    cost: bool = False
+    open: Callable[[Path, Any], tuple[Batches, Callable[[], Any] | None]]
+    is_work: bool = False
 
 
 def stored_latents() -> tuple[np.ndarray, np.ndarray]:
@@ -113,12 +114,18 @@ def ours(kind: str) -> Reader:
             data = {"name": "x", "source": source, "resolution": SIDE, "num_shards": 2}
             crop_dataset(DataConfig.model_validate(data), folder)
 
-    def open_(folder: Path, seed: int, state: Any) -> tuple[Batches, Callable[[], Any]]:
-        taken = itertools.count(state or 0)
-        batches = Loader(open_shards(folder, "all"), BATCH[kind], 0, start=state or 0, epochs=seed + 1)
-        return ((next(taken), batch)[1] for batch in batches), lambda: next(taken) * BATCH[kind]
+    def open_(folder: Path, state: Any) -> tuple[Batches, Callable[[], int]]:
+        start = seen = state or 0
 
-    return Reader(prepare, open_, cost=kind == "photographs")
+        def batches() -> Batches:
+            nonlocal seen
+            for batch in Loader(open_shards(folder, "all"), BATCH[kind], SEED, start=start, epochs=1):
+                seen += len(batch.label)
+                yield batch.stored, batch.label
+
+        return batches(), lambda: seen
+
+    return Reader(prepare, open_, is_work=kind == "photographs")
 
 
 # ---- The others
@@ -140,8 +147,8 @@ def litdata(kind: str) -> Reader:
             row = super().__getitem__(index)
             return (decoded(row["data"]) if kind == "photographs" else row["data"]), row["label"]
 
-    def open_(folder: Path, seed: int, state: Any) -> tuple[Batches, Callable[[], Any]]:
-        data = Set(str(folder), shuffle=True, seed=seed)
+    def open_(folder: Path, state: Any) -> tuple[Batches, Callable[[], Any]]:
+        data = Set(str(folder), shuffle=True, seed=SEED)
         loader = StreamingDataLoader(data, batch_size=BATCH[kind], num_workers=0, collate_fn=collated)
         if state:
             loader.load_state_dict(state)
@@ -166,9 +173,9 @@ def mosaic(kind: str) -> Reader:
             row = super().__getitem__(index)
             return (decoded(row["data"]) if kind == "photographs" else row["data"]), row["label"]
 
-    def open_(folder: Path, seed: int, state: Any) -> tuple[Batches, Callable[[], Any]]:
+    def open_(folder: Path, state: Any) -> tuple[Batches, Callable[[], Any]]:
         clean_stale_shared_memory()
-        data = Set(local=str(folder), shuffle=True, shuffle_seed=seed, batch_size=BATCH[kind])
+        data = Set(local=str(folder), shuffle=True, shuffle_seed=SEED, batch_size=BATCH[kind])
         loader = StreamingDataLoader(data, batch_size=BATCH[kind], num_workers=0, collate_fn=collated)
         if state:
             loader.load_state_dict(state)
@@ -201,9 +208,9 @@ def torchvision(kind: str) -> Reader:
     def load(path: str) -> Any:
         return decoded(Path(path).read_bytes()) if kind == "photographs" else np.load(path)
 
-    def open_(folder: Path, seed: int, state: Any) -> tuple[Batches, None]:
+    def open_(folder: Path, state: Any) -> tuple[Batches, None]:
         data = DatasetFolder(str(folder), load, extensions=(".jpg", ".npy"))
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED)
         loader = DataLoader(data, BATCH[kind], shuffle=True, generator=generator, collate_fn=collated)
         return iter(loader), None
 
@@ -228,9 +235,9 @@ def spdl(kind: str) -> Reader:
         frames = [media.decode_packets(media.demux_image(path), filter_desc=filters) for path, _ in items]
         return media.to_torch(media.convert_frames(frames)), torch.tensor([label for _, label in items])
 
-    def open_(folder: Path, seed: int, state: Any) -> tuple[Batches, None]:
+    def open_(folder: Path, state: Any) -> tuple[Batches, None]:
         rows = files(kind, folder)
-        random.Random(seed).shuffle(rows)
+        random.Random(SEED).shuffle(rows)
         builder = PipelineBuilder().add_source(rows)
         if kind == "latents":
             builder = builder.pipe(load).aggregate(BATCH[kind]).pipe(collated)
@@ -265,9 +272,9 @@ def grain(kind: str) -> Reader:
             return decoded(content).numpy(), label
         return np.frombuffer(content, np.float16).reshape(SHAPE), label
 
-    def open_(folder: Path, seed: int, state: Any) -> tuple[Batches, Callable[[], Any]]:
+    def open_(folder: Path, state: Any) -> tuple[Batches, Callable[[], Any]]:
         source = library.sources.ArrayRecordDataSource([str(folder / "data.array_record")])
-        data = library.MapDataset.source(source).seed(seed).shuffle().map(parsed).batch(BATCH[kind])
+        data = library.MapDataset.source(source).seed(SEED).shuffle().map(parsed).batch(BATCH[kind])
         options = library.ReadOptions(num_threads=1, prefetch_buffer_size=2 * BATCH[kind])
         batches = iter(data.to_iter_dataset(options))
         if state:
@@ -290,9 +297,9 @@ def webdataset(kind: str) -> Reader:
                 content = label if kind == "latents" else str(label).encode()
                 writer.write({"__key__": f"{number:06}", name: data, "cls": content})
 
-    def open_(folder: Path, seed: int, state: Any) -> tuple[Batches, None]:
+    def open_(folder: Path, state: Any) -> tuple[Batches, None]:
         urls = [str(path) for path in sorted(folder.glob("*.tar"))]
-        stream = library.WebDataset(urls, shardshuffle=len(urls), detshuffle=True, seed=seed).shuffle(1000)
+        stream = library.WebDataset(urls, shardshuffle=len(urls), detshuffle=True, seed=SEED).shuffle(1000)
         if kind == "latents":
             stream = stream.decode().to_tuple(name, "cls")
         else:
@@ -306,12 +313,6 @@ READERS = {each.__name__: each for each in (ours, litdata, mosaic, spdl, grain, 
 
 
 # ---- Measuring
-
-
-def cpu_seconds() -> float:
-    """User and system time of this process, its threads and the children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def in_fork(work: Callable[[], None]) -> None:
@@ -328,47 +329,39 @@ def in_fork(work: Callable[[], None]) -> None:
     assert status == 0, status
 
 
-def peak_mib() -> float:
-    """The largest memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def measure(kind: str, name: str, work: Path) -> dict[str, float | None]:
     """What is printed."""
     torch.set_num_threads(1)
     if kind == "photographs":
         photographs(work)
     reader, folder, count = READERS[name](kind), work / f"{kind}-{name}", COUNT[kind]
-    if reader.cost:
+    if reader.is_work:
         shutil.rmtree(folder, ignore_errors=True)
     started = cpu_seconds()
     if not folder.exists():
         in_fork(lambda: reader.prepare(folder))
-    prepared_s = cpu_seconds() - started
+    work_s = cpu_seconds() - started if reader.is_work else 0.0
     before_mib = peak_mib()
     started = time.perf_counter()
-    batches, _ = reader.open(folder, 0, None)
-    seen = len(next(batches)[1] if name != "ours" else next(batches).label)  # type: ignore[attr-defined]
+    next(reader.open(folder, None)[0])
     first_s = time.perf_counter() - started
     started = cpu_seconds()
-    batches, state = reader.open(folder, 0, None)
-    half, saved = 0, None
-    for number, batch in enumerate(batches):
-        half += len(batch.label if name == "ours" else batch[1])
+    batches, state = reader.open(folder, None)
+    seen, middle = 0, None
+    for number, (_, labels) in enumerate(batches):
+        seen += len(labels)
         if state is not None and number == count // BATCH[kind] // 2:
-            saved = state()
+            middle = state()
     epoch_s = cpu_seconds() - started
-    assert half == count and seen == BATCH[kind], (half, seen)
+    assert seen == count, (seen, count)
     resumed_s: float | None = None
-    if saved is not None:
+    if middle is not None:
         started = time.perf_counter()
-        batches, _ = reader.open(folder, 0, saved)
-        next(batches)
+        next(reader.open(folder, middle)[0])
         resumed_s = time.perf_counter() - started
-    cost_s = prepared_s if reader.cost else 0.0
     return {
-        "ten_epochs": 10 * count / (cost_s + 10 * epoch_s),
-        "first_epoch": count / (cost_s + epoch_s),
+        "ten_epochs": 10 * count / (work_s + 10 * epoch_s),
+        "first_epoch": count / (work_s + epoch_s),
         "epoch": count / epoch_s,
         "first_batch_s": first_s,
         "resumed_s": resumed_s,

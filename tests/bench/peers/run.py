@@ -1,11 +1,11 @@
 """image-diffusion beside its peers: the same work by each, in turn, and docs/peers.md from what was measured.
 
-    make peers                                       # an environment for the peers, then everything: about an hour
+    make peers                                       # an environment for the peers, then everything: half an hour
     python tests/bench/peers/run.py --table judging --rounds 3 --page peers.md
 
 Each variant runs in a process of its own: ours in this environment, the others in that of `envs/peers.lock` (the same
 PyTorch and Pillow, one thread). Every round runs all variants of a table one after another, and a ratio is of two
-neighbours of one round; the page shows the median of the rounds and their range.
+runs of the same round; the page shows the median of the rounds and their range.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class Table:
     peers: dict[str, str]
     measures: dict[str, Measure]
     arguments: tuple[str, ...] = ()
-    after: str = ""
 
 
 def run_once(table: Table, peer: str, work: Path) -> dict[str, float | None]:
@@ -114,7 +113,7 @@ def rendered(table: Table, found: Found) -> str:
         cells = [cell(found[peer], name, each) for name, each in table.measures.items()]
         name = "**image-diffusion**" if peer == "ours" else f"{peer}{_note(table.peers[peer])}"
         lines.append(_row([name, *cells, against]))
-    return "\n".join([*lines, *(["", wrapped(table.after)] if table.after else [])])
+    return "\n".join(lines)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -176,7 +175,8 @@ TABLES = (
         "Reading latents",
         """20,000 latents of 4 x 32 x 32 in float16 with a class each, in a shuffled epoch of batches of 256, without
         worker processes. The files are in the page cache. litdata shuffles within its chunks, webdataset within its
-        buffer; the others shuffle all samples. A dash: the reader cannot be resumed in the middle of an epoch.""",
+        buffer; the others shuffle all samples. A dash: the reader cannot be resumed in the middle of an epoch.
+        Memory is what reading adds, with the pages of mapped files.""",
         "loading",
         READERS,
         READING,

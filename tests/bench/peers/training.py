@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from usage import peak_mib
 
 BATCH, SIDE, CHANNELS, CLASSES = 32, 8, 4, 1000
 DEPTH, HEADS, WIDTH, PATCH = 4, 4, 128, 2
@@ -181,11 +181,6 @@ TRAININGS = {
     each.__name__.replace("_", "-"): each
     for each in (ours, diffusers, denoising_diffusion_pytorch, rectified_flow_pytorch, azula, monai)
 }
-
-
-def peak_mib() -> float:
-    """The largest memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
