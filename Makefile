@@ -21,7 +21,7 @@ tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_p
 with_extras := PYTHONPATH=$(CURDIR)/.venv/extras OMP_NUM_THREADS=1
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench peers bench-gpu soak soak-machines test-long mutants unchanged ui lock clean
+.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench peers entry bench-gpu soak soak-machines test-long mutants unchanged ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -83,6 +83,10 @@ bench: .venv/.ready ## speed and memory, measured
 
 peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: half an hour of one core (apt-get install ffmpeg)
 	OMP_NUM_THREADS=1 python tests/bench/peers/run.py
+
+entry: .venv/.ready ## an entry of docs/leaderboard.md, three seeds of one core: TRACK=digits EXPERIMENT=mine NOTE="what it is" IMAGES=folder
+	OMP_NUM_THREADS=1 python tests/bench/leaderboard.py --track '$(TRACK)' --experiment '$(EXPERIMENT)' --note '$(NOTE)' \
+		$(if $(IMAGES),--images '$(IMAGES)')
 
 bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.md
 	python tests/gpu/bench_gpu.py --results tests/bench/RESULTS.md
