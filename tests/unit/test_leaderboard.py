@@ -58,7 +58,7 @@ def test_an_experiment_is_trained_judged_and_refused(tmp_path: Path) -> None:
     small = ["train.steps=2", "train.schedule.warmup_steps=0", "train.ema.rates=[0.1]", "sample.sampler.num_steps=1"]
     line = [sys.executable, str(ROOT / "tests" / "bench" / "leaderboard.py"), "--track", "digits", "--note", "small"]
     line += ["--experiment", "jit_demo", "--seeds", "0", "--output", str(output)]
-    line += [*(word for change in small for word in ("--set", change))]
+    line += [word for change in small for word in ("--set", change)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "error: no entry: a seed has" in done.stderr, done.stderr
     assert "'steps': 2, 'images_seen': 128, 'cpu_s': " in done.stdout and not output.exists()
