@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers.processor import processor
+from peers.run import processor, wrapped
 from torch import Tensor
 
 from image_diffusion.core.config.base import changed, dump, read_inherited, to_yaml
@@ -259,11 +258,6 @@ def page() -> str:
     for name, track in TRACKS.items():
         parts.append(rendered(track, [entry for entry in entries if entry["track"] == name]))
     return "\n\n".join([*parts, OPEN])
-
-
-def wrapped(text: str) -> str:
-    """A paragraph in lines of at most 120 characters."""
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _row(cells: Sequence[str]) -> str:

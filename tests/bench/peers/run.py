@@ -26,8 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from processor import processor
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -131,6 +129,13 @@ def versions() -> str:
     names = set(re.findall(r"^[\w-]+", (ROOT / "envs" / "peers.in").read_text(), re.MULTILINE))
     locked = re.findall(r"^([\w-]+)(?:\[.*\])?==(\S+)", (ROOT / "envs" / "peers.lock").read_text(), re.MULTILINE)
     return ", ".join(f"{name} {version}" for name, version in locked if name in names)
+
+
+def processor() -> str:
+    """The processor's name, with the cores that this process may use."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    name = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+    return f"{len(os.sched_getaffinity(0))} cores of {name.group(1) if name else platform.processor()}"
 
 
 def page(results: dict[str, Found], rounds: int) -> str:
