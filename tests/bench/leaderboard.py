@@ -1,7 +1,7 @@
 """Measure one experiment for the leaderboard: writes an entry, and docs/leaderboard.md from all entries.
 
     make entry TRACK=digits EXPERIMENT=speedrun_digits NOTE="four tokens an image"
-    make entry TRACK=cifar10 EXPERIMENT=speedrun_cifar10 NOTE="pixels" IMAGES=cifar10-20k
+    make entry TRACK=cifar10 EXPERIMENT=mine NOTE="pixels" IMAGES=cifar10-20k
 
 Snakemake makes what the training reads, and the judge: the classifier of the data set's classes that the stage `detect`
 trains. The experiment is then trained with each seed on one thread, and the judge looks at images of its weights. CPU
