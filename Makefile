@@ -86,7 +86,7 @@ peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: h
 
 entry: .venv/.ready ## an entry of docs/leaderboard.md, three seeds of one core: TRACK=digits EXPERIMENT=mine NOTE="what it is" IMAGES=folder
 	OMP_NUM_THREADS=1 python tests/bench/leaderboard.py --track '$(TRACK)' --experiment '$(EXPERIMENT)' --note '$(NOTE)' \
-		$(if $(IMAGES),--images '$(IMAGES)')
+		$(if $(IMAGES),--images '$(IMAGES)') $(if $(OUTPUT),--output '$(OUTPUT)')
 
 bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.md
 	python tests/gpu/bench_gpu.py --results tests/bench/RESULTS.md

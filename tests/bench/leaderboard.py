@@ -26,17 +26,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers.run import processor, wrapped
+from peers.run import processor, row, wrapped
 from torch import Tensor
 
 from image_diffusion.core.config.base import changed, dump, read_inherited, to_yaml
-from image_diffusion.core.files.atomic import read_json, sha256_file, write_json, write_text
+from image_diffusion.core.files.atomic import digest, read_json, sha256_file, write_json, write_text
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
 from image_diffusion.experiments.resolve import train_stage
 from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.features.classifier import Classifier, load_detector
 from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import Generator
 from image_diffusion.training.load_model import load_model
 from image_diffusion.training.session import run
@@ -53,7 +54,8 @@ Entry = dict[str, Any]
 @dataclass(frozen=True)
 class Track:
     """One race. rule: its text on the page. images: how many are judged. score: of the runs of an entry, less is
-    better. fault: what keeps an entry out, or nothing. data: what its files must say of the images."""
+    better. fault: what keeps an entry out, or nothing. data: what its files must say of the images. counts_codec: the
+    training of a codec is part of the cost."""
 
     title: str
     rule: str
@@ -62,9 +64,11 @@ class Track:
     score: Callable[[Entry], float]
     fault: Callable[[Entry], str | None]
     data: dict[str, Any]
+    counts_codec: bool = True
 
 
 def mean(entry: Entry, key: str) -> float:
+    """The mean of a number over the seeds."""
     return statistics.mean(run[key] for run in entry["runs"])
 
 
@@ -88,12 +92,13 @@ TRACKS = {
         lambda entry: mean(entry, "cpu_s"),
         _below_95,
         {"source": {"type": "digits"}, "resolution": 32, "validation_fraction": 0.2},
+        counts_codec=False,
     ),
     "cifar10": Track(
         "CIFAR-10 in 30 CPU minutes",
-        """Fréchet distance between 2,000 images and 18,000 of training, in the features of the judge, after at most
-        1,800 CPU seconds with each of three seeds. A trained codec counts. The images are 20,000 of CIFAR-10, 2,000
-        of each class. Between 1,969 held-out images and those of training the distance is 0.09.""",
+        """Fréchet distance between 2,000 images and those of training, in the features of the judge, after at most
+        1,800 CPU seconds with each of three seeds. The training of a codec counts. The data set is 20,000 images of
+        CIFAR-10, 2,000 of each class, a tenth of them held out.""",
         2000,
         "Score: distance",
         lambda entry: mean(entry, "distance"),
@@ -103,16 +108,16 @@ TRACKS = {
 }
 OPEN = """## Open tracks
 
-Nobody has run these yet. *ImageNet-64* and *ImageNet-256 on one H100 in 24 hours*: FID of 50,000 images against the
-statistics of ADM, by the pipeline's own `evaluate`, after at most 24 hours of training on one H100. The codec of Stable
+Nobody has run these yet. *ImageNet-64* and *ImageNet-256 on one H100 in 24 hours*: FID of 50,000 images against
+those of training, by the pipeline's own `evaluate`, after at most 24 hours of training on one H100. The codec of Stable
 Diffusion is free. `speedrun_imagenet256` is a recipe to begin with.
 """
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is made once for all seeds. pairs: manifests of what is read beside the data. codec_cpu_s: of its
-    training."""
+    """What is made once for all seeds. pairs: manifests of what is read beside the data. codec_cpu_s: CPU seconds of
+    its training as Snakemake samples them, every 30 s at most."""
 
     data: Path
     manifest: Path
@@ -191,6 +196,8 @@ def entry_of(track: Track, arguments: argparse.Namespace, folder: Path) -> Entry
     raw = changed(read_inherited(EXPERIMENTS / f"{name}.yaml")[0], arguments.changes)
     raw = with_images(raw, images, raw["data"]["name"])
     experiment = parse_experiment(raw, name)
+    if not isinstance(experiment.system, DiffusionSystem):
+        sys.exit(f"error: {name} is a {experiment.system.type}. Give an experiment of a diffusion system.")
     wrong = {key: dump(experiment.data)[key] for key in track.data if raw["data"].get(key) != track.data[key]}
     if wrong:
         sys.exit(f"error: data of {name} has {wrong}. The track wants {track.data}.")
@@ -212,9 +219,9 @@ def entry_of(track: Track, arguments: argparse.Namespace, folder: Path) -> Entry
         "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "images": read_json(inputs.data / "crops" / "manifest.json")["index"],
+        "images": digest([shard["sha256"] for shard in crops.manifest["shards"]]),
         "judge": sha256_file(inputs.data / "detector" / "detector.safetensors"),
-        "codec_cpu_s": 0.0 if arguments.track == "digits" else inputs.codec_cpu_s,
+        "codec_cpu_s": inputs.codec_cpu_s if track.counts_codec else 0.0,
         "experiment": {key: value for key, value in raw.items() if key != "data"},
         "runs": runs,
     }
@@ -229,8 +236,8 @@ def rendered(track: Track, entries: Sequence[Entry]) -> str:
         "",
         wrapped(track.rule),
         "",
-        _row(heads),
-        _row(["---"] * 3 + ["---:"] * (len(heads) - 3)),
+        row(heads),
+        row(["---"] * 3 + ["---:"] * (len(heads) - 3)),
     ]
     if not entries:
         return "\n".join([*lines[:3], "", "No entry yet."])
@@ -238,30 +245,27 @@ def rendered(track: Track, entries: Sequence[Entry]) -> str:
     for place, entry in enumerate(order):
         runs, score = entry["runs"], track.score(entry)
         better = f"{1 - score / track.score(order[place + 1]):.0%}" if place + 1 < len(order) else ""
-        each = ", ".join(f"{track.score({**entry, 'runs': [run]}):.1f}" for run in runs)
-        cells = [entry["note"], entry["date"], f"`{entry['commit']}`", f"{score:.1f}", each, better]
+        each = ", ".join(f"{track.score({**entry, 'runs': [run]}):#.3g}" for run in runs)
+        cells = [entry["note"], entry["date"], f"`{entry['commit']}`", f"{score:#.3g}", each, better]
         cells += [f"{runs[0]['steps']:,}", f"{runs[0]['images_seen']:,}"]
         cells += [f"{mean(entry, 'cpu_s') + entry['codec_cpu_s']:,.0f}", f"{mean(entry, 'agreement'):.1%}"]
-        lines.append(_row([*cells, f"{mean(entry, 'distance'):.2f}"]))
+        lines.append(row([*cells, f"{mean(entry, 'distance'):.2f}"]))
     return "\n".join(lines)
 
 
 def page() -> str:
     """docs/leaderboard.md, from the entries."""
     head = """Each row is one experiment, trained with three seeds by one command. Its entry in `docs/leaderboard` holds
-        the experiment file, every seed's numbers, the processor, and the sha256 of the images, the judge and the
-        weights: the same commit on the same processor gives the same weights. The judge is the classifier that the
-        stage `detect` trains on the data set's classes. CPU seconds are those of one thread, from the first weight to
-        the last step. The gain is over the next row. `CONTRIBUTING.md` says how to hand in an entry."""
+        the experiment without its data, every seed's numbers, the processor, and the sha256 of the images, the judge
+        and the weights: the same commit on the same processor gives the same weights. The judge is the classifier that
+        the stage `detect` trains on the data set's classes. CPU seconds are those of one thread, from the first weight
+        to the last step, without validations, previews and checkpoints in between. The gain is over the next row.
+        `CONTRIBUTING.md` says how to hand in an entry."""
     entries = [read_json(path) for path in sorted(ENTRIES.glob("*.json"))]
     parts = ["# Leaderboard", wrapped(head)]
     for name, track in TRACKS.items():
         parts.append(rendered(track, [entry for entry in entries if entry["track"] == name]))
     return "\n\n".join([*parts, OPEN])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -277,8 +281,10 @@ def main() -> None:
     arguments = parser.parse_args()
     track = TRACKS[arguments.track]
     output = arguments.output or ENTRIES / f"{arguments.track}-{arguments.experiment}.json"
+    if not (EXPERIMENTS / f"{arguments.experiment}.yaml").is_file():
+        parser.error(f"--experiment {arguments.experiment}: config/experiments has no such file")
     if output.exists():
-        sys.exit(f"error: {output} exists. Entries are kept: give another --output.")
+        sys.exit(f"error: {output} exists. Entries are kept: give another --output, as OUTPUT to make.")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         entry = entry_of(track, arguments, (arguments.folder or Path(temporary)).resolve())

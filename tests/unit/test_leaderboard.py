@@ -70,6 +70,12 @@ def test_other_images_are_refused(tmp_path: Path) -> None:
         board.entry_of(board.TRACKS["digits"], arguments, tmp_path)
 
 
+def test_only_diffusion_systems_are_judged(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(experiment="dvae_demo", images=None, changes=[])
+    with pytest.raises(SystemExit, match="dvae_demo is a .*diffusion system"):
+        board.entry_of(board.TRACKS["digits"], arguments, tmp_path)
+
+
 @pytest.mark.parametrize("path", ENTRIES, ids=[path.stem for path in ENTRIES])
 def test_an_entry_has_three_seeds_and_reached_what_its_track_asks_for(path: Path) -> None:
     kept = read_json(path)

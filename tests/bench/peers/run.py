@@ -106,17 +106,18 @@ def rendered(table: Table, found: Found) -> str:
     factor = {peer: ratios(found, peer, first, measure) for peer in found}
     order = sorted(found, key=lambda peer: statistics.median(factor[peer]))
     heads = ["", *(each.title for each in table.measures.values()), "Ours against it"]
-    lines = [f"## {table.title}", "", wrapped(table.text), "", _row(heads), _row(["---", *["---:"] * (len(heads) - 1)])]
+    lines = [f"## {table.title}", "", wrapped(table.text), "", row(heads), row(["---", *["---:"] * (len(heads) - 1)])]
     for peer in order:
         middle, values = statistics.median(factor[peer]), factor[peer]
         against = "1" if peer == "ours" else f"**{middle:.2f}** ({min(values):.2f} to {max(values):.2f})"
         cells = [cell(found[peer], name, each) for name, each in table.measures.items()]
         name = "**image-diffusion**" if peer == "ours" else f"{peer}{_note(table.peers[peer])}"
-        lines.append(_row([name, *cells, against]))
+        lines.append(row([name, *cells, against]))
     return "\n".join(lines)
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
