@@ -47,6 +47,9 @@ EXPERIMENTS = ROOT / "config" / "experiments"
 ENTRIES = ROOT / "docs" / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
 
+CODE = ("src", "workflow", "config", "tests/bench", "envs")
+"""What the numbers of an entry depend on, in git."""
+
 Entry = dict[str, Any]
 """A file of docs/leaderboard."""
 
@@ -210,12 +213,11 @@ def entry_of(track: Track, arguments: argparse.Namespace, folder: Path) -> Entry
         seeded = parse_experiment(changed(raw, [f"train.seed={seed}", f"sample.seed={seed}"]), name)
         runs.append({"seed": seed, **measured(seeded, inputs, track.images, judge, torch.cat(looks))})
         print(runs[-1], flush=True)
-    commit = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return {
         "track": arguments.track,
         "note": arguments.note,
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
-        "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
+        "commit": git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", *CODE) else ""),
         "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -225,6 +227,11 @@ def entry_of(track: Track, arguments: argparse.Namespace, folder: Path) -> Entry
         "experiment": {key: value for key, value in raw.items() if key != "data"},
         "runs": runs,
     }
+
+
+def git(*arguments: str) -> str:
+    """What git prints about this checkout."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def rendered(track: Track, entries: Sequence[Entry]) -> str:
@@ -292,7 +299,8 @@ def main() -> None:
     if (fault := track.fault(entry)) is not None:
         sys.exit(f"error: no entry: {fault}.")
     write_json(output, entry)
-    write_text(PAGE, page())
+    if output.parent == ENTRIES:
+        write_text(PAGE, page())
     print(output)
 
 
