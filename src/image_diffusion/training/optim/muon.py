@@ -64,6 +64,8 @@ class Muon(OptimizerConfig):
                 "train.optimizer is muon, but no linear or convolutional layer in the network's blocks is trained. Use "
                 "adamw."
             )
+        if self.scale != "spectral_unclamped":
+            return
         try:
             torch.optim.Muon([torch.zeros(1, 1)], adjust_lr_fn=self.scale)
         except ValueError as error:
