@@ -37,15 +37,17 @@ MANY = Facts(Folder(path="images"), 20_000, (2_000,) * 10, 64, (1.0, 1.0), 3)
 FEW = replace(MANY, num_images=500, per_class=(50,) * 10)
 
 
-def at(operations_per_s: float) -> Callable[[Experiment], Speed]:
-    """A machine of that many operations a second; a step takes six for each parameter, token and image."""
+def at(operations_per_s: float, muon: float = 1.3) -> Callable[[Experiment], Speed]:
+    """A machine of that many operations a second; a step takes six for each parameter, token and image. muon: factor by
+    which a step with Muon takes longer."""
 
     def speed(experiment: Experiment) -> Speed:
         shape = experiment.system.network.shape  # type: ignore[union-attr]
         height, width = experiment.data.size
         tokens = (height // shape.patch) * (width // shape.patch)
         pass_s = 2 * 18 * shape.depth * shape.width**2 * tokens / operations_per_s
-        return Speed(3 * pass_s * experiment.train.global_batch, pass_s, 5e-4, 1e-3, 0.7)
+        longer = muon if experiment.train.optimizer.type == "muon" else 1.0
+        return Speed(3 * longer * pass_s * experiment.train.global_batch, pass_s, 5e-4, 1e-3, 0.7)
 
     return speed
 
@@ -112,7 +114,7 @@ def test_more_time_never_gives_less(facts: Facts, machine: Machine, operations_p
     sizes, steps, samples = [], [], []
     for budget in budgets:
         proposal, _ = proposed(facts, budget, machine, operations_per_s)
-        sizes.append(DESIGNS[machine.kind].index(proposal.design))
+        sizes.append(DESIGNS[machine.kind].index(proposal.design._replace(optimizer="adamw")))
         steps.append((sizes[-1], proposal.steps))
         samples.append((sizes[-1], proposal.num_samples))
         assert 0.8 * seconds_of(budget) < proposal.total_s <= seconds_of(budget)
@@ -140,13 +142,33 @@ def test_networks_that_do_not_fit_are_not_taken() -> None:
         return speed
 
     assert proposed(MANY, "2d")[0].design.width > 128
-    assert propose(MANY, "images", CPU, "2d", small(128)).design == DESIGNS["cpu"][1]
+    assert propose(MANY, "images", CPU, "2d", small(128)).design[:5] == DESIGNS["cpu"][1][:5]
     with pytest.raises(ValueError, match=r"takes 100\.0 GiB of memory, but 8\.0 GiB may be used"):
         propose(MANY, "images", CPU, "2d", small(64))
 
 
 def test_the_same_speed_gives_the_same_file() -> None:
     assert proposed(FEW, "10min") == proposed(FEW, "10min")
+
+
+def test_muon_is_proposed_where_its_step_takes_little_longer() -> None:
+    fast = propose(MANY, "images", CPU, "1h", at(4e10, muon=1.4))
+    slow = propose(MANY, "images", CPU, "1h", at(4e10, muon=1.6))
+    assert (fast.design.optimizer, slow.design.optimizer) == ("muon", "adamw")
+    assert fast.steps == pytest.approx(slow.steps / 1.4, rel=0.02)
+    assert fast.total_s == pytest.approx(slow.total_s, rel=0.02)
+    width, settings = fast.design.width, from_text(fast.text)["train"]["optimizer"]
+    assert settings == {"type": "muon", "lr": pytest.approx(1e-2 * 128 / width, rel=0.05)}
+    assert proposed(MANY, "1h", GPU, 1e14)[1].train.optimizer.type == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("short_side", "channels", "prediction"), [(32, 3, "velocity"), (32, 5, "x0"), (64, 3, "x0"), (64, 1, "velocity")]
+)
+def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: int, prediction: str) -> None:
+    facts = replace(MANY, short_side=short_side, channels=channels, dtype="uint16" if channels == 5 else None)
+    experiment = parsed(choices(Request(facts, "images", CPU, 600.0), DESIGNS["cpu"][1], 100, 100))
+    assert experiment.system.objective.prediction == prediction  # type: ignore[union-attr]
 
 
 def test_few_images_are_augmented_and_watched() -> None:

@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.config.yaml12 import in_line
@@ -62,13 +62,14 @@ class Speed:
 
 
 class Design(NamedTuple):
-    """Size of a network and of its batch. grid: tokens along the shorter side of an image."""
+    """Size of a network and of its batch, and the optimizer. grid: tokens along the shorter side of an image."""
 
     depth: int
     width: int
     num_heads: int
     grid: int
     batch: int
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     @property
     def parameters(self) -> int:
@@ -201,6 +202,7 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
 def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
     patch = min(height_width(resolution_of(facts, machine, design.grid))) // design.grid
     numbers = patch**2 * facts.channels
+    prediction = "velocity" if 2 * numbers <= design.width else "x0"
     network: dict[str, Any] = {
         "depth": design.depth, "width": design.width, "num_heads": design.num_heads, "patch": patch,
         "norm": "rms_norm", "qk_norm": True, "mlp": "swiglu", "rope": True,
@@ -220,10 +222,11 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
     yield Choice(
         "objective",
         {
-            "type": "flow_matching", "prediction": "x0", "loss": "velocity",
+            "type": "flow_matching", "prediction": prediction, "loss": "velocity",
             "label_drop_probability": 0.1 if classes_of(facts) else 0.0,
         },
-        "x0 is learnable where patches have more numbers than the network has channels (docs/recipes.md)",
+        f"the velocity where a patch has at most half as many numbers as the network has channels, else x0: "
+        f"{numbers:,} and {design.width:,} (docs/choosing.md)",
     )  # fmt: skip
 
 
@@ -236,12 +239,7 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
     yield Choice("global_batch", batch, reason)
     if machine.kind == "gpu" and design.width >= 768:
         yield Choice("microbatch", 64, "for memory: changes no result")
-    rate = float(f"{2e-3 * 128 / design.width:.2g}")
-    yield Choice(
-        "optimizer",
-        {"type": "adamw", "lr": rate, "betas": [0.9, 0.99]},
-        "0.002 at a width of 128 (docs/study_digits.md), inverse to the width (Yang et al. 2022, arXiv:2203.03466)",
-    )
+    yield _optimizer(design)
     warmup = min(1000, max(10, steps // 20))
     yield Choice("schedule", {"type": "cosine", "warmup_steps": warmup}, "a twentieth to warm up; zero when time is up")
     yield Choice("grad_clip", 1.0, "")
@@ -270,6 +268,15 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
         yield Choice("precision", "bf16", "")
         if steps > 20_000:
             yield Choice("compile", True, "takes a minute at the start")
+
+
+def _optimizer(design: Design) -> Choice:
+    at_128, page = {"adamw": (2e-3, "docs/study_digits.md"), "muon": (1e-2, "docs/choosing.md")}[design.optimizer]
+    optimizer: dict[str, Any] = {"type": design.optimizer, "lr": float(f"{at_128 * 128 / design.width:.2g}")}
+    if design.optimizer == "adamw":
+        optimizer["betas"] = [0.9, 0.99]
+    inverse = "inverse to the width (Yang et al. 2022, arXiv:2203.03466)"
+    return Choice("optimizer", optimizer, f"{at_128:g} at a width of 128 ({page}), {inverse}")
 
 
 def _sample(facts: Facts, machine: Machine, num_samples: int) -> Iterator[Choice]:

@@ -1,0 +1,101 @@
+"""What starting costs, in CPU seconds: of each command until its work begins; and what the demo is made of.
+
+    python tests/bench/bench_start.py
+    python tests/bench/bench_start.py --demo
+
+A command's start is `image-diffusion COMMAND --help`: Python, its imports and its options. Most of it is PyTorch, which
+is measured alone in the same rounds. --demo also runs the demo in an empty folder: the seconds of Snakemake and all
+that it starts, and those of each command with its children, of which the starts are a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from image_diffusion.core.process.commands import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTES = """
+import atexit, json, os, resource, sys
+
+def note():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    line = [sys.orig_argv[3], sum(one.ru_utime + one.ru_stime for one in used)]
+    with open(os.environ["BENCH_NOTES"], "a") as file:
+        file.write(json.dumps(line) + "\\n")
+
+if sys.orig_argv[1:3] == ["-m", "image_diffusion"]:
+    atexit.register(note)
+"""
+"""A `sitecustomize` that notes what each command of the package has used."""
+
+
+def cpu_seconds(command: list[str], folder: Path = ROOT, **variables: str) -> float:
+    """User and system time of a command and of what it starts."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def starts(rounds: int) -> dict[str, float]:
+    """The median start of each command, and of PyTorch, in CPU seconds."""
+    lines = {name: [sys.executable, "-m", "image_diffusion", name, "--help"] for name in COMMANDS}
+    lines["(import torch)"] = [sys.executable, "-c", "import gc; gc.disable(); import torch"]
+    for line in lines.values():
+        cpu_seconds(line)
+    taken: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for name, line in lines.items():
+            taken[name].append(cpu_seconds(line))
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def demo(begun: dict[str, float]) -> None:
+    """Run the demo and print what its commands use. begun: the start of each."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, notes = Path(temporary) / "project", Path(temporary) / "notes"
+        shutil.copytree(ROOT / "config", folder / "config")
+        (Path(temporary) / "site").mkdir()
+        (Path(temporary) / "site" / "sitecustomize.py").write_text(NOTES)
+        line = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--cores", "all"]
+        line += ["--config", "experiments=[demo]"]
+        variables = {"PYTHONPATH": str(Path(temporary) / "site"), "BENCH_NOTES": str(notes)}
+        total = cpu_seconds(line, folder, **variables)
+        used: dict[str, list[float]] = defaultdict(list)
+        for name, seconds in map(json.loads, notes.read_text().splitlines()):
+            used[name].append(seconds)
+    print(f"{'':<16}{'jobs':>6}{'CPU s':>9}{'starts':>9}")
+    for name, seconds in sorted(used.items(), key=lambda row: -sum(row[1])):
+        print(f"{name:<16}{len(seconds):>6}{sum(seconds):>9.1f}{len(seconds) * begun[name]:>9.1f}")
+    rest, jobs = total - sum(map(sum, used.values())), sum(map(len, used.values()))
+    print(f"{'Snakemake':<16}{1:>6}{rest:>9.1f}")
+    print(f"{'all':<16}{jobs + 1:>6}{total:>9.1f}{sum(begun[n] * len(s) for n, s in used.items()):>9.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="starts of each command (5)")
+    parser.add_argument("--demo", action="store_true", help="run the demo, too")
+    arguments = parser.parse_args()
+    begun = starts(arguments.rounds)
+    for name, seconds in begun.items():
+        print(f"{name:<16}{seconds:>6.2f}")
+    if arguments.demo:
+        demo(begun)
+
+
+if __name__ == "__main__":
+    main()
