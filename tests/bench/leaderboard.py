@@ -31,7 +31,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import changed, dump, read_inherited, to_yaml
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file, write_json, write_text
-from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
 from image_diffusion.experiments.resolve import train_stage
 from image_diffusion.metrics.distances.frechet import frechet_between
@@ -165,6 +165,13 @@ def with_images(raw: dict[str, Any], images: str | None, name: str) -> dict[str,
     return {**raw, "data": {**raw["data"], "source": {"type": "folder", "path": str(Path(images).resolve())}}}
 
 
+def features(judge: Classifier, crops: Shards) -> Tensor:
+    """The judge's features of all crops. Float32 [N, C]."""
+    with torch.no_grad():
+        parts = np.array_split(np.arange(crops.num_samples), 1 + crops.num_samples // 500)
+        return torch.cat([judge(crops.gather(part)).features for part in parts])
+
+
 def measured(experiment: Experiment, inputs: Prepared, images: int, judge: Classifier, real: Tensor) -> dict[str, Any]:
     """One seed: its training, and what the judge sees in images of its weights."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -179,7 +186,7 @@ def measured(experiment: Experiment, inputs: Prepared, images: int, judge: Class
         model, settings = load_model(output), experiment.section("sample")
         generator: Any = Generator(model.network, model.system.reading, model.spec, training.decoder(), settings)  # type: ignore[arg-type, attr-defined]
         seeds = torch.arange(images)
-        labels = seeds % model.spec.num_classes
+        labels = seeds % max(1, model.spec.num_classes)
         parts = zip(seeds.split(100), labels.split(100), strict=True)
         with torch.no_grad():
             seen = judge(torch.cat([generator(some, of) for some, of in parts]))
@@ -206,18 +213,18 @@ def entry_of(track: Track, arguments: argparse.Namespace, folder: Path) -> Entry
         sys.exit(f"error: data of {name} has {wrong}. The track wants {track.data}.")
     inputs = prepared(folder, name, raw, images)
     judge, crops = load_detector(inputs.data / "detector"), open_shards(inputs.data / "crops", "train")
-    with torch.no_grad():
-        looks = [judge(crops.gather(part)).features for part in np.array_split(np.arange(crops.num_samples), 40)]
+    real = features(judge, crops)
+    commit = git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", *CODE) else "")
     runs = []
     for seed in arguments.seeds:
         seeded = parse_experiment(changed(raw, [f"train.seed={seed}", f"sample.seed={seed}"]), name)
-        runs.append({"seed": seed, **measured(seeded, inputs, track.images, judge, torch.cat(looks))})
+        runs.append({"seed": seed, **measured(seeded, inputs, track.images, judge, real)})
         print(runs[-1], flush=True)
     return {
         "track": arguments.track,
         "note": arguments.note,
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
-        "commit": git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", *CODE) else ""),
+        "commit": commit,
         "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from image_diffusion.core.config.base import Config, dump, parse
-from image_diffusion.process import Process
+from image_diffusion.process import Process, discrete
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.respacing import space_timesteps
@@ -113,6 +113,14 @@ def test_tables_are_copied_to_a_device_once() -> None:
     alpha, sigma = process.levels(t)
     torch.testing.assert_close(alpha**2 + sigma**2, torch.ones(2).double())
     assert process.network_time(t).dtype == torch.float32
+
+
+def test_a_configuration_is_checked_without_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems have a process as a default, so that tables would be computed in the start of every command."""
+    monkeypatch.delattr(discrete, "DiscreteProcess")
+    assert Discrete(respacing="10").num_timesteps == 1000
+    with pytest.raises(ValueError, match="Every beta must lie in"):
+        Discrete(num_timesteps=10)
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,17 @@ class Discrete(Config):
 
     @model_validator(mode="after")
     def _buildable(self) -> Discrete:
-        self.build()
+        self._betas_and_timesteps()
         return self
 
     def build(self) -> DiscreteProcess:
         """Build the process. Raises ValueError where a beta is not in (0, 1] or the respacing is impossible."""
-        betas = checked_betas(self.schedule, self.num_timesteps)
-        timesteps = space_timesteps(self.num_timesteps, self.respacing)
+        betas, timesteps = self._betas_and_timesteps()
         return DiscreteProcess(torch.cumprod(1 - betas, 0), timesteps, self.rescale_timesteps)
+
+    def _betas_and_timesteps(self) -> tuple[Tensor, list[int]]:
+        betas = checked_betas(self.schedule, self.num_timesteps)
+        return betas, space_timesteps(self.num_timesteps, self.respacing)
 
 
 class DiscreteProcess(NoiseProcess):
