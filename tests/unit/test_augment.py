@@ -1,4 +1,4 @@
-"""Augmentation of which the network is told: drawn for a sample and epoch, exact where it can be, and without a trace
+"""Augmentation as a condition of the network: drawn for a sample and epoch, exact where it can be, and without a trace
 in what is written and sampled."""
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def test_what_is_not_moved_with_the_images_is_refused() -> None:
         augmented(replace(batch, cond={"image": batch.x}), STRONG, 0)
     with pytest.raises(ValueError, match="moves the images alone, not their features"):
         augmented(replace(batch, features=batch.x), STRONG, 0)
-    with pytest.raises(ValueError, match="the network Linear is not told of it"):
+    with pytest.raises(ValueError, match="the network Linear does not take it as a condition"):
         add_augmentation(torch.nn.Linear(1, 1), NUM_LABELS)
     with pytest.raises(ValueError, match=r"probability is 0\.12, but latents allow the stored mirror image alone"):
         Augment().check("latents", 3, (8, 8))

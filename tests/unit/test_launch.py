@@ -303,5 +303,5 @@ def test_a_run_that_is_told_to_end_when_it_has_nothing_left_to_save_counts_as_st
         running.send_signal(signal.SIGTERM)
         assert running.wait(120) == STOPPED
     assert read_attempts(attempt) == [
-        JobOutcome("24", "n1", 5, "stopped", "SIGTERM came, and no process has told that it saved.")
+        JobOutcome("24", "n1", 5, "stopped", "SIGTERM came, and no process has noted that it saved.")
     ]

@@ -94,7 +94,7 @@ def test_scales_rise_and_end_as_one_scale_does_and_cost_a_prediction_each() -> N
 def test_scales_that_do_not_fit_are_told_and_unset_ones_are_not_written() -> None:
     with pytest.raises(ValueError, match="guidance_scale is 2 and scales is set, each in place of the other"):
         Guidance(guidance_scale=2, scales={"text": 2})
-    with pytest.raises(ValueError, match="a scale for 'text', which the network is not told. Known: label"):
+    with pytest.raises(ValueError, match="a scale for 'text', which is no condition of the network. Known: label"):
         guided(Recorder(), {"text": 2.0}, NULL)
     assert "scales" not in Guidance().model_dump() and Guidance(scales={"a": 2}).model_dump()["scales"] == [["a", 2.0]]
 

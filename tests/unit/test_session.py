@@ -242,7 +242,7 @@ def test_the_run_is_known_by_its_configuration(tmp_path: Path, monkeypatch: pyte
     ):
         ema.main()
     monkeypatch.setattr(sys, "argv", [*command, "--trained-by", str(stage), "--weights", "x/weights.safetensors"])
-    with pytest.raises(ValueError, match="--weights and --trained-by both tell which run is meant"):
+    with pytest.raises(ValueError, match="--weights and --trained-by both name a run"):
         ema.main()
 
 
@@ -417,7 +417,7 @@ def test_the_best_average_outlives_a_new_start(tmp_path: Path) -> None:
 
 
 def test_best_without_anything_held_out_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no sample is held out to tell which are"):
+    with pytest.raises(ValueError, match="no sample is held out to compare them"):
         start(tmp_path, task={"validation": None}, weights="best")
 
 
@@ -498,7 +498,7 @@ def test_a_stop_inside_the_reports_of_the_step_that_ends_a_training_is_made_up_f
 
 
 def test_an_early_end_needs_losses_to_tell_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no sample is held out to tell when to end"):
+    with pytest.raises(ValueError, match="no sample is held out to measure the loss"):
         start(tmp_path, task={"validation": None}, patience=0.1)
     with pytest.raises(ValueError, match="patience is set but validate_every_steps is unset"):
         start(tmp_path, patience=0.1, validate_every_steps=None)

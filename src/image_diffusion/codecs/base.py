@@ -229,8 +229,8 @@ def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
 
 
 def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, pixels: int) -> Tensor:
-    """Decode a batch [B, c, h, w] so many images at once as have some million pixels together: a float32 autoencoder of
-    Stable Diffusion's size takes some 3 GiB for those. pixels: of one image."""
+    """Decode a batch [B, c, h, w] in slices of about a million pixels, for which a float32 autoencoder of Stable
+    Diffusion's size takes about 3 GiB. pixels: of one image."""
     return torch.cat([decode(part) for part in latent.split(max(1, _PIXELS_AT_ONCE // pixels))])
 
 

@@ -116,7 +116,7 @@ class DiffusersCodec:
     """An autoencoder and how its latents are normalised.
 
     scale: of `Diffusers.scale_of`; None while encoding: latents are then x. decoder: decodes in place of its own.
-    given: the autoencoder, where it is at hand and need not be loaded.
+    given: the autoencoder, if it is loaded already.
     """
 
     settings: Diffusers

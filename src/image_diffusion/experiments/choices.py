@@ -253,7 +253,7 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
     yield Choice("flip_probability", 0.5, "0 for images that must not be mirrored, such as text")
     if passes < MANY_PASSES:
         yield Choice(
-            "augment", {"probability": 0}, "mirroring alone, of which the network is told, so that samples show none"
+            "augment", {"probability": 0}, "mirroring alone, as a condition of the network, so that samples show none"
         )
     else:
         yield Choice("augment", {}, f"more than {MANY_PASSES} passes: that of EDM, which samples do not show")

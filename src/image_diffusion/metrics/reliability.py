@@ -32,7 +32,7 @@ def judge_doubt(description: Mapping[str, Any]) -> str | None:
     own = "classes" if description["labels"] == "classes" else "images"
     return (
         f"this data set is too small to judge by its own {own}: the classifier is right for {accuracy:.0%} of {n:,} "
-        f"held-out images, and a guess for {chance:.0%}. More images, or another of evaluate.detectors, would tell"
+        f"held-out images, and a guess for {chance:.0%}. More images, or another of evaluate.detectors, would decide"
     )
 
 

@@ -1,13 +1,13 @@
 """DiT: a transformer over patches, conditioned by adaLN-Zero (Peebles and Xie 2023, arXiv:2212.09748).
 
-Told in words, it attends to a caption's tokens in every block, and takes the caption's embedding where it takes the
-time. The tokens are keys and values beside those of the image, and no block changes them: the design of PRX (Photoroom
-2025, "Text-to-image architectural experiments"), which measured DiT with cross-attention, U-ViT, MMDiT, DiT-Air and
-this one side by side; DiT-Air (Chen et al. 2025, arXiv:2503.10618) likewise found tokens in one sequence to do as well
-as two streams with fewer parameters.
+With a text condition, every block attends to the caption's tokens, and the caption's embedding is added to that of the
+time. The tokens are additional keys and values, and no block changes them. This is the design of PRX (Photoroom 2025,
+"Text-to-image architectural experiments"), which compared DiT with cross-attention, U-ViT, MMDiT, DiT-Air and this one.
+DiT-Air (Chen et al. 2025, arXiv:2503.10618) also found that one sequence does as well as two streams, with fewer
+parameters.
 
-Told an image's embedding, it takes that where it takes the time, and as a few tokens that every block attends to: what
-the decoder of unCLIP does (Ramesh et al. 2022, arXiv:2204.06125, section 2.1).
+With an image embedding as condition, the embedding is added to that of the time, and every block attends to a few
+tokens made of it, as in the decoder of unCLIP (Ramesh et al. 2022, arXiv:2204.06125, section 2.1).
 
 Parameters have the names of the published weights (`networks/weights/dit.py` reads and writes those). Off by default:
 normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423); with these, and

@@ -36,8 +36,8 @@ class DVAEConfig(Config):
     codebook_dim: int = Field(512, ge=1)
     """Length of a token's embedding: the channels of the latent."""
     levels: tuple[Annotated[int, Field(ge=3)], ...] | None = Field(None, min_length=1)
-    """Finite scalar quantisation (Mentzer et al. 2024) in place of a codebook: the latent has as many channels as there
-    are numbers here, each is rounded to so many levels, and num_tokens is their product: 240 of [8, 6, 5], 1,000 of
+    """Finite scalar quantisation (Mentzer et al. 2024) in place of a codebook: the latent has one channel for each
+    number, which is the levels that the channel is rounded to; num_tokens is their product: 240 of [8, 6, 5], 1,000 of
     [8, 5, 5, 5]. Unset: a codebook is learnt."""
     vector_quantiser: VectorQuantiserConfig | None = None
     """Vector quantisation (van den Oord et al. 2017) in place of a choice by chance: the encoder gives an embedding of

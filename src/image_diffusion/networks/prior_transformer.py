@@ -38,7 +38,7 @@ class PriorTransformerConfig(Config):
     head_width: int = Field(64, gt=0)
     """Channels of a head; heads times this is the width."""
     max_text_len: int = Field(77, gt=0)
-    """Places for token encodings: longer captions are cut, free places are not looked at."""
+    """Positions for token encodings: longer captions are cut, unused positions are masked."""
     norm_in: bool = False
     """Normalise the tokens before the first block."""
     norm_text: bool = False

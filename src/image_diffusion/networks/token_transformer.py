@@ -1,9 +1,9 @@
-"""A transformer over the tokens of a discrete codec, behind a prefix that tells what the image shows.
+"""A transformer over the tokens of a discrete codec, after a prefix of tokens of the condition.
 
-Causal, it is the second stage of DALL-E (Ramesh et al. 2021, arXiv:2102.12092, section 2.2): what it says of a token
-follows from the tokens before it, row by row. Otherwise every token sees every other, and tokens may be hidden:
-MaskGIT (Chang et al. 2022, arXiv:2202.04200, section 3.1). The default size is MaskGIT's. Norms stand before attention
-and MLP, as in DALL-E; the last layer begins at zero, so that all tokens are equally probable at first.
+With causal attention it is the second stage of DALL-E (Ramesh et al. 2021, arXiv:2102.12092, section 2.2): the
+prediction of a token depends on the tokens before it, row by row. Without, every token attends to every other, and
+tokens may be masked: MaskGIT (Chang et al. 2022, arXiv:2202.04200, section 3.1). The default size is MaskGIT's. Norms
+are before attention and MLP, as in DALL-E. The last layer starts at zero, so that all tokens are equally probable.
 """
 
 from __future__ import annotations

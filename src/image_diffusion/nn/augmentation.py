@@ -43,7 +43,8 @@ def add_augmentation(network: nn.Module, num_labels: int) -> None:
     """
     if not isinstance(network, TakesAugmentation):
         raise ValueError(
-            f"train.augment is set, but the network {type(network).__name__} is not told of it. Leave it out."
+            f"train.augment is set, but the network {type(network).__name__} does not take it as a condition. Leave it "
+            "out."
         )
     network.add_module(AUGMENTATION, ZeroLinear(num_labels, network.condition_width, bias=False))
 

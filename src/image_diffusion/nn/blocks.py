@@ -21,7 +21,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def of_parts(layer: L, count: int) -> L:
-    """The layer, of whose outputs so many maps have equal shares, one after the other: queries, keys and values."""
+    """Record that the outputs of a layer are `count` maps of equal size, such as queries, keys and values."""
     cast("Any", layer).parts = count
     return layer
 

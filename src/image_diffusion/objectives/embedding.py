@@ -1,8 +1,8 @@
 """Denoising of an embedding, conditioned on a caption (Ramesh et al. 2022, section 2.2).
 
-Where it differs from DALLE2-pytorch: the caller's embeddings are never changed; nothing is dropped while the network is
-in evaluation mode, so that a validation loss is that of the conditional prediction; each sample decides on its own
-whether it is given an earlier estimate, which is one of x0 whatever the network predicts, as it is in sampling.
+Differences from DALLE2-pytorch: the caller's embeddings are never changed. Nothing is dropped while the network is in
+evaluation mode, so that a validation loss is that of the conditional prediction. Self-conditioning is drawn for each
+sample, and the earlier estimate is one of x0 whatever the network predicts, as in sampling.
 """
 
 from __future__ import annotations

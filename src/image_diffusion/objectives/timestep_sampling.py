@@ -31,7 +31,7 @@ class UniformTimesteps(Config):
     type: Literal["uniform"] = "uniform"
 
     def wrap(self, objective: AtTimes, process: NoiseProcess) -> Objective:
-        """Return the objective as it is."""
+        """Return the objective unchanged."""
         return objective
 
 

@@ -130,7 +130,9 @@ def guided(
         names, scales = list(guidance_scale), list(guidance_scale.values())
         if unknown := next((name for name in names if name not in null_cond), None):
             known = ", ".join(null_cond) or "none"
-            raise ValueError(f"Guidance has a scale for '{unknown}', which the network is not told. Known: {known}.")
+            raise ValueError(
+                f"Guidance has a scale for '{unknown}', which is no condition of the network. Known: {known}."
+            )
         nulls = [{name: null_cond[name] for name in names[k:]} for k in range(len(names))]  # of e_0, e_1, …
     else:
         scales, nulls = [guidance_scale], [dict(null_cond)]

@@ -1,7 +1,7 @@
 """Train the embedded detector on a data set's own crops.
 
-Writes detector.safetensors and detector.json, both whole or absent. It starts over when it was killed: at most 200,000
-images are looked at (`most_examples`), ten minutes on two CPU cores.
+Writes detector.safetensors and detector.json, both complete or absent. After an interruption it starts again: it trains
+on at most 200,000 examples (`most_examples`), ten minutes on two CPU cores.
 """
 
 from __future__ import annotations

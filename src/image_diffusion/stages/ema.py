@@ -5,8 +5,8 @@
 
 writes the average of one rate (or width, or the weights as trained: raw) at a step whose checkpoint was kept
 (`checkpoint.keep_every`); without --step at the last one, without --average the one that was written. Without
---weights the training need not have ended: its newest checkpoint can be sampled while it goes on. Nothing but
-checkpoints is then read, and the training does not notice. --chosen-in CURVE takes the step that is chosen in a curve.
+--weights the training need not have ended: its newest checkpoint can be sampled while it continues. Only checkpoints
+are then read, and the training is not affected. --chosen-in CURVE takes the step that is chosen in a curve.
 
     python -m image_diffusion ema --state results/x/train/state/0123456789abcdef \\
         --weights results/x/train/weights.safetensors --width 0.15 --output results/x/ema-0.15/weights.safetensors
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     arguments = parser.parse_args()
     if arguments.weights is not None and arguments.trained_by is not None:
-        raise ValueError("--weights and --trained-by both tell which run is meant. Leave out one of the two.")
+        raise ValueError("--weights and --trained-by both name a run. Leave out one of the two.")
     if arguments.chosen_in is not None:
         if arguments.step is not None:
             raise ValueError("--step and --chosen-in both name a step. Leave out one of the two.")

@@ -3,8 +3,8 @@
     python -m image_diffusion embed --config embed.yaml --data crops/manifest.json --detector detector \\
         --output pairs-hashed/manifest.json
 
-Which of --data and --detector are wanted follows from pairs.type. Shards that are up to date are kept, and so is what
-has been learnt: the same command goes on where it was stopped.
+pairs.type decides which of --data and --detector are needed. Shards that are up to date are kept, and so is the state
+of a training: after an interruption, the same command resumes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m image_diffusion evaluate --config evaluate.yaml --weights results/x/train/weights.safetensors \
         --samples samples.npz --data crops --detector detector --output metrics.json --report evaluation
 
-What is measured follows from the model's system. Without --weights, samples from anywhere are judged; with them and
-evaluate.likelihood, but without --samples, the bits per dimension alone are measured. Where torchrun starts several
-processes, they share the images and the numbers stay the same. Where it was stopped, the same command goes on.
+The model's system decides what is measured. Without --weights, any samples are evaluated. With --weights and
+evaluate.likelihood, but without --samples, only the bits per dimension are measured. Several processes, started by
+torchrun, share the images, and the numbers stay the same. After an interruption, the same command resumes.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     python -m image_diffusion export --read DiT-XL-2-256x256.pt --output results/dit/train
     python -m image_diffusion export --crate results/x --snakefile workflow/Snakefile --inputs crop.yaml manifest.json
 
-The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, or (export.format: pipeline) any model with a
-pipeline.py and code of its own, and a model card beside it, whole or not at all. The second
-reads published weights and training states of others (docs/exporting.md) and writes weights.safetensors and model.json,
-from which `sample` makes images without training, `evaluate` judges a prior, and `train` goes on (train.init_from).
-The third writes ro-crate-metadata.json into the experiment's folder, for repositories and tools of provenance.
+The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, or (export.format: pipeline) any model with its own
+pipeline.py and code, and a model card; the folder appears only when it is complete. The second reads published weights
+and training states of other projects (docs/exporting.md) and writes weights.safetensors and model.json, for `sample`,
+for `evaluate` of a prior, and for further training (train.init_from). The third writes ro-crate-metadata.json into the
+experiment's folder, for repositories and provenance tools.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     python -m image_diffusion reference --config reference.yaml --data crops --detector detector \
         --output references/inpipe
 
-Writes a folder: the features of every image and of some that were degraded, the statistics of both splits in the
-layout that ADM and EDM read, and reference.json, which says of which images and by which detector. Where torchrun
-starts several processes, they share the images.
+Writes a folder: the features of every image and of some degraded ones, the statistics of both splits in the layout of
+ADM and EDM, and reference.json, which names the images and the detector. Several processes, started by torchrun, share
+the images.
 
-With --part 2/8 only the images of that part are looked at, and --output is an .npz of what was seen in them; parts run
-side by side, and a last call with --made joins what they wrote: the same bytes as of one call. The parts then go.
+With --part 2/8, only the images of that part are processed, and --output is an .npz of their features. Parts can run at
+the same time. A last call with --made joins them into the same bytes as one call writes, and removes them.
 
-What has been seen is kept until the output is there: the same command goes on where it was stopped.
+Features are kept until the output is complete: after an interruption, the same command resumes.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class System(Adaptable, ABC):
     reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
     """Kinds of shards that the system learns from."""
     takes_augmentation: ClassVar[bool] = False
-    """True if the network is told how its training images were augmented."""
+    """True if the parameters of the augmentation can be a condition of the network."""
 
     def check(self, experiment: Sections, others: Others) -> None:
         """Raise ValueError for sections that do not go together.
@@ -173,7 +173,8 @@ def check_augment(experiment: Sections) -> None:
         return
     if not system.takes_augmentation:
         raise ValueError(
-            f"train.augment is set, but the network of a system of type {system.type} is not told of it. Leave it out."
+            f"train.augment is set, but the network of a system of type {system.type} does not take it as a condition. "
+            "Leave it out."
         )
     augment.check(experiment.codec.stores, experiment.data.num_channels, experiment.data.size)
 

@@ -44,7 +44,7 @@ class TrainSettings(Protocol):
 
     @property
     def augment(self) -> Augment | None:
-        """Return the augmentation of the images, of which the network is told; None: there is none."""
+        """Return the augmentation of the images, whose parameters are a condition of the network; None: none."""
         ...
 
     @property

@@ -113,9 +113,8 @@ class SamplingInputs:
 class Maker(Protocol):
     """Maker of the samples of the stage `sample`, each from its own seed.
 
-    labels: of all images, int64 [N]; None without classes. titles: of all images, what is written under them in
-    pictures; empty: nothing is. described: what samples.json tells of them, in place of the settings as they were
-    written or beside them.
+    labels: of all images, int64 [N]; None without classes. titles: captions of all images in grids; empty: none.
+    described: entries of samples.json that replace settings or are added to them.
     """
 
     @property

@@ -90,8 +90,8 @@ class TrainConfig(Sparse):
     flip_probability: float = Field(0.5, ge=0, le=1)
     """Probability with which an example is mirrored."""
     augment: Augment | None = None
-    """Augmentation of the images, of which the network is told, for small data sets: {} for the paper's. Unset: images
-    as they are, some of them mirrored (`flip_probability`)."""
+    """Augmentation for small data sets, with its parameters as a condition of the network: {} for the paper's. Unset:
+    mirroring alone (`flip_probability`)."""
     balance_classes: bool = False
     """Show every class as often as any other, however many images it has: of C classes every C examples hold one each,
     and no image comes again before all others of its class have come."""
@@ -136,11 +136,11 @@ class TrainConfig(Sparse):
             )
         if self.weights == "best" and self.validate_every_steps is None:
             raise ValueError(
-                "weights is best but validate_every_steps is unset, so that nothing tells which are. Set a number."
+                "weights is best but validate_every_steps is unset, so that no weights can be compared. Set a number."
             )
         if self.patience is not None and self.validate_every_steps is None:
             raise ValueError(
-                "patience is set but validate_every_steps is unset, so that nothing tells when to end. Set a number."
+                "patience is set but validate_every_steps is unset, so that nothing can end it early. Set a number."
             )
         if self.augment is not None and self.augment.probability == self.flip_probability == 0:
             raise ValueError(

@@ -356,7 +356,7 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
         )
     if config.weights == "best" and task.validation is None:
         raise ValueError(
-            "train.weights is best, but no sample is held out to tell which are. Hold some out for validation."
+            "train.weights is best, but no sample is held out to compare them. Hold some out for validation."
         )
     if sharded and config.global_batch % world.size:
         raise ValueError(
@@ -370,7 +370,7 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
         )
     if config.patience is not None and task.validation is None:
         raise ValueError(
-            "train.patience is set, but no sample is held out to tell when to end. Hold some out for validation."
+            "train.patience is set, but no sample is held out to measure the loss. Hold some out for validation."
         )
     if config.augment is not None:
         config.augment.check(task.data.manifest["kind"], task.data.shape[-3], task.data.shape[-2:])

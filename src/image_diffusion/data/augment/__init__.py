@@ -1,1 +1,1 @@
-"""Augmentation of pixels, of which the network is told."""
+"""Augmentation of pixels, whose parameters are a condition of the network."""

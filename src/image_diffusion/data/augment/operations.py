@@ -1,5 +1,5 @@
-"""Augmentation that does not leak into samples: the network is told what was done to each image of its training, and a
-sample is drawn as an image to which nothing was done.
+"""Augmentation that does not leak into samples: its parameters are a condition of the network, which is zero in
+sampling.
 
 Karras et al. 2022, "Elucidating the design space of diffusion-based generative models" (arXiv:2206.00364), appendix
 F.2: the operations, their order and strengths, and the labels. Brightness, contrast and saturation, which that leaves
@@ -29,8 +29,8 @@ _COLORS = "brightness", "contrast", "saturation"
 
 
 class Augment(Config):
-    """Augmentation of the training images, of which the network is told: samples show nothing of it. Of its operations
-    the horizontal flip is the one of `train.flip_probability`, which the network then knows of as well."""
+    """Augmentation of the training images that samples do not show: its parameters are a condition of the network. The
+    horizontal flip of `train.flip_probability` is one of its operations, and then a condition too."""
 
     probability: float = Field(0.12, ge=0, le=1)
     """Probability of each operation below, for each on its own. 0: the horizontal flip is the only one, as for

@@ -47,8 +47,8 @@ def halve(image: Image.Image, resolution: int | Size) -> Image.Image:
 def centre_crop(image: Image.Image, resolution: int | Size) -> NDArray[np.uint8]:
     """Return the centre of the image, [H, W], or [H, W, C] of a mode with several bands.
 
-    The bytes of the original formula. Pillow makes them where the compiled resize cannot: where it was not compiled or
-    is not that of the Pillow at hand, for an image in several blocks of memory, and for one with alpha, by which Pillow
+    The bytes of the original formula. Pillow computes them where the compiled resize cannot: if it was not compiled, or
+    for another version of Pillow; for an image in several blocks of memory; and for one with alpha, by which Pillow
     multiplies around each resize.
     """
     if image.mode in native_resize.BYTES and is_compiled():

@@ -29,7 +29,7 @@ def is_filled(data: bytes, last_pixel: Sequence[int]) -> bool:
     It warns of either, but Pillow does not pass the warning on.
 
     A decoder that runs out of data fills up with grey, up to the last pixel; so only images whose last pixel is grey,
-    and those with many zeros in their data, are looked at. Data put in front of every marker of a scan change an image
+    and those with many zeros in their data, are examined. Data put in front of every marker of a scan change an image
     that lacks some, and no other. If they do not, but zeros were decoded and the last bytes were not, some before them
     are wrong. Both are tried: up to five times the decoding of such an image. Restart markers are numbered, so that
     gaps between them are seen.

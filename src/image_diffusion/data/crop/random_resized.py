@@ -31,7 +31,7 @@ class RandomResizedCrop(Config):
     has_one_scale: ClassVar = False
     """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
     num_crops: int = Field(4, ge=1, le=64)
-    """Parts of each image: the data set has so many times its images."""
+    """Parts of each image: the data set has num_crops times as many examples as images."""
     scale: Range = (0.08, 1.0)
     """Smallest and largest area of a part, as a share of the image's."""
     ratio: Range = (3 / 4, 4 / 3)

@@ -23,7 +23,7 @@ class InTars(Protocol):
         ...
 
     def state(self, item: Item) -> str:
-        """Return a text that decides its images, as far as it is known before it is fetched."""
+        """Return a text that changes with the images, as far as is known before the tar is fetched."""
         ...
 
 

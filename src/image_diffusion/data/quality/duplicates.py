@@ -1,6 +1,6 @@
-"""Which crops show the same picture: byte for byte, or after saving, scaling, trimming or mirroring it once more.
+"""Find crops of the same picture: equal bytes, or copies that were saved again, scaled, trimmed or mirrored.
 
-A crop is looked at in grey at 32 x 32 pixels: the signs of the lowest 63 coefficients of its cosine transform (pHash:
+A crop is hashed in grey at 32 x 32 pixels: the signs of the lowest 63 coefficients of its cosine transform (pHash:
 Zauner 2010, "Implementation and Benchmarking of Perceptual Image Hash Functions", section 3.2.1, with the sign in place
 of the median, so that the mirrored image has the same bits with every odd column inverted). The same is done of four
 views that lack 5 % at two of the sides, which is what a trimmed copy shows. Two crops whose bits nearly agree are then

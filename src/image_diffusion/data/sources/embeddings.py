@@ -75,7 +75,7 @@ class Embeddings(FewFiles):
         """Return the parts, by number. Raises ValueError for files that are missing, unreadable or do not fit
         together."""
         if self.metadata is None and self.texts is None:
-            raise ValueError("data.source names neither texts nor metadata: nothing tells of the captions. Give one.")
+            raise ValueError("data.source names neither texts nor metadata, so there are no captions. Give one.")
         if self.metadata is None and self.id_column is not None:
             raise ValueError(f"data.source.id_column is {self.id_column}, but there is no metadata. Leave it out.")
         images = self._numbered(self.images, ".npy")
@@ -162,7 +162,7 @@ def open_rows(path: Path) -> NDArray[np.floating]:
 
 def _same_count(first: Path, rows: int, second: Path, other: int) -> None:
     if rows != other:
-        raise ValueError(f"{first} has {rows:,} rows but {second} has {other:,}. Both must tell of the same pairs.")
+        raise ValueError(f"{first} has {rows:,} rows but {second} has {other:,}. Both must describe the same pairs.")
 
 
 @lru_cache(maxsize=4)

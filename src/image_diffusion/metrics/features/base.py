@@ -149,7 +149,7 @@ def look(
         return packed([Detected.join(seen) for seen in parts])
 
     shared = share(np.arange(len(rows)), AT_ONCE)
-    # A function has no identity: its code decides, which is told of all work.
+    # A function has no identity: its code decides, as for all kept work.
     identities = [getattr(detector, "identity", None) for detector in detectors]
     once = batches([title, identities, len(rows), *rows[:1].tolist(), *rows[-1:].tolist()])
     with Progress(title, len(shared), "image") as progress:

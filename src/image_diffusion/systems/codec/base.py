@@ -1,5 +1,5 @@
-"""Common base of the systems that are trained on pixels to be the codec of others: they reconstruct, and make no
-samples."""
+"""Base class of the systems that are codecs of other systems: they are trained on pixels, reconstruct them, and do not
+sample."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def evaluate_codec(
     """Evaluate the reconstructions of the held-out images. Returns plain data of the form of `evaluate_samples`.
 
     Metrics of each way to decode ("mean" of a KL autoencoder, "soft" and "hard" of a discrete VAE): psnr, ssim, lpips
-    where its weights are at hand, reconstruction_fd, same_class and, where the detector knows the data's classes,
+    if its weights are available, reconstruction_fd, same_class and, where the detector knows the data's classes,
     agreement with the labels. Their floors are what real images score: the Fréchet distance of as many training images,
     the agreement of the originals. For a codebook its usage, perplexity and dead codes. report: a folder for
     reconstructions.png, worst.png (originals above, lowest PSNR first) and codebook.png. Raises ValueError, before any

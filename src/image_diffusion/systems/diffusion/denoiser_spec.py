@@ -29,7 +29,7 @@ class Reading(Config):
     drops_alone: tuple[str, ...] = ()
     """Parts of the condition that were dropped alone, so that guidance can have a scale for each."""
     estimates: Literal["none", "clamped", "free"] = "none"
-    """Self-conditioning on the network's own earlier x0: none, held to [-1, 1], or as it is."""
+    """Self-conditioning on the network's own earlier x0: none, clamped to [-1, 1], or unchanged."""
 
     def denoiser(
         self,

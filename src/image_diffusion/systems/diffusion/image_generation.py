@@ -249,12 +249,12 @@ def _labels(
     seeds: Tensor,
     untrained: Sequence[str],
 ) -> Tensor | None:
-    """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
-    only used by the evaluation: the class that every prompt names, or the class of the embedded image. The
-    conditions of held-out images come with their classes, unless the settings choose some, or the network is told
-    words and no class."""
-    told_words = "prompts" in request.described and not spec.num_classes
-    if request.labels is not None and settings.labels == "balanced" and not told_words:
+    """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions only
+    the evaluation uses it: the class that every prompt names, or the class of the embedded image. The conditions of
+    held-out images come with their classes, unless the settings choose others, or the network has text and no class as
+    condition."""
+    text_alone = "prompts" in request.described and not spec.num_classes
+    if request.labels is not None and settings.labels == "balanced" and not text_alone:
         return request.labels
     if not spec.num_classes:
         return classes_named(request.described.get("prompts", []), classes)

@@ -15,12 +15,12 @@ from image_diffusion.core.classes import ClassLabel
 class SamplingRequest:
     """Conditions of a request for images.
 
-    titles: what is written under each image, such as its prompt; empty: nothing is. conditions: the network's
-    conditions by name, [P, …]; image i uses row i modulo P. null: the condition that guidance leads away from, by name,
-    unless it is zeros. labels: the class that each image should show, int64 [N], if the conditions determine it.
-    classes: the class of each image, as it is written beside its conditions; empty: none is. described: what
-    samples.json says of the conditions: "prompts", of each image, "embeddings", their origin, and so on. drawn: what
-    is shown above each image, float32 [P, C, H, W] in [-1, 1], such as a mask; None: nothing is.
+    titles: the title of each image in grids, such as its prompt; empty: none. conditions: the network's conditions by
+    name, [P, …]; image i uses row i modulo P. null: the condition that guidance leads away from, by name, unless it is
+    zeros. labels: the class that each image should show, int64 [N], if the conditions determine it. classes: the name
+    of each image's class, for its title; empty: none. described: entries of samples.json: "prompts" of each image,
+    "embeddings" with their origin, and so on. drawn: pictures shown above the images, such as masks, float32
+    [P, C, H, W] in [-1, 1]; None: none.
     """
 
     titles: list[str] = field(default_factory=list)

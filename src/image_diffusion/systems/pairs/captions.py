@@ -55,7 +55,7 @@ class CaptionPairs(BesideCrops):
 
     @property
     def encoded_by(self) -> dict[str, Any]:
-        """Return the encoder, as it is recorded in the manifest of the captions."""
+        """Return the encoder as plain data, for the manifest of the captions."""
         return dump(self.encoder)
 
     def build(self, inputs: PairInputs) -> PairSet:

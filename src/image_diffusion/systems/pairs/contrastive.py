@@ -252,7 +252,7 @@ def _go_on(
     state: Arrays,
     step: int,
 ) -> None:
-    """Resume a training after so many steps, with the tensors of `_state`."""
+    """Resume a training after `step` steps from the tensors of `_state`."""
     tensors = {name: torch.from_numpy(array) for name, array in state.items()}
     for name, module in modules.items():
         module.load_state_dict({key: tensors[f"{name} {key}"] for key in module.state_dict()})

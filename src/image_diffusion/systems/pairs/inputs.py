@@ -70,8 +70,8 @@ def sets_of(pairs: Any) -> tuple[Any, ...]:
 
 
 def written(described: Mapping[str, Any], kinds: Sequence[str]) -> Any:
-    """Return what files say of the sets that are read, by kind: of a single set what it is alone; None where nothing is
-    said."""
+    """Return the entries of the sets that are read, as files hold them: by kind; of a single set the entry alone; None
+    without any."""
     if len(kinds) < 2:
         return next(iter(described.values()), None)
     return dict(described)

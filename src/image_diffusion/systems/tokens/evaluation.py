@@ -57,7 +57,7 @@ def bits_per_token(model: TrainedNetwork, encoded: Path, causal: bool) -> tuple[
 
     For a causal network it is -log2 p(tokens | class) / N, exact. For another one it is the bound of Hoogeboom et al.
     2022 ("Autoregressive diffusion models", section 3): the mean bits of k masked tokens, k uniform in 1 … N; each
-    image is looked at with eight of them, one in each eighth of that range. Raises ValueError for tokens of another
+    image is evaluated with eight values of k, one in each eighth of that range. Raises ValueError for tokens of another
     codec.
     """
     data = open_shards(encoded, "validation")

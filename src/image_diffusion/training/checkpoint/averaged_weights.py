@@ -49,7 +49,7 @@ def weights_in(
     is read.
 
     state: the folder of one run, or of all if it holds only one. average: unset, the only one that exists. trained_by:
-    the file train.yaml of the run, which tells it from others and names the average that will be written. Raises
+    the file train.yaml of the run, which identifies the run and names the average that will be written. Raises
     ValueError if the choice is not clear, or no such checkpoint or average exists.
     """
     run = _only_run(state) if trained_by is None else _run_of(state, trained_by)
@@ -98,8 +98,8 @@ def _run_of(state: Path, trained_by: Path) -> Path:
 
 
 def _written_by(trained_by: Path) -> str:
-    """Return the average that a training of a file train.yaml writes, as it is named; of `best` the one that is
-    tried."""
+    """Return the name of the average that a training of a file train.yaml writes; for `best`, of the one that is
+    validated."""
     config = TrainConfig.model_validate(read_yaml(trained_by)["train"])
     return "raw" if config.weights == "raw" or config.average is None else config.average
 

@@ -40,7 +40,7 @@ _SUFFIX = ".safetensors"
 _ROWS = re.compile(r"(?P<group>.+)\.(?P<part>\d+)-of-\d+")
 
 
-class Damaged(Exception):  # noqa: N818 - not told to people as it is: the reader falls back to an older checkpoint
+class Damaged(Exception):  # noqa: N818 - no error message: the reader falls back to an older checkpoint
     """A checkpoint that is not, byte for byte, what was written."""
 
 
@@ -106,7 +106,7 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint beside the others, on disk when this returns. permit: raises if it may not appear.
 
-    identity: plain data that tells this run from every other. others: waits for another process's `write_rows` into a
+    identity: plain data that identifies the run. others: waits for another process's `write_rows` into a
     folder, and returns what that says; required if the checkpoint has parts. Raises OSError, leaving nothing behind,
     when it cannot be written.
     """
@@ -235,6 +235,6 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     with writing(path):
         try:
             safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-        except SafetensorError as error:  # the library tells what the system said in its own way
+        except SafetensorError as error:  # the library's form of an error of the system
             raise OSError(str(error)) from None
         finish_file(path)

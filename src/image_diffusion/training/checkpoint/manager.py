@@ -66,7 +66,7 @@ class PartWriter(Background, NullState):
 
 
 class State:
-    """`<root>/<fingerprint>/`: the checkpoints of the run that `identity`, plain data, tells from every other.
+    """`<root>/<fingerprint>/`: the checkpoints of one run, which `identity`, plain data, identifies.
 
     One process uses it, and only after `claim`. Checkpoints are written by a thread of their own. Where they have parts
     of several processes, each of the others has a `part_writer`, and one appears when all have written theirs. Whoever

@@ -84,7 +84,7 @@ def _operations(trainer: Trainer, examples: Examples) -> int:
 def _without_contents(
     network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig, share: int
 ) -> Iterator[tuple[Trainer, Examples, Memory]]:
-    """Build a trainer of one process and a batch of so many examples on fake tensors, which those made inside are."""
+    """Build a trainer of one process and a batch of `share` examples; all tensors made in this context are fake."""
     plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
     fake, memory = FakeTensorMode(allow_non_fake_inputs=True), Memory()
     with fake, memory:

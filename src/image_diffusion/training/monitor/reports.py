@@ -133,8 +133,8 @@ class Reports:
         return self._trainer.health.check(advice, waited_s)
 
     def _slowest(self, waited_s: list[float], elapsed: float) -> tuple[dict[str, float], str]:
-        """Name the process the others wait for: numbers for the journal and words for people, if several processes have
-        known waiting times. waited_s: by each for sums, of so many seconds."""
+        """Name the process that the others wait for: numbers for the journal and a sentence for the log, if the waiting
+        times of several processes are known. waited_s: seconds that each has waited for sums, out of `elapsed`."""
         world = self._trainer.world
         if world.size == 1 or self._trainer.flat.sums_gradients:
             return {}, ""

@@ -80,7 +80,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def seconds_of(compute: Callable[[], object], device: torch.device, times: int) -> float:
-    """Return the least seconds of so many times; a device is waited for."""
+    """Return the least seconds of `times` runs, each with a synchronisation of the device."""
     seconds = []
     for _ in range(1 + times):  # one to warm up
         _wait(device)

@@ -20,8 +20,8 @@ _EPOCH = 2**31 - 1  # no pass over the training data gets this number
 def validation_sums(
     data: Shards, num_samples: int, chunk: int, world: World, losses_of: Callable[[Examples, int], Losses]
 ) -> dict[str, Tensor]:
-    """Return the sums of the losses over the first samples of a split, of this process's chunks: [chunks, 5] by name,
-    zero for the chunks of others.
+    """Return the sums of the losses over the first samples of a split: [chunks, 5] by name, zero for the chunks of
+    other processes.
 
     Chunks have a fixed size and lie round-robin, so that no result depends on the number of processes.
     """

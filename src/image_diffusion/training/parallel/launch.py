@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--threads-per-process", type=int, default=1, help="CPU threads of each process (1)")
     parser.add_argument("--logs", type=Path, required=True, help="folder for what each of several processes prints")
     parser.add_argument(
-        "--grace-s", type=int, default=parent_watch.GRACE_S, help="seconds to save and end when told to (%(default)s)"
+        "--grace-s", type=int, default=parent_watch.GRACE_S, help="seconds to save and end after a signal (%(default)s)"
     )
     parser.add_argument("module", nargs="+", help="after --: the module to run, and its arguments")
     arguments = parser.parse_args()

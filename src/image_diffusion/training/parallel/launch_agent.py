@@ -24,13 +24,13 @@ def main() -> None:
     """Start the processes and wait for them. A failure that one of them has reported is not reported again."""
     arguments = parse_args(sys.argv[1:])
     if not arguments.standalone and arguments.local_addr is None:
-        arguments.local_addr = own_name(os.environ)  # what the others are told to connect to
+        arguments.local_addr = own_name(os.environ)  # the address that the other nodes connect to
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     try:
         run(arguments)
-    except SignalException as told:  # those that have saved have said so; one that begins or ends cannot
-        note("stopped", f"{told.sigval.name} came, and no process has told that it saved.")
+    except SignalException as received:  # a process that has saved has noted so; one that starts or ends cannot
+        note("stopped", f"{received.sigval.name} came, and no process has noted that it saved.")
         sys.exit(command.STOPPED)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()

@@ -209,7 +209,7 @@ class TarStream(TarSource):
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the captions in the tars, all of which are fetched. Raises ValueError where texts give classes."""
         if self.classes is not None:
-            raise ValueError("data.source.classes is set, so that texts in the tars tell classes. Leave one out.")
+            raise ValueError("data.source.classes is set, so that texts in the tars are classes. Leave one out.")
         return super().captions_beside(columns)
 
     def members(self, labelled: bool, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Members]]:

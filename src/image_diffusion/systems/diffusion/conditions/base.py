@@ -23,8 +23,8 @@ from image_diffusion.systems.sampling import Column, Embed
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Images that a network is conditioned on, or that what it is conditioned on is made of. spec: of the network.
-    source: held-out images; the folder of their crops, or a samples.npz; None: none is named."""
+    """Images that are the condition of a network, or that the condition is computed from. spec: of the network. source:
+    held-out images; the folder of their crops, or a samples.npz; None: none is named."""
 
     spec: DataSpec
     source: Shards | Path | None = None
@@ -34,12 +34,12 @@ class ImageSource:
 class ConditionInputs:
     """Inputs from which the conditions of images to be made are taken.
 
-    settings: the section sample. seeds: of the images, int64 [N]. pairs: what the manifest of the shards beside the
-    images says of them; of each kind for `Conditions`, of its own for a part. source: held-out images with what lies
-    beside them, or the folders of those. image_source: of the images of a condition. rows: what is asked for; image i
-    has row i modulo their number; None: nothing is. key: that names the rows in messages. is_request: whether the rows
-    are those of a request of a served model, which have the content of files in place of paths. embed: makes the
-    embeddings of captions, where a model that does is at hand.
+    settings: the section sample. seeds: of the images, int64 [N]. pairs: entries of the manifest of the paired shards:
+    by kind for `Conditions`, of its own kind for a part. source: held-out images with their pairs, or the folders of
+    those. image_source: of the images of a condition. rows: the requested conditions; image i has row i modulo their
+    number; None: none. key: the key of the rows, for messages. is_request: True for the rows of a request of a served
+    model, which hold the content of files in place of paths. embed: computes embeddings of captions, if a model for
+    them is available.
     """
 
     settings: SampleConfig
