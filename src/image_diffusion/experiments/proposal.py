@@ -41,7 +41,7 @@ _LEAST_STEPS = 200
 _SAMPLES_SHARE = 0.1
 _LEAST_SAMPLES, _MOST_SAMPLES = 100, 10_000
 _MARGIN = 0.03
-"""Share of the budget that is kept for what the forecast leaves out."""
+"""Share of the budget that is kept for costs that are not in the forecast."""
 _STARTS = 12.5
 """Time of all stages apart from their work (processes, tracking, report), in starts of a process that imports PyTorch:
 measured with digits on one core, 31 s where a start takes 2.5 s."""
@@ -84,7 +84,7 @@ Measure = Callable[[Experiment], Speed]
 
 
 def seconds_of(budget: str) -> float:
-    """ "6h" -> 21600.0. Raises ValueError for what is no duration."""
+    """ "6h" -> 21600.0. Raises ValueError for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)", budget.strip())
     if match is None or float(match[1]) == 0:
         raise ValueError(f"The budget {budget!r} is not a duration. Give a number and a unit: 10min, 6h or 2d.")
@@ -170,7 +170,7 @@ def _faster_learning(request: Request, design: Design, speed: Speed, measure: Me
 
 
 def _speed(request: Request, design: Design, least: int, measure: Measure) -> Speed:
-    """Measure a design; a second time if the budget has time for so many steps that images are augmented."""
+    """Measure a design; a second time if the steps that fit into the budget are enough for augmentation."""
 
     def at(steps: int) -> Speed:
         return measure(parsed(choices(request, design, steps, _LEAST_SAMPLES)))

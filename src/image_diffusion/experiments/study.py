@@ -273,7 +273,7 @@ def _steps(budget: Budget, experiment: Experiment, where: str, base: Path) -> in
 
 
 def _with(raw: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a base with what a variant changes. A section that it leaves empty is left out."""
+    """Return a base with the changes of a variant, without sections that the variant empties."""
     return {key: value for key, value in merged(raw, changes).items() if value is not None or key not in changes}
 
 

@@ -1,4 +1,4 @@
-"""Denoising: predict what was mixed into x_t (Ho et al. 2020), and the variance of the step (Nichol & Dhariwal 2021).
+"""Denoising: predict the noise in x_t (Ho et al. 2020), and the variance of the step (Nichol & Dhariwal 2021).
 
 Where it differs from the code those papers were published with: a weight multiplies its own sample's loss, and every
 prediction goes with every variance.

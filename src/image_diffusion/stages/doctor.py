@@ -129,7 +129,7 @@ def steps_in_words(config: TrainConfig) -> str:
 def tell_counted(
     training: Training, processes: int, tflops: float, output: Path, per_machine: int | None = None
 ) -> None:
-    """Print and write what a training takes of GPUs like that, without any."""
+    """Print and write the time and memory of a training on GPUs of that rate, without any GPU."""
     config = training.stage.train
     steps = steps_in_words(config)
     cost = counted(training.network, training.task, config, processes, per_machine)

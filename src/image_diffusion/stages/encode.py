@@ -104,7 +104,7 @@ def summary(manifest: dict[str, Any]) -> dict[str, float]:
 
 
 def show_reconstructions(crops: Path, codec: Codec | Tokens, device: torch.device, path: Path) -> None:
-    """Draw images evenly spread over the set, what the codec makes of them, and the difference."""
+    """Draw images evenly spread over the set, their reconstructions, and the differences."""
     dataset = open_shards(crops, "all")
     chosen = np.linspace(0, dataset.num_samples - 1, min(_SHOWN, dataset.num_samples)).astype(np.int64)
     images = dataset.gather(chosen)

@@ -1,4 +1,4 @@
-"""Images that a set asks for: so many of each class, as many as the training images, or those of a table."""
+"""Requested images of a set: a number of each class, as many as the training images, or those of a table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Request:
         return np.bincount(self.groups)
 
     def drawn(self, times: float) -> dict[str, Any]:
-        """Return the values of the section `sample` that draw so many times as many images."""
+        """Return the values of the section `sample` that draw `times` as many images."""
         return self.settings | {"num_samples": int(np.ceil(times * len(self.groups)))}
 
     def group_of_each(self, num_drawn: int) -> NDArray[np.int64]:

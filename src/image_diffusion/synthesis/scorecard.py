@@ -53,7 +53,7 @@ class Numbers:
 
 
 Scores = dict[str, dict[str, Any]]
-"""Scores by name: {"value", "lower", "upper", "real", "n", "note", "verdict"}; None for what was not measured."""
+"""Scores by name: {"value", "lower", "upper", "real", "n", "note", "verdict"}; None if not measured."""
 
 
 def measure_set(
@@ -110,7 +110,7 @@ def faults(scores: Scores, requirement: str) -> list[str]:
 
 
 def numbers_of(scores: Scores) -> dict[str, float]:
-    """Return what was measured as flat numbers: `copies`, `copies.lower`, `copies.upper`."""
+    """Return the measured scores as flat numbers: `copies`, `copies.lower`, `copies.upper`."""
     named = {
         name if field == "value" else f"{name}.{field}": score[field]
         for name, score in scores.items()

@@ -119,7 +119,7 @@ def _stop_snakemake(error: TakenError) -> NoReturn:
 
 
 def show(store: Store) -> None:
-    """Print what the newest snapshot holds."""
+    """Print the content of the newest snapshot."""
     number, head = Lease(store, 0.0).newest()
     if not number:
         print(f"{store.url} is empty.")
@@ -136,7 +136,7 @@ def show(store: Store) -> None:
 
 
 def prune(config: MirrorConfig, project: Project) -> None:
-    """Remove what the newest snapshot does not name: chunks of files that were being sent when a machine was lost."""
+    """Remove chunks that the newest snapshot does not name: those of interrupted uploads."""
     make_folder(project.state)
     with (project.state / "lock").open("w") as lock:
         try:

@@ -46,7 +46,7 @@ def follow(
     share: float = 0.05,
     at_first_s: float = 20.0,
 ) -> None:
-    """Send what is new every `every_s` seconds until stopped, then once more.
+    """Send new entries every `every_s` seconds until stopped, then once more.
 
     send: takes what has changed and if stages may still run. A store that fails is reported once and tried again; the
     last time its TrackingError is raised. share: of one core, at most, after `at_first_s` seconds of it: training may

@@ -1,4 +1,4 @@
-"""Sends what is planned to MLflow. Sending again adds nothing; what could not be sent is sent the next time."""
+"""Sends planned entries to MLflow. Sending again adds nothing; failed entries are sent the next time."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class TrainConfig(Sparse):
 
     @property
     def records(self) -> bool:
-        """True if a GPU records what the blocks of the network launch."""
+        """True if a GPU records the kernels of the network's blocks as graphs."""
         return self.compile == "cuda_graphs"
 
     @property

@@ -13,7 +13,7 @@ from image_diffusion.core.files.atomic import read_json
 from image_diffusion.workflow.environment import with_package
 
 FOLDER = "studies"
-"""Folder of what is made of studies, under results."""
+"""Folder of the files of studies, under results."""
 PAGE = "index.html"
 
 

@@ -197,7 +197,7 @@ def _nifti(data: bytes, start: bytes, config: DataConfig) -> Stack:
 
 
 def _inflated(data: bytes, count: int) -> bytes:
-    """Return the first bytes of what is compressed by gzip."""
+    """Return the first bytes of the content of a gzip file."""
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
         return file.read(count)
 

@@ -1,4 +1,4 @@
-"""Cut an image into as many crops as it is long: nothing of a wide or tall image is thrown away."""
+"""Cut a wide or tall image into several crops that cover all of it."""
 
 from __future__ import annotations
 

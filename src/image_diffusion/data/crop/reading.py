@@ -37,7 +37,7 @@ def images_of(source: Source, item: Item) -> Iterator[Image]:
 
 
 def state_of(source: Source, item: Item) -> str:
-    """Return the sha256 of an image, empty when it cannot be read; for a tar, what is known of it."""
+    """Return the sha256 of an image, empty when it cannot be read; for a tar, its known state."""
     if isinstance(source, InTars):
         return source.state(item)
     try:

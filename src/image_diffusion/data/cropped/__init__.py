@@ -1,1 +1,1 @@
-"""Shards of crops: which to write, how, and what is written beside them."""
+"""Shards of crops, and the files beside them."""

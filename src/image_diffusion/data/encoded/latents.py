@@ -95,7 +95,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class Declares(Protocol):
-    """An `Encoder` whose author gave factors: the manifest keeps them beside what is measured."""
+    """An `Encoder` whose author gave factors: the manifest keeps them beside the measured ones."""
 
     def declared(self) -> dict[str, Any]:
         """Return {"mean", "std"} of each channel, or one number each."""

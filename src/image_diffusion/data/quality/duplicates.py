@@ -91,7 +91,7 @@ def grey(pixels: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _eight_bits(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return a picture as it is, and an array as the mean of its channels, each of which fills 0 to 255."""
+    """Return a picture unchanged, and an array as the mean of its channels, each scaled to 0 to 255."""
     if pixels.dtype == np.uint8 and len(pixels) <= 4:
         return pixels
     low, high = (bound(pixels, axis=(1, 2), keepdims=True).astype(np.float32) for bound in (np.min, np.max))

@@ -26,7 +26,7 @@ T = TypeVar("T")
 Images = Folder | Table | ZipArchive
 """Sources that a path names."""
 READ = 64
-"""Images that are read. Shares among so many are known to about six percent."""
+"""Images that are read. Their shares have a standard error of about six percent."""
 _METADATA = ("metadata.csv", "metadata.jsonl")
 _TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 _TYPES: dict[str, DType] = {"bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16"}

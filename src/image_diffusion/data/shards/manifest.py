@@ -96,7 +96,7 @@ class Manifest(Config):
     files: Hashes = Field(default_factory=dict)
     """The sha256 of the other files beside the manifest."""
     carried: Hashes = Field(default_factory=dict)
-    """The sha256 of files that go with what is learnt from the set, such as the text tower of pairs."""
+    """The sha256 of files that belong to models trained on the set, such as the text tower of pairs."""
     histogram: list[int] = Field(default_factory=list)
     """Samples of each class."""
     flags: dict[str, int] = Field(default_factory=dict)

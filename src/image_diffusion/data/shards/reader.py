@@ -152,7 +152,7 @@ class Shards:
         return tuple(other.gather(indices, flip if other.has_mirror_images else None) for other in self.beside.values())
 
     def gather_of(self, kind: str, indices: NDArray[np.int64]) -> Tensor:
-        """Return what the joined set of a kind holds of these samples, [B, …]."""
+        """Return the entries of these samples in the joined set of a kind, [B, …]."""
         return self.beside[kind].gather(indices)
 
     def join(self, other: Shards) -> Shards:

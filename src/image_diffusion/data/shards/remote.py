@@ -23,7 +23,7 @@ from image_diffusion.core.process.secrets import shown
 
 
 def place(text: str) -> Path | str:
-    """Return the place that a command is given to read: a path, or a URL as it is."""
+    """Return the argument for a command that reads it: a path, or a URL unchanged."""
     return text if "://" in text else Path(text)
 
 

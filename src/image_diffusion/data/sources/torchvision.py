@@ -44,7 +44,7 @@ class TorchvisionSet(FewFiles):
     classes: Literal["labels", "none"] = "labels"
     """labels: those of the set. none: unconditional data."""
     download: bool = False
-    """Let torchvision download what is missing. It then checks the files itself, and a change of them re-runs
+    """Let torchvision download missing files. It then checks the files itself, and a change of them re-runs
     nothing."""
 
     no_captions: ClassVar[str] = (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Pipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Seeds, and what the images are to show -> images."""
+    """Seeds and conditions -> images."""
 
     _optional_components = ["vae"]  # noqa: RUF012 - as diffusers declares it
     model_cpu_offload_seq = "model->vae"

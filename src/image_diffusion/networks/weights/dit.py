@@ -135,7 +135,7 @@ def load_tensors(path: Path) -> Mapping[str, Any]:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """Return the content of a file as it is."""
+    """Return the content of a file unchanged."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist. Use a .pt or .safetensors file, or a diffusers folder.")
     advice = (

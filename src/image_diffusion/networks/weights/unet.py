@@ -82,7 +82,7 @@ def num_label_rows(tensors: Mapping[str, Tensor]) -> int:
 def check_fit(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path, network: str = "U-Net"
 ) -> None:
-    """Raise ValueError with what is missing, unexpected or of another shape, unless the tensors fit a state dict."""
+    """Raise ValueError naming missing, unexpected and wrongly shaped tensors, unless all fit a state dict."""
     problems = {
         "missing": [name for name in expected if name not in tensors],
         "unexpected": [name for name in tensors if name not in expected],

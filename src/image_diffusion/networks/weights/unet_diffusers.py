@@ -116,7 +116,7 @@ def ddpm_scheduler(betas: Tensor, prediction: str, variance: str) -> DDPMSchedul
 
 
 def write_ddpm_pipeline(folder: Path, unet: UNet2DModel, scheduler: DDPMScheduler) -> None:
-    """Write a folder that `DDPMPipeline.from_pretrained` loads. It appears whole, in place of what was there."""
+    """Write a folder that `DDPMPipeline.from_pretrained` loads. It appears whole, in place of an existing one."""
     from diffusers.pipelines.ddpm.pipeline_ddpm import DDPMPipeline
 
     pipeline: Any = DDPMPipeline(unet=unet, scheduler=scheduler)

@@ -50,7 +50,7 @@ class FeaturePairs(BesideCrops):
 
     @property
     def encoded_by(self) -> dict[str, Any]:
-        """Return the teacher, as it is recorded in the manifest of the features."""
+        """Return the teacher as plain data, for the manifest of the features."""
         return dump(self.teacher)
 
     def build(self, inputs: PairInputs) -> PairSet:

@@ -43,7 +43,7 @@ class Background:
         self.check()
 
     def check(self) -> None:
-        """Raise what the last write raised, if it has ended."""
+        """Raise the error of the last write, if it has ended with one."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -41,7 +41,7 @@ _ROWS = re.compile(r"(?P<group>.+)\.(?P<part>\d+)-of-\d+")
 
 
 class Damaged(Exception):  # noqa: N818 - no error message: the reader falls back to an older checkpoint
-    """A checkpoint that is not, byte for byte, what was written."""
+    """A checkpoint whose bytes differ from those that were written."""
 
 
 @dataclass(frozen=True)

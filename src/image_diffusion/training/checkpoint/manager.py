@@ -179,7 +179,7 @@ class State:
         self._background.wait()
 
     def check(self) -> None:
-        """Raise what the last write raised, if it has ended."""
+        """Raise the error of the last write, if it has ended with one."""
         self._background.check()
 
     def _write(self, checkpoint: Checkpoint) -> None:

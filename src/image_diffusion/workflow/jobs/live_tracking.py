@@ -57,7 +57,7 @@ class Following:
             )
 
     def end(self) -> None:
-        """Send what is left, in the foreground; a store that does not answer is not waited for."""
+        """Send the rest in the foreground, without waiting for a store that does not answer."""
         if self.process is None:
             return
         self.process.kill()  # it may be in the middle of something: sending is safe against that

@@ -84,7 +84,7 @@ class Lmdb(FewFiles):
 
 
 def _text_of(key: bytes) -> str:
-    """Return a key as it is, where it can be read as a line of text, or in hexadecimal."""
+    """Return a key unchanged if it is a line of text, else in hexadecimal."""
     text = key.decode("ascii", errors="replace")
     return text if text.isascii() and text.isprintable() else key.hex()
 

@@ -37,7 +37,7 @@ class Degradation(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, streams: Streams) -> Tensor:
-        """Return what is made of images [B, C, H, W] in [-1, 1], with the random numbers of these samples."""
+        """Return the conditions of images [B, C, H, W] in [-1, 1], with the random numbers of these samples."""
 
     def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
         """Return guesses at the images by a method without a network, by name, for comparison; none."""

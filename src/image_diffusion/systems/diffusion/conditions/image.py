@@ -111,7 +111,7 @@ class ImagePart(ConditionPart, ABC):
         return {"condition": dump(self)}
 
     def drawn(self, image: Tensor, pairs: Any) -> Tensor | None:
-        """Return what is shown above the samples of an image as the network sees it; None: nothing is."""
+        """Return the picture shown above the samples of an image condition; None: none."""
         return None
 
     @property
