@@ -15,7 +15,7 @@ import tifffile
 from PIL import Image
 
 from image_diffusion.core.config.yaml12 import from_text
-from image_diffusion.data.quality.facts import Facts, look, source_of
+from image_diffusion.data.quality.facts import Captions, Facts, look, source_of
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.experiments.choices import (
     DESIGNS,
@@ -181,9 +181,30 @@ def test_few_images_are_augmented_and_watched() -> None:
     assert experiment.train.weights == "ema" and not many.warnings
 
 
-def test_captions_and_tables_are_told() -> None:
-    warnings = proposed(replace(MANY, captions=20_000, notices=("metadata.csv is not read",)), "10min")[0].warnings
-    assert "20,000 images have a caption" in warnings[0] and warnings[1] == "metadata.csv is not read"
+CAPTIONS = Captions(19_000, "text", 2, 11, ("a red fox: asleep", 'a "dog"', "yes"))
+
+
+def test_captions_of_nearly_all_images_are_the_condition() -> None:
+    proposal, experiment = proposed(replace(MANY, captions=CAPTIONS), "10min")
+    assert from_text(proposal.text)["pairs"] == {
+        "type": "captions",
+        "captions": {"type": "beside", "column": "text"},
+        "encoder": {"type": "hashed"},
+        "num_tokens": 16,
+        "num_captions": 2,
+    }
+    assert experiment.section("preview").prompts == CAPTIONS.prompts == proposal.prompts
+    assert experiment.section("sample").prompts == "config/prompts.txt"
+    assert experiment.system.objective.label_drop_probability == 0.1  # type: ignore[union-attr]
+    assert not proposal.warnings and "10 classes, captions, 64 pixels" in proposal.text.replace("\n# ", " ")
+
+
+def test_captions_of_some_images_and_notices_are_warnings() -> None:
+    facts = replace(MANY, captions=replace(CAPTIONS, count=17_000), notices=("metadata.csv is not read",))
+    proposal, experiment = proposed(facts, "10min")
+    assert "17,000 images have a caption. Captions are used if" in proposal.warnings[0]
+    assert proposal.warnings[1] == "metadata.csv is not read"
+    assert not experiment.pair_sets and not proposal.prompts
 
 
 def test_averages_are_as_long_as_a_twentieth_of_the_steps() -> None:
@@ -212,6 +233,8 @@ def test_batches_are_smaller_than_the_set() -> None:
         {"dtype": "float32", "channels": 2, "names": ("dapi", "actin"), "several_pages": True},
         {"aspect": (1.5, 1.6)},
         {"num_images": 40, "per_class": ()},
+        {"captions": CAPTIONS},
+        {"captions": CAPTIONS, "per_class": ()},
     ],
 )
 @pytest.mark.parametrize(("machine", "speed"), [(CPU, 4e10), (GPU, 1e14)], ids=["cpu", "gpu"])
@@ -222,8 +245,9 @@ def test_a_proposed_file_can_be_configured(
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "1.png").touch()
     facts = replace(MANY, source=Folder(path=str(tmp_path / "images")), **changes)  # type: ignore[arg-type]
-    path = tmp_path / "mine.yaml"
-    path.write_text(proposed(facts, "1h", machine, speed)[0].text)
+    path, (proposal, _) = tmp_path / "mine.yaml", proposed(facts, "1h", machine, speed)
+    path.write_text(proposal.text.replace("config/prompts.txt", f"{tmp_path}/prompts.txt"))
+    (tmp_path / "prompts.txt").write_text("\n".join(proposal.prompts))
     assert max(map(len, path.read_text().splitlines())) < 200
     assert load_experiment(path).train.steps == load_all([path])["mine"][1].train.steps
 
@@ -265,9 +289,10 @@ def pictures(folder: Path, mode: str, size: tuple[int, int], count: int = 8) -> 
 def test_pictures_are_described(tmp_path: Path) -> None:
     facts = look(source_of(pictures(tmp_path, "RGB", (30, 20))))
     assert (facts.num_images, facts.per_class, facts.short_side, facts.aspect) == (8, (4, 4), 20, (1.5, 1.5))
-    assert (facts.channels, facts.dtype, facts.transparent, facts.captions) == (3, None, False, 0)
-    (tmp_path / "a/0.txt").write_text("a caption")
-    assert look(source_of(tmp_path)).captions == 1
+    assert (facts.channels, facts.dtype, facts.transparent, facts.captions) == (3, None, False, None)
+    (tmp_path / "a/0.txt").write_text("a  caption\nanother one")
+    (tmp_path / "a/2.txt").write_text("a caption\nof four words\nand a fourth")
+    assert look(source_of(tmp_path)).captions == Captions(2, "caption", 2, 3, ("a caption",))
 
 
 def test_grey_pictures_are_grey_however_they_are_stored(tmp_path: Path) -> None:
@@ -324,7 +349,8 @@ def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
     assert look(source_of(tmp_path / "labels.csv")).per_class == (1, 1)
     assert look(source_of(tmp_path / "images.zip")).per_class == (2, 2)
     captioned = look(source_of(tmp_path / "metadata.csv"))
-    assert (captioned.num_images, captioned.per_class, captioned.captions) == (1, (), 1)
+    assert (captioned.num_images, captioned.per_class) == (1, ())
+    assert captioned.captions == Captions(1, "text", 1, 2, ("a caption",))
 
 
 def test_volumes_without_axes_are_left_to_a_person(tmp_path: Path) -> None:
@@ -378,6 +404,19 @@ def test_arrays_without_classes_are_measured(tmp_path: Path) -> None:
     assert 0 < speed.pass_s < speed.step_s < 10 and 0 < speed.detector_s < 1 and 0 < speed.crop_s < 1
     assert 0 < speed.memory_gib < CPU.memory_gib
     assert measured(parsed(sections), facts, replace(CPU, memory_gib=1e-3)).step_s == 0
+
+
+@pytest.mark.slow
+def test_captions_are_measured_and_their_prompts_written(tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16), 40)
+    for path in [*(tmp_path / "images").rglob("*.png")][:38]:
+        path.with_suffix(".txt").write_text(f"picture {path.stem} of noise")
+    done = initialised(tmp_path, "new", "--data", "images", "--budget", "1h", "--cores", "1")
+    assert done.returncode == 0, done.stderr
+    prompts = (tmp_path / "new/config/prompts.txt").read_text().splitlines()
+    assert len(prompts) == 38 and prompts[0].endswith("of noise")
+    experiment = load_experiment(tmp_path / "new/config/experiments/mine.yaml")
+    assert [pairs.kind for pairs in experiment.pair_sets] == ["captions"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.core.resolution import height_width
-from image_diffusion.data.quality.facts import Facts
+from image_diffusion.data.quality.facts import Captions, Facts
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
 
 _LEAST_PER_CLASS = 8
@@ -30,6 +30,10 @@ _ENLARGED = 1.25
 """Largest factor by which images are enlarged, so that 28 pixels become 32."""
 _LARGEST_SIDE = {"cpu": 64, "gpu": 256}
 PREVIEWS, VALIDATIONS, CHECKED = 4, 8, 256
+_SHOWN = 5
+"""Prompts of the previews."""
+PROMPTS = "config/prompts.txt"
+"""File of the project with captions to sample from."""
 
 
 @dataclass(frozen=True)
@@ -139,17 +143,26 @@ def classes_of(facts: Facts) -> tuple[int, ...]:
     return facts.per_class if len(per_class) > 1 and per_class[len(per_class) // 2] >= _LEAST_PER_CLASS else ()
 
 
+def captions_of(facts: Facts) -> Captions | None:
+    """Return the captions; None where fewer than nine in ten images have one, since the others are left out."""
+    return facts.captions if facts.captions is not None and facts.captions.count >= 0.9 * facts.num_images else None
+
+
 def choices(
     request: Request, design: Design, steps: int, num_samples: int, speed: Speed | None = None
 ) -> dict[str, list[Choice]]:
     """Return the choices by section. speed: unset where it is not measured yet."""
     facts, machine = request.facts, request.machine
+    captions = captions_of(facts)
+    prompts = [] if captions is None else [Choice("prompts", [*captions.prompts[:_SHOWN]], "some of the captions")]
     return {
         "data": [*_data(facts, request.name, machine, design)],
+        **({} if captions is None else {"pairs": [*_pairs(captions)]}),
         "system": [*_system(facts, machine, design)],
         "train": [*_train(facts, machine, design, steps)],
         "preview": [
             Choice("num_samples", 20, ""),
+            *prompts,
             Choice("sampler", {"type": "heun", "num_steps": 8}, "coarse: only to follow the training"),
         ],
         "sample": [*_sample(facts, machine, num_samples)],
@@ -199,6 +212,19 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
     yield Choice("num_shards", 4 if facts.num_images < 10_000 else 16, "")
 
 
+def _pairs(captions: Captions) -> Iterator[Choice]:
+    source: dict[str, Any] = {"type": "beside"} | ({} if captions.column == "caption" else {"column": captions.column})
+    each = "a caption" if captions.per_image < 2 else f"{captions.per_image} captions"
+    yield Choice("type", "captions", "")
+    yield Choice("captions", source, f"{captions.count:,} images have {each}")
+    yield Choice(
+        "encoder", {"type": "hashed"}, "knows words and no language; clip, siglip and t5 need weights (docs/text.md)"
+    )
+    tokens = min(64, 8 * math.ceil(captions.words / 8))
+    yield Choice("num_tokens", tokens, f"nineteen of twenty captions have {captions.words} words at most")
+    yield Choice("num_captions", min(4, captions.per_image), "")
+
+
 def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
     patch = min(height_width(resolution_of(facts, machine, design.grid))) // design.grid
     numbers = patch**2 * facts.channels
@@ -209,9 +235,12 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
     }  # fmt: skip
     if numbers > design.width:
         network["patch_bottleneck"] = min(128, design.width // 2)
-    if classes_of(facts) and design.width < 384:
+    captions = captions_of(facts)
+    if classes_of(facts) and captions is None and design.width < 384:
         network["label_init_std"] = 0.5
     yield Choice("type", "dit", "on pixels: latents need the weights of a published autoencoder, as codec")
+    if captions is not None:
+        yield Choice("condition", {"type": "text"}, "the captions")
     yield Choice(
         "network",
         network,
@@ -223,7 +252,7 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
         "objective",
         {
             "type": "flow_matching", "prediction": prediction, "loss": "velocity",
-            "label_drop_probability": 0.1 if classes_of(facts) else 0.0,
+            "label_drop_probability": 0.1 if classes_of(facts) or captions else 0.0,
         },
         f"the velocity where a patch has at most half as many numbers as the network has channels, else x0: "
         f"{numbers:,} and {design.width:,} (docs/choosing.md)",
@@ -284,7 +313,10 @@ def _sample(facts: Facts, machine: Machine, num_samples: int) -> Iterator[Choice
     yield Choice("num_samples", num_samples, f"a tenth of the budget at most; {need}")
     steps = 15 if machine.kind == "cpu" else 18
     yield Choice("sampler", {"type": "heun", "num_steps": steps}, "EDM draws CIFAR-10 in 18 steps of Heun's method")
-    if classes_of(facts):
+    if captions_of(facts) is not None:
+        yield Choice("prompts", PROMPTS, "captions of images that are spread over the set")
+        yield Choice("guidance", {"guidance_scale": 2.0}, "as text_demo; docs/sweep.md finds the best")
+    elif classes_of(facts):
         yield Choice("guidance", {"guidance_scale": 1.5}, "as cells_demo; docs/sweep.md finds the best")
     yield Choice("batch_size", 100, "")
 
@@ -332,8 +364,8 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
             f"{facts.num_images:,} images are few, and each is seen {passes:,.0f} times: samples may be copies of "
             "them. See `copies` in metrics.json."
         )
-    if facts.captions >= facts.num_images / 2:
-        yield f"{facts.captions:,} images have a caption, which is not used. docs/text.md adds captions to this file."
+    if facts.captions is not None and captions_of(facts) is None:
+        yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
     yield from facts.notices
 
 
@@ -344,7 +376,8 @@ def images_in_words(facts: Facts) -> str:
     classes = f"{len(facts.per_class):,} classes" if facts.per_class else "no classes"
     low, high = facts.aspect
     shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
-    return f"{facts.num_images:,} {kind}, {classes}, {facts.short_side} pixels, {shape}"
+    captions = ", captions" if captions_of(facts) else ""
+    return f"{facts.num_images:,} {kind}, {classes}{captions}, {facts.short_side} pixels, {shape}"
 
 
 def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:

@@ -23,6 +23,7 @@ from image_diffusion.experiments.choices import (
     Request,
     Speed,
     batch_of,
+    captions_of,
     choices,
     classes_of,
     images_in_words,
@@ -70,9 +71,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed experiment. text: of its file. warnings: for the terminal. total_s: forecast of all stages."""
+    """A proposed experiment. text: of its file. prompts: of the file PROMPTS; empty: there is none. warnings: for the
+    terminal. total_s: forecast of all stages."""
 
     text: str
+    prompts: tuple[str, ...]
     warnings: tuple[str, ...]
     design: Design
     steps: int
@@ -131,7 +134,8 @@ def propose(facts: Facts, name: str, machine: Machine, budget: str, measure: Mea
         *(f"Warning: {sentence}" for sentence in warnings),
     ]
     text = text_of(head, choices(request, design, steps, num_samples, speed))
-    return Proposal(text, warnings, design, steps, num_samples, total_s)
+    captions = captions_of(facts)
+    return Proposal(text, captions.prompts if captions else (), warnings, design, steps, num_samples, total_s)
 
 
 def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
@@ -236,7 +240,7 @@ def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
     per_sample_s = sampling.num_evaluations(samples) * speed.pass_s + forward_s + judged_s
     previews_s = PREVIEWS * preview.num_samples * sampling.num_evaluations(preview) * speed.pass_s
     others = (
-        _STARTS * machine.start_s,
+        (_STARTS + len(experiment.pair_sets)) * machine.start_s,
         facts.num_images * speed.crop_s / machine.cores,
         examples * speed.detector_s + seen * forward_s,
         (held_out + min(_MOST_JUDGED, facts.num_images)) * judged_s,

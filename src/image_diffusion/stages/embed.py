@@ -10,15 +10,28 @@ of a training: after an interruption, the same command resumes.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.partial_results import resumable
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
-from image_diffusion.data.encoded.pairs import write_pairs
+from image_diffusion.data.encoded.pairs import PairSet, write_pairs
 from image_diffusion.experiments.experiment import EmbedStage
 from image_diffusion.systems.pairs.inputs import PairInputs
+
+
+def embed(
+    stage: EmbedStage, crops: Path | None, detector: Path | None, folder: Path
+) -> tuple[PairSet, dict[str, Any], int]:
+    """Write the shards of a set of pairs into a folder; returns the set, its manifest and how many shards were written.
+    crops, detector: their folders. Raises ValueError for missing inputs."""
+    device = best_device()
+    inputs = PairInputs(crops, stage.source, stage.num_shards, detector, device, folder, stage.data)
+    pairs = stage.pairs.build(inputs)
+    splits, dtype = stage.pairs.splits, stage.pairs.dtype
+    return pairs, *write_pairs(pairs, stage.name, splits, dtype, folder, stage.max_bad_fraction)
 
 
 def main() -> None:
@@ -34,20 +47,7 @@ def main() -> None:
     crops = arguments.data.parent if arguments.data else None
     with resumable(arguments.output, dump(stage)), open_journal(arguments.journal, "embed") as journal:
         journal.params(dump(stage))
-        inputs = PairInputs(
-            crops,
-            stage.source,
-            stage.num_shards,
-            arguments.detector,
-            best_device(),
-            arguments.output.parent,
-            stage.data,
-        )
-        pairs = stage.pairs.build(inputs)
-        splits = stage.pairs.splits
-        manifest, written = write_pairs(
-            pairs, stage.name, splits, stage.pairs.dtype, arguments.output.parent, stage.max_bad_fraction
-        )
+        pairs, manifest, written = embed(stage, crops, arguments.detector, arguments.output.parent)
         journal.metrics({"pairs": manifest["num_samples"], "pairs_quarantined": manifest["quarantined"]}, step=0)
         journal.artifact(arguments.output.parent / "quarantine.csv")
     print(

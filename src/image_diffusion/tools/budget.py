@@ -14,14 +14,16 @@ import torch
 
 from image_diffusion.core.devices import has_gpu
 from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.captions import captions_beside
 from image_diffusion.data.quality.facts import Facts, look, source_of, spread
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.folder import Folder
-from image_diffusion.experiments.choices import Machine, Speed, classes_of
+from image_diffusion.experiments.choices import Machine, Speed, captions_of, classes_of
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.experiments.proposal import Proposal, propose, seconds_of
-from image_diffusion.experiments.resolve import write_stages
+from image_diffusion.experiments.resolve import embed_stage, write_stages
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+from image_diffusion.stages.embed import embed
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.training.forecast.flops import counted
 from image_diffusion.training.forecast.forecast import GIB, Deadline, forecast, memory_limit
@@ -62,10 +64,14 @@ def measured(experiment: Experiment, facts: Facts, machine: Machine) -> Speed:
 
 def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Path) -> Speed:
     items = spread(facts.source.listing().items, 2 * experiment.train.global_batch)
+    captions = captions_of(facts)
+    texts = captions_beside(facts.source, (captions.column,), [item.name for item in items]) if captions else []
     for number, item in enumerate(items):
         path = folder / "images" / (f"{item.label}" if classes_of(facts) else "") / f"{number:04}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(facts.source.read(item))
+        if captions:
+            path.with_suffix(".txt").write_text("\n".join(texts[number]), encoding="utf-8")
     source = Folder(path=str(folder / "images"), classes="folders" if classes_of(facts) else "none")
     part = {"source": source, "validation_fraction": 0.0, "num_shards": 1, "max_bad_fraction": 0.5}
     data = experiment.data.model_copy(update=part)
@@ -74,8 +80,11 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     started = time.perf_counter()
     crop_dataset(data, folder / "crops")
     crop_s = (time.perf_counter() - started) / len(items)
+    for pairs in sample.pair_sets:
+        embed(embed_stage(sample, pairs), folder / "crops", None, folder / pairs.name)
+    manifests = [folder / pairs.name / "manifest.json" for pairs in sample.pair_sets]
     write_stages("measured", sample, folder)
-    training = prepare_training(folder / "measured/config/train.yaml", folder / "crops/manifest.json", None)
+    training = prepare_training(folder / "measured/config/train.yaml", folder / "crops/manifest.json", None, manifests)
     processes = max(1, machine.gpus)
     peak = counted(training.network, training.task, training.stage.train, processes).peak / GIB
     if peak > machine.memory_gib:

@@ -94,12 +94,7 @@ class BesideCaptions(Config):
         """Return the captions of each sample. Raises ValueError for a source that has none, or one that cannot be
         read."""
         assert source is not None
-        known = _caption_columns(source, several(self.column))
-        return [
-            # Tables name files with their suffix, webdataset's members without it.
-            known.get(sample.path) or known.get(PurePosixPath(sample.path).with_suffix("").as_posix()) or []
-            for sample in samples
-        ]
+        return captions_beside(source, several(self.column), [sample.path for sample in samples])
 
 
 Captions = Annotated[ClassCaptions | TableCaptions | BesideCaptions, Field(discriminator="type")]
@@ -108,6 +103,14 @@ Captions = Annotated[ClassCaptions | TableCaptions | BesideCaptions, Field(discr
 def several(names: str | tuple[str, ...]) -> tuple[str, ...]:
     """Return one name or several as a tuple."""
     return (names,) if isinstance(names, str) else names
+
+
+def captions_beside(source: Source, columns: tuple[str, ...], names: Sequence[str]) -> list[list[str]]:
+    """Return the captions that come with the images of these names. Raises ValueError for a source that has none, or
+    one that cannot be read."""
+    known = _caption_columns(source, columns)
+    # Tables name files with their suffix, webdataset's members without it.
+    return [known.get(name) or known.get(PurePosixPath(name).with_suffix("").as_posix()) or [] for name in names]
 
 
 @lru_cache(maxsize=1)

@@ -33,6 +33,25 @@ _TYPES: dict[str, DType] = {"bool": "uint8", "uint8": "uint8", "int8": "int16", 
 """Type of the crops by that of the numbers in a file; of all others float32."""
 
 
+_PROMPTS = 1000
+"""Captions that are kept as prompts."""
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Facts about the captions of a set of images.
+
+    count: number of images with a caption. column: of a table. per_image: the median. words: at least those of 19 in 20
+    captions. prompts: different captions of images that are evenly spread over the set.
+    """
+
+    count: int
+    column: str
+    per_image: int
+    words: int
+    prompts: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Facts:
     """Facts about a set of images.
@@ -42,7 +61,7 @@ class Facts:
     ninetieth of a hundred images. channels: 1 for grey pictures, however they are stored. names: of the channels of
     arrays. dtype: of arrays; None for pictures. transparent: True if every picture has an alpha channel. several_pages:
     True if a file has more pages than one. deep: True if pictures of 8 and of 16 bits are mixed, or colours have 16
-    bits. captions: number of images with a caption. notices: lines of the source.
+    bits. captions: None without any. notices: lines of the source.
     """
 
     source: Images
@@ -56,7 +75,7 @@ class Facts:
     transparent: bool = False
     several_pages: bool = False
     deep: bool = False
-    captions: int = 0
+    captions: Captions | None = None
     notices: tuple[str, ...] = ()
 
 
@@ -115,12 +134,21 @@ def look(source: Images) -> Facts:
     return Facts(**common, **_of_arrays(stacks))
 
 
-def _captions(source: Images) -> int:
-    """Return the number of images with a caption: beside them, or in a column of one of the usual names."""
+def _captions(source: Images) -> Captions | None:
+    """Describe the captions beside the images, or in a column of one of the usual names; None if there are none."""
     for column in ("caption", "text"):
-        with suppress(ValueError):  # a source that has none says so in this way
-            return len(source.captions_beside((column,)))
-    return 0
+        with suppress(ValueError):  # from a source without captions
+            if not (captions := [*source.captions_beside((column,)).values()]):
+                return None
+            words = [len(text.split()) for texts in captions for text in texts]
+            return Captions(
+                count=len(captions),
+                column=column,
+                per_image=int(np.median([len(texts) for texts in captions])),
+                words=int(np.quantile(words, 0.95, method="higher")),
+                prompts=tuple(dict.fromkeys(" ".join(texts[0].split()) for texts in spread(captions, _PROMPTS))),
+            )
+    return None
 
 
 def _read(source: Images, items: Sequence[Item], config: DataConfig) -> tuple[list[Crop], list[str]]:
