@@ -214,9 +214,9 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
 
 def _pairs(captions: Captions) -> Iterator[Choice]:
     source: dict[str, Any] = {"type": "beside"} | ({} if captions.column == "caption" else {"column": captions.column})
-    each = "a caption" if captions.per_image < 2 else f"{captions.per_image} captions"
+    number = "a caption" if captions.per_image < 2 else f"{captions.per_image} captions"
     yield Choice("type", "captions", "")
-    yield Choice("captions", source, f"{captions.count:,} images have {each}")
+    yield Choice("captions", source, f"{captions.count:,} images have {number}")
     yield Choice(
         "encoder", {"type": "hashed"}, "knows words and no language; clip, siglip and t5 need weights (docs/text.md)"
     )

@@ -140,12 +140,12 @@ def _captions(source: Images) -> Captions | None:
         with suppress(ValueError):  # from a source without captions
             if not (captions := [*source.captions_beside((column,)).values()]):
                 return None
-            words = [len(text.split()) for texts in captions for text in texts]
+            lengths = [len(text.split()) for texts in captions for text in texts]
             return Captions(
                 count=len(captions),
                 column=column,
                 per_image=int(np.median([len(texts) for texts in captions])),
-                words=int(np.quantile(words, 0.95, method="higher")),
+                words=int(np.quantile(lengths, 0.95, method="higher")),
                 prompts=tuple(dict.fromkeys(" ".join(texts[0].split()) for texts in spread(captions, _PROMPTS))),
             )
     return None
