@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import tifffile
 from PIL import Image
 
 from image_diffusion.core.config.yaml12 import from_text
-from image_diffusion.data.quality.facts import Captions, Facts, look, source_of
+from image_diffusion.data.quality.facts import CaptionFacts, Facts, look, source_of
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.experiments.choices import (
     DESIGNS,
@@ -162,6 +163,27 @@ def test_muon_is_proposed_where_its_step_takes_little_longer() -> None:
     assert proposed(MANY, "1h", GPU, 1e14)[1].train.optimizer.type == "adamw"
 
 
+def test_muon_is_not_proposed_where_it_does_not_fit() -> None:
+    def larger(experiment: Experiment) -> Speed:
+        is_muon = experiment.train.optimizer.type == "muon"
+        return Speed(0.0, 0.0, 0.0, 0.0, 100.0) if is_muon else at(4e10)(experiment)
+
+    assert propose(MANY, "images", CPU, "1h", larger).design.optimizer == "adamw"
+
+
+def test_muon_makes_no_budget_too_small() -> None:
+    def optimizers(muon: float) -> list[str]:
+        names = []
+        for seconds in range(200, 500, 10):
+            with suppress(ValueError):
+                names.append(propose(MANY, "images", CPU, f"{seconds}s", at(4e10, muon)).design.optimizer)
+        return names
+
+    with_muon, without = optimizers(1.5), optimizers(1.6)
+    assert set(without) == {"adamw"} and set(with_muon) == {"adamw", "muon"}
+    assert len(with_muon) == len(without)
+
+
 @pytest.mark.parametrize(
     ("short_side", "channels", "prediction"), [(32, 3, "velocity"), (32, 5, "x0"), (64, 3, "x0"), (64, 1, "x0")]
 )
@@ -181,7 +203,7 @@ def test_few_images_are_augmented_and_watched() -> None:
     assert experiment.train.weights == "ema" and not many.warnings
 
 
-CAPTIONS = Captions(19_000, "text", 2, 11, ("a red fox: asleep", 'a "dog"', "yes"))
+CAPTIONS = CaptionFacts(19_000, "text", 2, 11, ("a red fox: asleep", 'a "dog"', "yes"))
 
 
 def test_captions_of_nearly_all_images_are_the_condition() -> None:
@@ -193,7 +215,8 @@ def test_captions_of_nearly_all_images_are_the_condition() -> None:
         "num_tokens": 16,
         "num_captions": 2,
     }
-    assert experiment.section("preview").prompts == CAPTIONS.prompts == proposal.prompts
+    assert experiment.section("preview").prompts == CAPTIONS.prompts
+    assert proposal.files == {"config/prompts.txt": 'a red fox: asleep\na "dog"\nyes\n'}
     assert experiment.section("sample").prompts == "config/prompts.txt"
     assert experiment.system.objective.label_drop_probability == 0.1  # type: ignore[union-attr]
     assert not proposal.warnings and "10 classes, captions, 64 pixels" in proposal.text.replace("\n# ", " ")
@@ -204,7 +227,7 @@ def test_captions_of_some_images_and_notices_are_warnings() -> None:
     proposal, experiment = proposed(facts, "10min")
     assert "17,000 images have a caption. Captions are used if" in proposal.warnings[0]
     assert proposal.warnings[1] == "metadata.csv is not read"
-    assert not experiment.pair_sets and not proposal.prompts
+    assert not experiment.pair_sets and not proposal.files
 
 
 def test_averages_are_as_long_as_a_twentieth_of_the_steps() -> None:
@@ -247,7 +270,8 @@ def test_a_proposed_file_can_be_configured(
     facts = replace(MANY, source=Folder(path=str(tmp_path / "images")), **changes)  # type: ignore[arg-type]
     path, (proposal, _) = tmp_path / "mine.yaml", proposed(facts, "1h", machine, speed)
     path.write_text(proposal.text.replace("config/prompts.txt", f"{tmp_path}/prompts.txt"))
-    (tmp_path / "prompts.txt").write_text("\n".join(proposal.prompts))
+    for name, text in proposal.files.items():
+        (tmp_path / Path(name).name).write_text(text)
     assert max(map(len, path.read_text().splitlines())) < 200
     assert load_experiment(path).train.steps == load_all([path])["mine"][1].train.steps
 
@@ -292,7 +316,7 @@ def test_pictures_are_described(tmp_path: Path) -> None:
     assert (facts.channels, facts.dtype, facts.transparent, facts.captions) == (3, None, False, None)
     (tmp_path / "a/0.txt").write_text("a  caption\nanother one")
     (tmp_path / "a/2.txt").write_text("a caption\nof four words\nand a fourth")
-    assert look(source_of(tmp_path)).captions == Captions(2, "caption", 2, 3, ("a caption",))
+    assert look(source_of(tmp_path)).captions == CaptionFacts(2, "caption", 2, 3, ("a caption",))
 
 
 def test_grey_pictures_are_grey_however_they_are_stored(tmp_path: Path) -> None:
@@ -350,7 +374,7 @@ def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
     assert look(source_of(tmp_path / "images.zip")).per_class == (2, 2)
     captioned = look(source_of(tmp_path / "metadata.csv"))
     assert (captioned.num_images, captioned.per_class) == (1, ())
-    assert captioned.captions == Captions(1, "text", 1, 2, ("a caption",))
+    assert captioned.captions == CaptionFacts(1, "text", 1, 2, ("a caption",))
 
 
 def test_volumes_without_axes_are_left_to_a_person(tmp_path: Path) -> None:

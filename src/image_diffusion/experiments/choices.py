@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.core.resolution import height_width
-from image_diffusion.data.quality.facts import Captions, Facts
+from image_diffusion.data.quality.facts import CaptionFacts, Facts
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
 
 _LEAST_PER_CLASS = 8
@@ -143,7 +143,7 @@ def classes_of(facts: Facts) -> tuple[int, ...]:
     return facts.per_class if len(per_class) > 1 and per_class[len(per_class) // 2] >= _LEAST_PER_CLASS else ()
 
 
-def captions_of(facts: Facts) -> Captions | None:
+def captions_of(facts: Facts) -> CaptionFacts | None:
     """Return the captions; None where fewer than nine in ten images have one, since the others are left out."""
     return facts.captions if facts.captions is not None and facts.captions.count >= 0.9 * facts.num_images else None
 
@@ -212,7 +212,7 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
     yield Choice("num_shards", 4 if facts.num_images < 10_000 else 16, "")
 
 
-def _pairs(captions: Captions) -> Iterator[Choice]:
+def _pairs(captions: CaptionFacts) -> Iterator[Choice]:
     source: dict[str, Any] = {"type": "beside"} | ({} if captions.column == "caption" else {"column": captions.column})
     number = "a caption" if captions.per_image < 2 else f"{captions.per_image} captions"
     yield Choice("type", "captions", "")

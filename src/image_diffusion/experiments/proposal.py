@@ -17,6 +17,7 @@ from image_diffusion.experiments.choices import (
     DESIGNS,
     MANY_PASSES,
     PREVIEWS,
+    PROMPTS,
     VALIDATIONS,
     Design,
     Machine,
@@ -71,11 +72,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed experiment. text: of its file. prompts: of the file PROMPTS; empty: there is none. warnings: for the
+    """A proposed experiment. text: of its file. files: text of other files of the project, by path. warnings: for the
     terminal. total_s: forecast of all stages."""
 
     text: str
-    prompts: tuple[str, ...]
+    files: dict[str, str]
     warnings: tuple[str, ...]
     design: Design
     steps: int
@@ -135,7 +136,8 @@ def propose(facts: Facts, name: str, machine: Machine, budget: str, measure: Mea
     ]
     text = text_of(head, choices(request, design, steps, num_samples, speed))
     captions = captions_of(facts)
-    return Proposal(text, captions.prompts if captions else (), warnings, design, steps, num_samples, total_s)
+    files = {} if captions is None else {PROMPTS: "".join(f"{prompt}\n" for prompt in captions.prompts)}
+    return Proposal(text, files, warnings, design, steps, num_samples, total_s)
 
 
 def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
@@ -163,14 +165,17 @@ def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
 
 
 def _faster_learning(request: Request, design: Design, speed: Speed, measure: Measure) -> tuple[Design, Speed]:
-    """Return the design with Muon and its speed, where a step does not take much longer: a CPU that multiplies in
-    bfloat16. On GPUs its learning rates are not measured."""
-    if request.machine.kind == "gpu":
+    """Return the design with Muon and its speed, if a step does not take much longer, as on CPUs that multiply in
+    bfloat16, and the budget has time for enough of them. On GPUs its learning rates are not measured."""
+    steps = affordable(request, _cost(request, design, _LEAST_STEPS, _LEAST_SAMPLES, speed), speed.step_s)
+    if request.machine.kind == "gpu" or steps < _LEAST_STEPS:
         return design, speed
     other = design._replace(optimizer="muon")
-    steps = affordable(request, _cost(request, design, _LEAST_STEPS, _LEAST_SAMPLES, speed), speed.step_s)
-    slower = measure(parsed(choices(request, other, max(1, steps), _LEAST_SAMPLES)))
-    return (other, slower) if slower.step_s <= _WORTH_MUON * speed.step_s else (design, speed)
+    slower = measure(parsed(choices(request, other, steps, _LEAST_SAMPLES)))
+    if slower.memory_gib > request.machine.memory_gib or slower.step_s > _WORTH_MUON * speed.step_s:
+        return design, speed
+    cost = _cost(request, other, _LEAST_STEPS, _LEAST_SAMPLES, slower)
+    return (other, slower) if affordable(request, cost, slower.step_s) >= _LEAST_STEPS else (design, speed)
 
 
 def _speed(request: Request, design: Design, least: int, measure: Measure) -> Speed:

@@ -14,7 +14,7 @@ The Snakefile takes the rules as a module, so that rules of your own can stand b
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from image_diffusion.core.durations import duration
@@ -55,11 +55,11 @@ def check_new(folder: Path) -> None:
         raise ValueError(f"{folder} exists and is not an empty folder. Name a new folder.")
 
 
-def begin(folder: Path, experiment: str | None = None, prompts: Sequence[str] = ()) -> None:
+def begin(folder: Path, experiment: str | None = None, files: Mapping[str, str] | None = None) -> None:
     """Write a project into a folder that does not exist yet, or is empty. Raises ValueError for any other.
 
-    experiment: the file of its experiment `mine`; unset: the project runs the demo. prompts: of that experiment, for
-    the file config/prompts.txt.
+    experiment: the file of its experiment `mine`; unset: the project runs the demo. files: text of the other
+    files that it reads, by path.
     """
     check_new(folder)
     workflow = workflow_folder()
@@ -71,8 +71,8 @@ def begin(folder: Path, experiment: str | None = None, prompts: Sequence[str] = 
         settings = folder / "config" / "config.yaml"
         write_text(folder / "config" / "experiments" / f"{_EXPERIMENT}.yaml", experiment)
         write_text(settings, settings.read_text(encoding="utf-8").replace(_DEMO, f"experiments: [{_EXPERIMENT}]"))
-    if prompts:
-        write_text(folder / "config" / "prompts.txt", "".join(f"{prompt}\n" for prompt in prompts))
+    for path, text in (files or {}).items():
+        write_text(folder / path, text)
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
     from image_diffusion.tools.budget import propose_for
 
     proposal = propose_for(arguments.data, arguments.budget, arguments.cores)
-    begin(folder, proposal.text, proposal.prompts)
+    begin(folder, proposal.text, proposal.files)
     for sentence in proposal.warnings:
         log_line(f"warning: {sentence}")
     print(

@@ -34,11 +34,11 @@ _TYPES: dict[str, DType] = {"bool": "uint8", "uint8": "uint8", "int8": "int16", 
 
 
 _PROMPTS = 1000
-"""Captions that are kept as prompts."""
+"""CaptionFacts that are kept as prompts."""
 
 
 @dataclass(frozen=True)
-class Captions:
+class CaptionFacts:
     """Facts about the captions of a set of images.
 
     count: number of images with a caption. column: of a table. per_image: the median. words: at least those of 19 in 20
@@ -75,7 +75,7 @@ class Facts:
     transparent: bool = False
     several_pages: bool = False
     deep: bool = False
-    captions: Captions | None = None
+    captions: CaptionFacts | None = None
     notices: tuple[str, ...] = ()
 
 
@@ -134,14 +134,14 @@ def look(source: Images) -> Facts:
     return Facts(**common, **_of_arrays(stacks))
 
 
-def _captions(source: Images) -> Captions | None:
+def _captions(source: Images) -> CaptionFacts | None:
     """Describe the captions beside the images, or in a column of one of the usual names; None if there are none."""
     for column in ("caption", "text"):
         with suppress(ValueError):  # from a source without captions
             if not (captions := [*source.captions_beside((column,)).values()]):
                 return None
             lengths = [len(text.split()) for texts in captions for text in texts]
-            return Captions(
+            return CaptionFacts(
                 count=len(captions),
                 column=column,
                 per_image=int(np.median([len(texts) for texts in captions])),

@@ -64,7 +64,7 @@ class Muon(OptimizerConfig):
                 "train.optimizer is muon, but no linear or convolutional layer in the network's blocks is trained. Use "
                 "adamw."
             )
-        if self.scale != "spectral_unclamped":
+        if self.scale != "spectral_unclamped":  # every Muon has the others; to ask imports a compiler
             return
         try:
             torch.optim.Muon([torch.zeros(1, 1)], adjust_lr_fn=self.scale)

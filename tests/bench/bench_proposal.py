@@ -1,11 +1,11 @@
 """The file that `init` proposes, beside eleven others of equal time: the tables of docs/choosing.md.
 
-    python tests/bench/bench_dial.py --images cifar10-20k --budget 5min
+    python tests/bench/bench_proposal.py --images cifar10-20k --budget 5min
 
 Twelve trainings of one seed: three learning rates of AdamW and of Muon, each with a network that predicts x0 or the
 velocity. All have the CPU seconds that the proposed steps take on one core. Prints the Fréchet distance between 1,000
 samples and the training images, in the features of the classifier that the stage `detect` trains. Without --images,
-the bundled digits.
+the bundled digits. Images with captions are refused: the samples have classes at most.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def main() -> None:
         folder = Path(temporary)
         images = arguments.images or digits(folder / "digits")
         raw: dict[str, Any] = from_text(propose_for(images.resolve(), arguments.budget, 1).text)
+        if "pairs" in raw:
+            parser.error(f"{images} has captions. Give images without.")
         raw["train"]["weights"] = "ema"
         table(raw, prepared(folder, NAME, raw, None), arguments.cpu_seconds)
 
