@@ -1,5 +1,6 @@
 """Files are whole or absent; digests depend on content only."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from image_diffusion.core.files.atomic import (
     atomic_folder,
     atomic_write,
     digest,
+    parse_json,
     read_json,
     write_if_changed,
     write_json,
@@ -85,6 +87,23 @@ def test_writing_leaves_no_descriptor_open(tmp_path: Path) -> None:
 
 def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": [2, "ü"]}) == digest({"b": [2, "ü"], "a": 1}) != digest({"a": 1, "b": [2, "u"]})
+
+
+def test_any_flipped_bit_of_sealed_json_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    write_json(path, {"code": digest("some code"), "steps": 8})
+    written = path.read_bytes()
+    assert read_json(path) == {"code": digest("some code"), "steps": 8}
+    for bit in range(8 * len(written)):
+        flipped = bytearray(written)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="is damaged"):
+            parse_json(bytes(flipped), "note.json", "")
+
+
+@pytest.mark.parametrize("text", [f'{{"a": NaN, "sha256": "{"0" * 64}"}}', "{}", "[]", f'{{"sha256": "{"0" * 64}"}}'])
+def test_json_of_other_programs_has_no_seal(text: str) -> None:
+    assert str(parse_json(text.encode(), "foreign.json", "")) == str(json.loads(text))
 
 
 def test_weights_come_back_and_a_changed_byte_is_found(tmp_path: Path) -> None:

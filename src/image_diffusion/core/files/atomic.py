@@ -183,12 +183,26 @@ def parse_json(text: bytes, where: str, advice: str) -> Any:
     """
     try:
         data = json.loads(text.decode("utf-8"))
-        sealed = data.pop("seal", None) if isinstance(data, dict) else None
+        if not isinstance(data, dict):
+            return data
+        sealed = data.pop("seal", None)
         if sealed is not None and sealed != digest(data):
             raise ValueError("its content differs from its seal")
+        if sealed is None and _ends_with_a_seal(data):
+            raise ValueError("the name of its seal is damaged")
         return data
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {error}. {advice}") from None
+
+
+def _ends_with_a_seal(data: dict[str, Any]) -> bool:
+    """True if the last value is the digest of the others: a seal under another name."""
+    *rest, (_, last) = data.items() or [("", None)]
+    if not isinstance(last, str) or len(last) != 64:
+        return False
+    with suppress(ValueError):  # NaN, which only files of other programs have
+        return last == digest(dict(rest))
+    return False
 
 
 def sync_folder(folder: Path) -> None:
