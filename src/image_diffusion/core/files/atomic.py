@@ -196,9 +196,9 @@ def parse_json(text: bytes, where: str, advice: str) -> Any:
 
 
 def _ends_with_a_seal(data: dict[str, Any]) -> bool:
-    """True if the last value is the digest of the others: a seal under another name."""
-    *rest, (_, last) = data.items() or [("", None)]
-    if not isinstance(last, str) or len(last) != 64:
+    """True if the last value is the digest of the others, under a name as long as that of a seal."""
+    *rest, (name, last) = data.items() or [("", None)]
+    if len(name) != len("seal") or not isinstance(last, str):
         return False
     with suppress(ValueError):  # NaN, which only files of other programs have
         return last == digest(dict(rest))
