@@ -3,9 +3,10 @@
     python tests/bench/bench_start.py
     python tests/bench/bench_start.py --demo
 
-A command's start is `image-diffusion COMMAND --help`: Python, its imports and its options. Most of it is PyTorch, which
-is measured alone in the same rounds. --demo also runs the demo in an empty folder: the seconds of Snakemake and all
-that it starts, and those of each command with its children, of which the starts are a part.
+A command's start is Python and the imports of the command's module, without garbage collection, as commands start.
+Most of it is PyTorch, which is measured alone in the same rounds. Python compiles into a folder of its own, filled
+before anything is measured, as after `make .venv/.ready`. --demo also runs the demo in an empty folder: the seconds of
+Snakemake and all that it starts, and those of each command with its children, of which the starts are a part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from image_diffusion.core.process.commands import COMMANDS
+from image_diffusion.core.process.commands import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTES = """
@@ -50,16 +51,25 @@ def cpu_seconds(command: list[str], folder: Path = ROOT, **variables: str) -> fl
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def start_of(module: str, compiled: str) -> float:
+    """CPU seconds of a process until a module is imported."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    code = f"import gc, time; gc.disable(); import {module}; print(time.process_time())"
+    line = [sys.executable, "-c", code]
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": compiled}
+    return float(subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
 def starts(rounds: int) -> dict[str, float]:
     """The median start of each command, and of PyTorch, in CPU seconds."""
-    lines = {name: [sys.executable, "-m", "image_diffusion", name, "--help"] for name in COMMANDS}
-    lines["(import torch)"] = [sys.executable, "-c", "import gc; gc.disable(); import torch"]
-    for line in lines.values():
-        cpu_seconds(line)
+    modules = {name: module_of(name) for name in COMMANDS} | {"(torch alone)": "torch"}
     taken: dict[str, list[float]] = defaultdict(list)
-    for _ in range(rounds):
-        for name, line in lines.items():
-            taken[name].append(cpu_seconds(line))
+    with tempfile.TemporaryDirectory() as compiled:
+        for number in range(1 + rounds):
+            for name, module in modules.items():
+                seconds = start_of(module, compiled)
+                if number:  # the first fills the folder
+                    taken[name].append(seconds)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
