@@ -4,8 +4,8 @@
     python tests/bench/bench_start.py --demo
 
 A command's start is Python and the imports of the command's module, without garbage collection, as commands start.
-Most of it is PyTorch, which is measured alone in the same rounds. Python compiles into a folder of its own, filled
-before anything is measured, as after `make .venv/.ready`. --demo also runs the demo in an empty folder: the seconds of
+Most of it is PyTorch, which is measured alone in the same rounds. Everything is compiled before anything is measured,
+as after `make .venv/.ready`. --demo also runs the demo in an empty folder: the seconds of
 Snakemake and all that it starts, and those of each command with its children, of which the starts are a part.
 """
 
@@ -26,50 +26,53 @@ from pathlib import Path
 from image_diffusion.core.process.commands import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {
+    "OMP_NUM_THREADS": "1"
+}
 NOTES = """
 import atexit, json, os, resource, sys
 
-def note():
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    line = [sys.orig_argv[3], sum(one.ru_utime + one.ru_stime for one in used)]
+def note(stage, who):
+    used = [resource.getrusage(one) for one in who]
     with open(os.environ["BENCH_NOTES"], "a") as file:
-        file.write(json.dumps(line) + "\\n")
+        file.write(json.dumps([stage, sum(one.ru_utime + one.ru_stime for one in used)]) + "\\n")
 
-if sys.orig_argv[1:3] == ["-m", "image_diffusion"]:
-    atexit.register(note)
+stage, own = os.environ.get("IMAGE_DIFFUSION_STAGE"), str(os.getpid())
+if stage is None:
+    atexit.register(note, "Snakemake" if "snakemake" in sys.orig_argv else "track --follow", [resource.RUSAGE_SELF])
+elif os.environ.setdefault("BENCH_FIRST", own) == own:
+    atexit.register(note, stage.rpartition("/")[2], [resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN])
 """
-"""A `sitecustomize` that notes what each command of the package has used."""
+"""A `sitecustomize`: Snakemake and the processes that follow stages note what they have used themselves, and the first
+process of a stage what it and all that it started have used."""
 
 
 def cpu_seconds(command: list[str], folder: Path = ROOT, **variables: str) -> float:
     """User and system time of a command and of what it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment = ENVIRONMENT | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def start_of(module: str, compiled: str) -> float:
+def start_of(module: str) -> float:
     """CPU seconds of a process until a module is imported."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     code = f"import gc, time; gc.disable(); import {module}; print(time.process_time())"
     line = [sys.executable, "-c", code]
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": compiled}
-    return float(subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout)
+    return float(subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout)
 
 
 def starts(rounds: int) -> dict[str, float]:
     """The median start of each command, and of PyTorch, in CPU seconds."""
     modules = {name: module_of(name) for name in COMMANDS} | {"(torch alone)": "torch"}
     taken: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as compiled:
-        for number in range(1 + rounds):
-            for name, module in modules.items():
-                seconds = start_of(module, compiled)
-                if number:  # the first fills the folder
-                    taken[name].append(seconds)
+    for number in range(1 + rounds):
+        for name, module in modules.items():
+            seconds = start_of(module)
+            if number:  # before the first, some modules are not compiled
+                taken[name].append(seconds)
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
@@ -86,13 +89,13 @@ def demo(begun: dict[str, float]) -> None:
         total = cpu_seconds(line, folder, **variables)
         used: dict[str, list[float]] = defaultdict(list)
         for name, seconds in map(json.loads, notes.read_text().splitlines()):
-            used[name].append(seconds)
+            used[name.split("-")[0]].append(seconds)
     print(f"{'':<16}{'jobs':>6}{'CPU s':>9}{'starts':>9}")
     for name, seconds in sorted(used.items(), key=lambda row: -sum(row[1])):
-        print(f"{name:<16}{len(seconds):>6}{sum(seconds):>9.1f}{len(seconds) * begun[name]:>9.1f}")
-    rest, jobs = total - sum(map(sum, used.values())), sum(map(len, used.values()))
-    print(f"{'Snakemake':<16}{1:>6}{rest:>9.1f}")
-    print(f"{'all':<16}{jobs + 1:>6}{total:>9.1f}{sum(begun[n] * len(s) for n, s in used.items()):>9.1f}")
+        print(f"{name:<16}{len(seconds):>6}{sum(seconds):>9.1f}{len(seconds) * begun.get(name, 0):>9.1f}")
+    print(f"{'the rest':<22}{total - sum(map(sum, used.values())):>9.1f}")
+    jobs, of_starts = sum(map(len, used.values())), sum(begun.get(n, 0) * len(s) for n, s in used.items())
+    print(f"{'all':<16}{jobs:>6}{total:>9.1f}{of_starts:>9.1f}")
 
 
 def main() -> None:

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image
+from sklearn.datasets import load_digits
 
 import crops
 from image_diffusion.core.config.base import parse
@@ -23,6 +26,7 @@ from image_diffusion.data.quality.contact_sheets import write_sheets
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.changes import refresh, remember
+from image_diffusion.data.sources.scikit_digits import digits
 from image_diffusion.stages.datasheet import write_datasheet
 
 GENERATOR = np.random.default_rng(0)
@@ -344,3 +348,12 @@ def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Pat
         file.write_bytes(file.read_bytes()[::-1])
         assert refresh(source, path)
         assert json.loads(path.read_text())["source"]["type"] in ("webdataset", "table")
+
+
+def test_the_digits_are_those_of_scikit_learn_without_its_import() -> None:
+    theirs = load_digits()
+    assert np.array_equal(digits().images, theirs.images) and np.array_equal(digits().target, theirs.target)
+    code = "import sys; from image_diffusion.data.sources.scikit_digits import digits; digits()"
+    line = f"{code}; print('pandas' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
+    assert printed == "False\n"

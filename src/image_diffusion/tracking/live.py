@@ -44,7 +44,7 @@ def follow(
     every_s: float,
     stop: threading.Event,
     share: float = 0.05,
-    at_first_s: float = 20.0,
+    at_first_s: float = 5.0,
 ) -> None:
     """Send new entries every `every_s` seconds until stopped, then once more.
 
