@@ -41,3 +41,9 @@ def test_to_check_experiments_needs_no_compiler_and_no_other_library() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert loaded.strip() == "[]"
+
+
+def test_no_collection_of_garbage_looks_at_what_was_imported() -> None:
+    code = "import gc; from image_diffusion.core.process.command import run; run(lambda: print(gc.get_freeze_count()))"
+    frozen = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert int(frozen) > 10_000
