@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from image_diffusion.core.pictures import image_grid
+from image_diffusion.core.pictures import grid_columns, image_grid
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.quality.contact_sheets import reconstruction_sheet, write_sheets
@@ -70,3 +70,10 @@ def test_a_grid_is_the_picture_that_torchvision_makes(channels: int, count: int,
     enlarged = images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
     theirs = make_grid(enlarged, nrow=columns, padding=2, pad_value=128)[:channels, 2:, 2:].permute(1, 2, 0)
     assert (np.asarray(image_grid(images, columns)) == theirs.squeeze(2).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("images", "classes", "columns"), [(100, 10, 10), (100, 2, 10), (24, 3, 6), (12, 12, 12), (50, 40, 8), (9, 0, 3)]
+)
+def test_a_grid_is_about_a_square_and_a_column_has_one_class(images: int, classes: int, columns: int) -> None:
+    assert grid_columns(images, classes) == columns

@@ -69,6 +69,13 @@ ELSEWHERE = {
         "tests/workflow/test_workflow_proposal.py",
         '"init", "mine", "--data", "images"',
     ),
+    **{
+        f"image-diffusion init {name} --data data/{name} --budget 8min": (
+            "tests/workflow/test_workflow_tutorials.py",
+            f'"tutorial_{name}"',
+        )
+        for name in ("cells", "tiles")
+    },
     "image-diffusion sample mine --num 12 --label a --set sample.small_images=my_masks": (
         "tests/workflow/test_workflow_masks.py",
         "sample.small_images=masks",

@@ -51,6 +51,8 @@ def test_a_folder_and_a_budget_are_enough(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(f"steps: {proposed['train']['steps']}", "steps: 20", 1))
     done = run(tmp_path / "mine", "snakemake", "--cores", "1")
     assert done.returncode == 0, done.stdout + done.stderr
+    # As brief as in a clone: the project is the head of its workflow, not a user of its rules.
+    assert "mine/train done in " in done.stderr and "localrule" not in done.stdout + done.stderr
     results = tmp_path / "mine/results/mine"
     assert (results / "report/index.html").is_file()
     metrics = json.loads((results / "metrics.json").read_text())["metrics"]

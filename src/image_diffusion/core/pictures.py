@@ -20,9 +20,10 @@ _TITLED, _LINE, _LETTER, _LINES = 112, 15, 6, 4  # pixels of a titled image, a l
 
 
 def grid_columns(num_images: int, num_classes: int) -> int:
-    """Return the number of columns of a grid: one for each class while the image is not too wide; else as many as
-    rows."""
-    return num_classes if 1 < num_classes <= 12 else math.ceil(num_images**0.5)
+    """Return the number of columns of a grid, about that of its rows. With up to twelve classes it is a multiple of
+    theirs, so that a column has one class."""
+    side = math.sqrt(num_images)
+    return num_classes * max(1, round(side / num_classes)) if 1 < num_classes <= 12 else math.ceil(side)
 
 
 def as_pictures(images: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ With --data and --budget, the project has an experiment that is sized for these 
 config/experiments/mine.yaml, with a reason for each choice. The speed of the machine is measured for some seconds.
 Without them, the project begins with the demo.
 
-The Snakefile takes the rules as a module, so that rules of your own can stand beside them (docs/module.md).
+The Snakefile includes the rules, so that rules of your own can stand beside them (docs/module.md).
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from image_diffusion.tools.init import workflow_folder
 configfile: "config/config.yaml"
 
 
-module image_diffusion:
-    snakefile:
-        f"{workflow_folder()}/Snakefile"
-    config:
-        config
+include: f"{workflow_folder()}/rules/workflow.smk"
 
 
-use rule * from image_diffusion
+rule all:
+    input:
+        files.everything,
 """
 _EXPERIMENT, _DEMO = "mine", "experiments: [demo]"
 _IGNORED = "/results/\n/logs/\n/benchmarks/\n/.snakemake/\n/mlflow.db*\n/mlruns/\n"
