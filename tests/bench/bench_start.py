@@ -5,8 +5,8 @@
 
 A command's start is Python and the imports of the command's module, without garbage collection, as commands start.
 Most of it is PyTorch, which is measured alone in the same rounds. Everything is compiled before anything is measured,
-as after `make .venv/.ready`. --demo also runs the demo in an empty folder: the seconds of
-Snakemake and all that it starts, and those of each command with its children, of which the starts are a part.
+as after `make .venv/.ready`. --demo also runs the demo in an empty folder: the seconds of Snakemake and all that it
+starts, and those of each command with its children, of which the starts are a part.
 """
 
 from __future__ import annotations
