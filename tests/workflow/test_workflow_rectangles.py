@@ -58,7 +58,7 @@ def test_crops_samples_and_metrics_have_their_shape(project: Project) -> None:
         assert samples.shape[1:] == (*SHAPE, 3)
         assert json.loads((project / f"results/{name}/metrics.json").read_text())["metrics"]
     with Image.open(project / "results/micro/samples/grid.png") as grid:
-        assert grid.size == (2 * (2 * 96 + 2), 8 * (2 * 48 + 2))  # two columns, twice as large, lines of two pixels
+        assert grid.size == (4 * (2 * 96 + 2), 4 * (2 * 48 + 2))  # 16 samples, twice as large
 
 
 @pytest.mark.parametrize("name", [*ON_PIXELS, "micro_latent"])
