@@ -175,6 +175,19 @@ def test_no_near_duplicate_is_held_out_from_its_like(tmp_path: Path, change: str
     assert open_shards(without, "train").digest != train.digest
 
 
+def test_images_stay_held_out_where_all_have_near_duplicates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(60):
+        picture = PHOTOGRAPHS[number % 2].resize((64 + number, 64 + number))
+        picture.save(tmp_path / "in" / f"{number}.png")
+    done = crop_dataset(settings(tmp_path / "in", validation_fraction=0.2), tmp_path / "out")
+    held_out = open_shards(tmp_path / "out", "validation").num_samples
+    assert held_out and "not_held_out" not in done.manifest
+    assert f"each of {held_out} held-out images has a near duplicate that is trained on" in capsys.readouterr().err
+
+
 def _twin(name: str) -> str:
     return name.replace(" again", "") if " again" in name else name.replace(".png", " again.png")
 

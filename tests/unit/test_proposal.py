@@ -18,6 +18,7 @@ from PIL import Image
 from image_diffusion.core.config.yaml12 import from_text
 from image_diffusion.data.quality.facts import CaptionFacts, Facts, look, source_of
 from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.table import Table
 from image_diffusion.experiments.choices import (
     DESIGNS,
     Machine,
@@ -355,6 +356,19 @@ def test_grey_pictures_of_16_bits_are_arrays(tmp_path: Path) -> None:
     assert (facts.dtype, facts.channels) == ("uint16", 1)
 
 
+def test_pictures_that_are_not_read_may_be_odd(tmp_path: Path) -> None:
+    for number in range(70):
+        Image.new("RGB", (16, 16)).save(tmp_path / f"{number:02}.jpg")
+    plain = look(source_of(tmp_path))
+    assert not plain.deep and not plain.several_pages
+    Image.fromarray(np.full((16, 16), 30_000, np.uint16)).save(tmp_path / "01.jpg.png")  # one of 71: 64 are read
+    deep = look(source_of(tmp_path))
+    assert deep.deep and not deep.several_pages and "range: file" in proposed(deep, "10min")[0].text
+    Image.new("L", (16, 16)).save(tmp_path / "01.jpg.tif", save_all=True, append_images=[Image.new("L", (16, 16))])
+    paged = look(source_of(tmp_path))
+    assert paged.several_pages and "pages: first" in proposed(paged, "10min")[0].text
+
+
 def test_damaged_files_make_no_arrays_of_pictures(tmp_path: Path) -> None:
     pictures(tmp_path, "RGB", (16, 16), 8)
     for number in range(10):
@@ -375,6 +389,45 @@ def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
     captioned = look(source_of(tmp_path / "metadata.csv"))
     assert (captioned.num_images, captioned.per_class) == (1, ())
     assert captioned.captions == CaptionFacts(1, "text", 1, 2, ("a caption",))
+    assert source_of(tmp_path) == Folder(path=str(tmp_path))  # two tables name its images: which one is meant?
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "label_column", "per_class", "column"),
+    [
+        (
+            "captions.csv",
+            "id,text,picture\n0," + 300 * "grey " + ",images/a/0.png\n1,white,images/b/1.png",
+            None,
+            (),
+            "text",
+        ),
+        ("list.tsv", "category\tfile\nx\timages/a/0.png\ny\timages/b/1.png\n", "category", (1, 1), None),
+        ("metadata.jsonl", '{"file_name": "images/a/0.png", "caption": "x", "label": 3}', "label", (1,), "caption"),
+    ],
+)
+def test_a_folder_is_read_by_the_table_in_it(
+    name: str, text: str, label_column: str | None, per_class: tuple[int, ...], column: str | None, tmp_path: Path
+) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16), 4)
+    (tmp_path / "sizes.csv").write_text("name,bytes\nimages/a/0.png,700\n")  # neither classes nor captions
+    (tmp_path / "words.csv").write_text("word,text\nx,images\n")  # names no images
+    (tmp_path / "broken.csv").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / name).write_text(text)
+    facts = look(source_of(tmp_path))
+    assert isinstance(facts.source, Table) and facts.source.path == str(tmp_path / name)
+    assert (facts.source.label_column, facts.per_class) == (label_column, per_class)
+    assert (facts.captions and facts.captions.column) == column
+    _, experiment = proposed(replace(FEW, source=facts.source, per_class=per_class), "10min")
+    assert experiment.data.source == facts.source.model_copy(update={"label_column": None})  # classes of one image
+
+
+def test_a_table_without_paths_names_its_columns(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("image,label\nlost.png,x\n")
+    with pytest.raises(
+        ValueError, match=r"labels\.csv names no images: of its columns \(image, label\) none holds paths"
+    ):
+        source_of(tmp_path / "labels.csv")
 
 
 def test_volumes_without_axes_are_left_to_a_person(tmp_path: Path) -> None:

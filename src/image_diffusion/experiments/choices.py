@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from image_diffusion.core.config.base import dump
 from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.core.resolution import height_width
 from image_diffusion.data.quality.facts import CaptionFacts, Facts
@@ -172,15 +171,11 @@ def choices(
 
 
 def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator[Choice]:
-    source = {key: value for key, value in dump(facts.source).items() if value is not None}
-    if source["type"] == "folder":
-        source.pop("classes")
+    source: dict[str, Any] = {"type": facts.source.type, **facts.source.model_dump(exclude_defaults=True)}
     count = len(facts.per_class)
-    if facts.per_class and not classes_of(facts) and source["type"] == "folder":
-        source["classes"] = "none"
-        reason = (
-            "no classes: one folder" if count == 1 else f"no classes: {count:,} folders with too few images in each"
-        )
+    if facts.per_class and not classes_of(facts):
+        source |= {"label_column": None} if facts.source.type == "table" else {"classes": "none"}
+        reason = "no classes: only one" if count == 1 else f"no classes: {count:,} with too few images in each"
     else:
         limits = sorted({min(facts.per_class, default=0), max(facts.per_class, default=0)})
         reason = f"{count:,} classes of {' to '.join(f'{limit:,}' for limit in limits)}" if count else "no classes"
@@ -203,9 +198,9 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
     if facts.transparent:
         yield Choice("background", [255, 255, 255], "white, as all images have an alpha channel")
     if facts.deep:
-        yield Choice("range", "file", "some images have 16 bits, of which 65,535 is taken as white")
+        yield Choice("range", "file", "65,535 is white in pictures of 16 bits")
     if facts.several_pages:
-        yield Choice("pages", "first", "some files hold several pages")
+        yield Choice("pages", "first", "the first page of files that hold several")
     yield Choice(
         "validation_fraction", _held_out(facts), "held out: the floor of the metrics, and the loss on unseen images"
     )
@@ -373,7 +368,8 @@ def images_in_words(facts: Facts) -> str:
     """Return the images in words."""
     pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
     kind = f"arrays of {facts.dtype} with {facts.channels} channels" if facts.dtype else pictures
-    classes = f"{len(facts.per_class):,} classes" if facts.per_class else "no classes"
+    count = len(facts.per_class)
+    classes = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
     low, high = facts.aspect
     shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
     captions = ", captions" if captions_of(facts) else ""

@@ -347,7 +347,7 @@ def leaks_from_validation(
     places in the data set.
 
     folder, layout: where the crops lie, and how. processes: how many threads compare. Where the images are too alike to
-    distinguish, a message says so, and the list is empty.
+    distinguish, or none would stay held out, a message says so, and the list is empty.
     """
     if not validation_fraction:
         return []
@@ -371,4 +371,9 @@ def leaks_from_validation(
         for group in alike
         for linked in pairwise(group)
     ]
-    return straddling([*same, *((a, b) for a, b, _ in pairs)], held_out)
+    leaks = straddling([*same, *((a, b) for a, b, _ in pairs)], held_out)
+    if held_out and len(leaks) == len(held_out):
+        reason = f"each of {len(held_out):,} held-out images has a near duplicate that is trained on: all stay held out"
+        print(f"crop: {reason}.", file=sys.stderr)
+        return []
+    return leaks

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.sources.archives.zip import ZipArchive
 from image_diffusion.data.sources.base import Item
 from image_diffusion.data.sources.folder import Folder
-from image_diffusion.data.sources.table import Table
+from image_diffusion.data.sources.table import Table, read_columns
 
 T = TypeVar("T")
 
@@ -27,14 +27,17 @@ Images = Folder | Table | ZipArchive
 """Sources that a path names."""
 READ = 64
 """Images that are read. Their shares have a standard error of about six percent."""
-_METADATA = ("metadata.csv", "metadata.jsonl")
 _TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+_LABELS = ("label", "class", "category")
+_CAPTIONS = ("caption", "text")
+"""Names that columns of classes and of captions usually have."""
+_PAGED = frozenset({".tif", ".tiff"})
+_DEEP = _PAGED | {".png", ".pgm", ".ppm", ".pnm", ".jp2", ".j2k"}
+"""Endings of pictures that may have several pages, and 16 bits."""
 _TYPES: dict[str, DType] = {"bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16"}
 """Type of the crops by that of the numbers in a file; of all others float32."""
-
-
 _PROMPTS = 1000
-"""CaptionFacts that are kept as prompts."""
+"""Captions that are kept as prompts."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Facts:
     classes. short_side: in pixels, at least that of nine in ten images. aspect: width over height, of the tenth and the
     ninetieth of a hundred images. channels: 1 for grey pictures, however they are stored. names: of the channels of
     arrays. dtype: of arrays; None for pictures. transparent: True if every picture has an alpha channel. several_pages:
-    True if a file has more pages than one. deep: True if pictures of 8 and of 16 bits are mixed, or colours have 16
-    bits. captions: None without any. notices: lines of the source.
+    True if a file has more pages than one, or is of a format that may. deep: the same of pictures that have 16 bits.
+    captions: None without any. notices: lines of the source.
     """
 
     source: Images
@@ -80,19 +83,59 @@ class Facts:
 
 
 def source_of(path: Path) -> Images:
-    """Return the source that reads a folder, a table of paths or a zip. Raises ValueError where there is neither."""
+    """Return the source that reads a folder, a table of paths or a zip. Raises ValueError where there is neither.
+
+    A folder is read by the one table in it that names images with their classes or captions, if there is one.
+    """
     if not path.exists():
         raise ValueError(f"{path} does not exist. Give the folder that holds the images.")
     where = str(path.resolve())
     if path.is_dir():
-        return Folder(path=where)
+        return _table_in(path) or Folder(path=where)
     if path.suffix == ".zip":
         return ZipArchive(path=where)
     if path.suffix not in _TABLES:
         raise ValueError(f"{path} is no folder of images. Give a folder, a zip, or a table ({', '.join(_TABLES)}).")
-    if path.name in _METADATA:
-        return Table(path=where, path_column="file_name", label_column=None)
-    return Table(path=where)
+    table, columns = _read_table(path)
+    if table is None:
+        raise ValueError(
+            f"{path} names no images: of its columns ({', '.join(columns)}) none holds paths of files, which begin in "
+            f"{path.parent}."
+        )
+    return table
+
+
+def _table_in(folder: Path) -> Table | None:
+    """Return the table in a folder that names images with their classes or captions; None unless there is just one."""
+    found = []
+    for path in sorted(path for path in folder.iterdir() if path.name.endswith(_TABLES)):
+        with suppress(ValueError):  # no table
+            table, columns = _read_table(path)
+            if table is not None and not columns.isdisjoint((*_LABELS, *_CAPTIONS)):
+                found.append(table)
+    return found[0] if len(found) == 1 else None
+
+
+def _read_table(path: Path) -> tuple[Table | None, Set[str]]:
+    """Return the source that reads a table, and the names of its columns.
+
+    The paths are in the first column whose cells name files, and the classes in one of a usual name; None where no
+    column names files. Raises ValueError for a file that is no table.
+    """
+    columns = read_columns(path)
+    for name, cells in columns.items():
+        some = spread(cells, READ)
+        if 2 * sum(_is_file(path.parent / cell) for cell in some) > len(some):
+            label = next((label for label in _LABELS if label in columns and label != name), None)
+            return Table(path=str(path.resolve()), path_column=name, label_column=label), columns.keys()
+    return None, columns.keys()
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a text too long for a path, or with a null character
+        return False
 
 
 def spread(values: Sequence[T], count: int) -> list[T]:
@@ -119,12 +162,13 @@ def look(source: Images) -> Facts:
         name="images", source=source, resolution=32, background=(255, 255, 255), range="file", pages="first"
     )
     crops, reasons = _read(source, items, reading)
+    endings = {PurePosixPath(item.name).suffix.lower() for item in listing.items}
     are_pictures = not all(crop.mode in WIDE for crop in crops)  # grey of 16 bits keeps them as an array
     if are_pictures and len(crops) > len(items) / 2:
-        return Facts(**common, **_of_pictures(crops))
+        return Facts(**common, **_of_pictures(crops, endings))
     stacks = _stacks(source, items, reading.model_copy(update={"dtype": "float32"}))
     if are_pictures and len(crops) >= len(stacks):
-        return Facts(**common, **_of_pictures(crops))
+        return Facts(**common, **_of_pictures(crops, endings))
     if not stacks:
         reason, _ = Counter(reasons).most_common(1)[0] if reasons else ("no files", 0)
         raise ValueError(
@@ -136,7 +180,7 @@ def look(source: Images) -> Facts:
 
 def _captions(source: Images) -> CaptionFacts | None:
     """Describe the captions beside the images, or in a column of one of the usual names; None if there are none."""
-    for column in ("caption", "text"):
+    for column in _CAPTIONS:
         with suppress(ValueError):  # from a source without captions
             if not (captions := [*source.captions_beside((column,)).values()]):
                 return None
@@ -174,14 +218,17 @@ def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[S
     return stacks
 
 
-def _of_pictures(crops: Sequence[Crop]) -> dict[str, Any]:
+def _of_pictures(crops: Sequence[Crop], endings: Set[str]) -> dict[str, Any]:
+    """Describe pictures. endings: of all files, since one of 16 bits, or of several pages, would stop the crops, read
+    here or not."""
     is_grey = all((pixels == pixels[:1]).all() for crop in crops for pixels in crop.crops)
     return {
         **_sizes([crop.size for crop in crops]),
         "channels": 1 if is_grey else 3,
         "transparent": all("alpha" in crop.flags for crop in crops),
-        "several_pages": any("first_frame" in crop.flags and crop.format == "TIFF" for crop in crops),
-        "deep": any("16bit" in crop.flags for crop in crops),
+        "several_pages": not endings.isdisjoint(_PAGED)
+        or any("first_frame" in crop.flags and crop.format == "TIFF" for crop in crops),
+        "deep": not endings.isdisjoint(_DEEP) or any("16bit" in crop.flags for crop in crops),
     }
 
 
