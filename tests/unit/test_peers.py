@@ -82,6 +82,18 @@ def test_the_page_of_the_repository_has_every_table_and_peer() -> None:
         assert sorted(heads) == sorted(["image-diffusion", *table.peers])
 
 
+def test_the_readme_has_the_best_peer_of_each_table() -> None:
+    page = (ROOT / "docs" / "peers.md").read_text()
+    best = []
+    for title, part in re.findall(r"^## (.*)\n([\s\S]*?)(?=^## |\Z)", page, re.MULTILINE):
+        rows = [(row[0].split(":")[0], row[-1].split("**")[1]) for row in rows_of(part) if row[-1] != "1"]
+        best.append([title, *min(rows, key=lambda row: float(row[1]))])
+    readme = (ROOT / "README.md").read_text().split("## Beside other projects\n")[1].split("\n## ")[0]
+    assert rows_of(readme) == best
+    date = re.search(r"by `make peers` on (.*?):", page)
+    assert date is not None and date[1] in " ".join(readme.split())
+
+
 @pytest.mark.slow
 def test_readers_give_every_sample_once_and_go_on_in_the_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
