@@ -203,7 +203,8 @@ TABLES = (
         "A training step",
         """A DiT of the demo's size (4 blocks, width 128, 4 heads, patch 2, latents of 4 x 8 x 8, 1,000 classes), batch
         32, float32: forward, backward, clipping, optimizer and moving average, as each project's own loop does them.
-        The peers train diffusers' `DiTTransformer2DModel` of the same sizes.""",
+        The peers train diffusers' `DiTTransformer2DModel` of the same sizes. DiT's own code is no package, so its loop
+        is not here: a step of it took 1.14 times as long as ours (`bench_train.py`).""",
         "training",
         {
             "diffusers": "the loop of `train_unconditional`",
