@@ -5,7 +5,7 @@
 Twelve trainings of one seed: three learning rates of AdamW and of Muon, each with a network that predicts x0 or the
 velocity. All have the CPU seconds that the proposed steps take on one core. Prints the Fréchet distance between 1,000
 samples and the training images, in the features of the classifier that the stage `detect` trains. Without --images,
-the bundled digits. Images with captions are refused: the samples have classes at most.
+the bundled digits. Images with captions or masks are refused: the samples have classes at most.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
         images = arguments.images or digits(folder / "digits")
         raw: dict[str, Any] = from_text(propose_for(images.resolve(), arguments.budget, 1).text)
         if "pairs" in raw:
-            parser.error(f"{images} has captions. Give images without.")
+            parser.error(f"{images} has captions or masks. Give images without.")
         raw["train"]["weights"] = "ema"
         table(raw, prepared(folder, NAME, raw, None), arguments.cpu_seconds)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from PIL import Image
 
 from image_diffusion.core.config.yaml12 import from_text
 from image_diffusion.data.quality.facts import CaptionFacts, Facts, look, source_of
+from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import Table
 from image_diffusion.experiments.choices import (
@@ -223,6 +225,49 @@ def test_captions_of_nearly_all_images_are_the_condition() -> None:
     assert not proposal.warnings and "10 classes, captions, 64 pixels" in proposal.text.replace("\n# ", " ")
 
 
+MASKS = MaskFacts("cells/masks", 480, (0, 255))
+
+
+def test_masks_of_nearly_all_images_are_the_condition() -> None:
+    proposal, experiment = proposed(replace(FEW, masks=MASKS), "10min")
+    raw = from_text(proposal.text)
+    assert raw["pairs"] == {"type": "images", "path": MASKS.path, "labels": {"value_0": 0, "value_255": 255}}
+    assert raw["system"]["condition"] == [{"type": "label"}, {"type": "image", "from": "pairs"}]
+    assert "augment" not in raw["train"] and raw["train"]["weights"] == "best"  # an augmentation moves no masks
+    assert experiment.system.objective.label_drop_probability == 0.1  # type: ignore[union-attr]
+    assert "10 classes, masks of 2 labels, 64 pixels" in proposal.text.replace("\n# ", " ")
+    without = from_text(proposed(replace(FEW, masks=MASKS, per_class=()), "10min")[0].text)
+    assert without["system"]["condition"] == {"type": "image", "from": "pairs"}
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ((0, 1, 2), 3),
+        (((0, 0, 0), (255, 0, 16)), {"colour_000000": [0, 0, 0], "colour_ff0010": [255, 0, 16]}),
+    ],
+)
+def test_labels_are_named_by_their_values(values: tuple[Any, ...], labels: object) -> None:
+    assert (
+        from_text(proposed(replace(FEW, masks=replace(MASKS, values=values)), "10min")[0].text)["pairs"]["labels"]
+        == labels
+    )
+
+
+def test_the_time_of_comparing_masks_is_in_the_forecast() -> None:
+    facts = replace(FEW, masks=MASKS)
+    speed = at(4e10)
+    slow = propose(facts, "images", CPU, "10min", lambda experiment: replace(speed(experiment), mask_s=0.01))
+    fast = propose(facts, "images", CPU, "10min", speed)
+    assert slow.steps < fast.steps and 0.9 < slow.total_s / 600 < 1
+
+
+def test_masks_of_some_images_are_a_warning() -> None:
+    proposal, experiment = proposed(replace(FEW, masks=replace(MASKS, count=400)), "10min")
+    assert "400 images have a mask. Masks of pictures are used if" in proposal.warnings[1]
+    assert not experiment.pair_sets
+
+
 def test_captions_of_some_images_and_notices_are_warnings() -> None:
     facts = replace(MANY, captions=replace(CAPTIONS, count=17_000), notices=("metadata.csv is not read",))
     proposal, experiment = proposed(facts, "10min")
@@ -377,6 +422,47 @@ def test_damaged_files_make_no_arrays_of_pictures(tmp_path: Path) -> None:
     assert (facts.dtype, facts.channels, facts.num_images) == (None, 3, 18)
 
 
+def masks(folder: Path, images: Path, *values: object) -> None:
+    for path in images.rglob("*.png"):
+        mask = folder / path.relative_to(images)
+        mask.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.array([values[(i // 4) % len(values)] for i in range(16 * 16)], np.uint8)
+        Image.fromarray(pixels.reshape(16, 16, *pixels.shape[1:])).save(mask)
+
+
+def test_masks_next_to_the_images_are_found(tmp_path: Path) -> None:
+    pictures(tmp_path / "cells" / "photos", "RGB", (16, 16))
+    masks(tmp_path / "cells" / "Masks", tmp_path / "cells" / "photos", 0, 7)
+    (tmp_path / "cells" / "Masks" / "a" / "0.png").unlink()
+    (tmp_path / "cells" / "Masks" / "b" / "1.png").write_bytes(b"damaged")
+    facts = look(source_of(tmp_path / "cells"))
+    assert facts.source == Folder(path=str(tmp_path / "cells" / "photos")) and facts.per_class == (4, 4)
+    assert facts.masks == MaskFacts(str(tmp_path / "cells" / "Masks"), 7, (0, 7))
+    assert look(source_of(tmp_path / "cells" / "photos")) == facts
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (((9, 0, 0), (0, 0, 0), (0, 9, 0)), ((0, 0, 0), (0, 9, 0), (9, 0, 0))),
+        (range(40), None),  # a picture
+        ((5,), None),
+    ],
+)
+def test_masks_have_a_few_values(values: Any, found: object, tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16))
+    masks(tmp_path / "masks", tmp_path / "images", *values)
+    facts = look(source_of(tmp_path))
+    assert (facts.masks and facts.masks.values) == found
+
+
+def test_images_and_other_folders_are_classes(tmp_path: Path) -> None:
+    pictures(tmp_path / "cat", "RGB", (16, 16))
+    pictures(tmp_path / "dog", "RGB", (16, 16))
+    masks(tmp_path / "masks", tmp_path / "cat", 0, 1)
+    assert source_of(tmp_path) == Folder(path=str(tmp_path))
+
+
 def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
     pictures(tmp_path / "images", "RGB", (16, 16), 4)
     (tmp_path / "labels.csv").write_text("path,label\nimages/a/0.png,x\nimages/b/1.png,y\n")
@@ -494,6 +580,16 @@ def test_captions_are_measured_and_their_prompts_written(tmp_path: Path) -> None
     assert len(prompts) == 38 and prompts[0].endswith("of noise")
     experiment = load_experiment(tmp_path / "new/config/experiments/mine.yaml")
     assert [pairs.kind for pairs in experiment.pair_sets] == ["captions"]
+
+
+@pytest.mark.slow
+def test_masks_are_measured(tmp_path: Path) -> None:
+    pictures(tmp_path / "cells" / "images", "RGB", (16, 16), 40)
+    masks(tmp_path / "cells" / "masks", tmp_path / "cells" / "images", 0, 255)
+    done = initialised(tmp_path, "new", "--data", "cells", "--budget", "1h", "--cores", "1")
+    assert done.returncode == 0, done.stderr
+    experiment = load_experiment(tmp_path / "new/config/experiments/mine.yaml")
+    assert [pairs.kind for pairs in experiment.pair_sets] == ["images"] and experiment.data.name == "cells"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from image_diffusion.data.crop.stored import WIDE
 Value = int | tuple[int, int, int]
 """Number in a file that stands for a label, or a colour (red, green, blue)."""
 
+_NUMBERED = ("1", "L", "P", *WIDE)
 _SHOWN = 5
 
 
@@ -41,13 +42,21 @@ class LabelDecoder:
         return Image.frombytes("P", image.size, numbers.tobytes()), set(), []
 
 
+def label_values(image: Image.Image) -> list[Value]:
+    """Return the values of the pixels of an image, sorted: grey values, numbers of a palette, or else colours. Raises
+    BadImage for numbers that are not whole."""
+    are_colours = image.mode not in _NUMBERED
+    codes = np.unique(_codes(image, are_colours)).tolist()
+    return [_colour(code) for code in codes] if are_colours else codes
+
+
 def _codes(image: Image.Image, are_colours: bool) -> NDArray[np.int64]:
     """Return a number for each pixel: of an index, of a grey value, or of a colour. Raises BadImage."""
     if are_colours:
         red, green, blue = np.asarray(image.convert("RGB"), dtype=np.int64).transpose(2, 0, 1)
         codes: NDArray[np.int64] = red << 16 | green << 8 | blue
         return codes
-    if image.mode not in ("1", "L", "P", *WIDE) or image.mode == "F":
+    if image.mode not in _NUMBERED or image.mode == "F":
         raise BadImage(
             f"pixels of mode {image.mode}, where pairs.labels expects grey values or the numbers of a palette"
         )

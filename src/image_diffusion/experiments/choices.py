@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.core.resolution import height_width
+from image_diffusion.data.labels import Value
 from image_diffusion.data.quality.facts import CaptionFacts, Facts
+from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
 
 _LEAST_PER_CLASS = 8
@@ -54,14 +56,15 @@ class Machine:
 @dataclass(frozen=True)
 class Speed:
     """Measured seconds. step_s: of a step of the training; pass_s: of one image in a pass of the network; crop_s: of
-    one image file; detector_s: of one example of the detector's training. memory_gib: of the training; seconds are 0
-    where that does not fit into the machine."""
+    one image file; detector_s: of one example of the detector's training; mask_s: of one of the segmenter's, which
+    compares masks. memory_gib: of the training; seconds are 0 where that does not fit into the machine."""
 
     step_s: float
     pass_s: float
     crop_s: float
     detector_s: float
     memory_gib: float
+    mask_s: float = 0.0
 
 
 class Design(NamedTuple):
@@ -147,16 +150,23 @@ def captions_of(facts: Facts) -> CaptionFacts | None:
     return facts.captions if facts.captions is not None and facts.captions.count >= 0.9 * facts.num_images else None
 
 
+def masks_of(facts: Facts) -> MaskFacts | None:
+    """Return the masks of pictures; None where fewer than nine in ten images have one, and beside captions."""
+    masks = facts.masks if facts.dtype is None and captions_of(facts) is None else None
+    return masks if masks is not None and masks.count >= 0.9 * facts.num_images else None
+
+
 def choices(
     request: Request, design: Design, steps: int, num_samples: int, speed: Speed | None = None
 ) -> dict[str, list[Choice]]:
     """Return the choices by section. speed: unset where it is not measured yet."""
     facts, machine = request.facts, request.machine
-    captions = captions_of(facts)
+    captions, masks = captions_of(facts), masks_of(facts)
     prompts = [] if captions is None else [Choice("prompts", [*captions.prompts[:_SHOWN]], "some of the captions")]
     return {
         "data": [*_data(facts, request.name, machine, design)],
-        **({} if captions is None else {"pairs": [*_pairs(captions)]}),
+        **({} if captions is None else {"pairs": [*_captions(captions)]}),
+        **({} if masks is None else {"pairs": [*_masks(masks)]}),
         "system": [*_system(facts, machine, design)],
         "train": [*_train(facts, machine, design, steps)],
         "preview": [
@@ -207,7 +217,7 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
     yield Choice("num_shards", 4 if facts.num_images < 10_000 else 16, "")
 
 
-def _pairs(captions: CaptionFacts) -> Iterator[Choice]:
+def _captions(captions: CaptionFacts) -> Iterator[Choice]:
     source: dict[str, Any] = {"type": "beside"} | ({} if captions.column == "caption" else {"column": captions.column})
     number = "a caption" if captions.per_image < 2 else f"{captions.per_image} captions"
     yield Choice("type", "captions", "")
@@ -220,6 +230,19 @@ def _pairs(captions: CaptionFacts) -> Iterator[Choice]:
     yield Choice("num_captions", min(4, captions.per_image), "")
 
 
+def _masks(masks: MaskFacts) -> Iterator[Choice]:
+    yield Choice("type", "images", "")
+    yield Choice("path", masks.path, f"{masks.count:,} images have a mask")
+    labels: int | dict[str, Any] = len(masks.values)
+    if masks.values != (*range(len(masks.values)),):
+        labels = {_label_name(value): value if isinstance(value, int) else [*value] for value in masks.values}
+    yield Choice("labels", labels, "the values in the masks; you can rename the labels")
+
+
+def _label_name(value: Value) -> str:
+    return f"value_{value}" if isinstance(value, int) else f"colour_{bytes(value).hex()}"
+
+
 def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
     patch = min(height_width(resolution_of(facts, machine, design.grid))) // design.grid
     numbers = patch**2 * facts.channels
@@ -230,12 +253,16 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
     }  # fmt: skip
     if numbers > design.width:
         network["patch_bottleneck"] = min(128, design.width // 2)
-    captions = captions_of(facts)
+    captions, masks = captions_of(facts), masks_of(facts)
     if classes_of(facts) and captions is None and design.width < 384:
         network["label_init_std"] = 0.5
     yield Choice("type", "dit", "on pixels: latents need the weights of a published autoencoder, as codec")
     if captions is not None:
         yield Choice("condition", {"type": "text"}, "the captions")
+    if masks is not None:
+        image = {"type": "image", "from": "pairs"}
+        classes = bool(classes_of(facts))
+        yield Choice("condition", [{"type": "label"}, image] if classes else image, "the masks")
     yield Choice(
         "network",
         network,
@@ -247,7 +274,7 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
         "objective",
         {
             "type": "flow_matching", "prediction": prediction, "loss": "velocity",
-            "label_drop_probability": 0.1 if classes_of(facts) or captions else 0.0,
+            "label_drop_probability": 0.1 if classes_of(facts) or captions or masks else 0.0,
         },
         f"the velocity where a patch has fewer than half as many numbers as the network has channels, else x0: "
         f"{numbers:,} and {design.width:,} (docs/choosing.md)",
@@ -275,12 +302,9 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
         "a half-life of a twentieth of the steps (EDM: Karras et al. 2022), at most DiT's 0.9999",
     )
     yield Choice("flip_probability", 0.5, "0 for images that must not be mirrored, such as text")
-    if passes < MANY_PASSES:
-        yield Choice(
-            "augment", {"probability": 0}, "mirroring alone, as a condition of the network, so that samples show none"
-        )
-    else:
-        yield Choice("augment", {}, f"more than {MANY_PASSES} passes: that of EDM, which samples do not show")
+    if masks_of(facts) is None:  # which augmentation does not move
+        yield _augment(passes)
+    if passes >= MANY_PASSES:
         yield Choice("weights", "best", "those of the smallest loss on held-out images, before images are learnt")
     yield Choice("validate_every_steps", max(1, math.ceil(steps / VALIDATIONS)), "")
     yield Choice("validation_samples", CHECKED, "")
@@ -292,6 +316,13 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
         yield Choice("precision", "bf16", "")
         if steps > 20_000:
             yield Choice("compile", True, "takes a minute at the start")
+
+
+def _augment(passes: float) -> Choice:
+    if passes < MANY_PASSES:
+        reason = "mirroring alone, as a condition of the network, so that samples show none"
+        return Choice("augment", {"probability": 0}, reason)
+    return Choice("augment", {}, f"more than {MANY_PASSES} passes: that of EDM, which samples do not show")
 
 
 def _optimizer(design: Design) -> Choice:
@@ -311,6 +342,8 @@ def _sample(facts: Facts, machine: Machine, num_samples: int) -> Iterator[Choice
     if captions_of(facts) is not None:
         yield Choice("prompts", PROMPTS, "captions of images that are spread over the set")
         yield Choice("guidance", {"guidance_scale": 2.0}, "as text_demo; docs/sweep.md finds the best")
+    elif masks_of(facts) is not None:
+        yield Choice("guidance", {"guidance_scale": 2.5}, "as mask_demo; docs/sweep.md finds the best")
     elif classes_of(facts):
         yield Choice("guidance", {"guidance_scale": 1.5}, "as cells_demo; docs/sweep.md finds the best")
     yield Choice("batch_size", 100, "")
@@ -361,6 +394,8 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
         )
     if facts.captions is not None and captions_of(facts) is None:
         yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
+    if facts.masks is not None and masks_of(facts) is None:
+        yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."
     yield from facts.notices
 
 
@@ -373,7 +408,8 @@ def images_in_words(facts: Facts) -> str:
     low, high = facts.aspect
     shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
     captions = ", captions" if captions_of(facts) else ""
-    return f"{facts.num_images:,} {kind}, {classes}{captions}, {facts.short_side} pixels, {shape}"
+    masks = "" if (found := masks_of(facts)) is None else f", masks of {len(found.values)} labels"
+    return f"{facts.num_images:,} {kind}, {classes}{captions}{masks}, {facts.short_side} pixels, {shape}"
 
 
 def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:

@@ -35,6 +35,8 @@ from image_diffusion.experiments.choices import (
     warnings_of,
 )
 from image_diffusion.experiments.experiment import Experiment
+from image_diffusion.metrics.images.segmentation import MOST_HELD_OUT
+from image_diffusion.metrics.images.segmentation import TRAINING as MASKS
 
 LEAST_IMAGES = 30
 """Fewer images leave too few that are held out for any metric."""
@@ -239,6 +241,8 @@ def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
     examples = min(most, max(least, passes * (facts.num_images - held_out)))
     forward_s = speed.detector_s / 3  # a backward pass takes twice the operations of the forward pass
     seen = facts.num_images + 8 * min(5000.0, held_out)  # by the reference; the detector is tested eight times
+    learnt = min(MASKS.most_examples, max(MASKS.least_examples, MASKS.epochs * (facts.num_images - held_out)))
+    compared = 8 * min(MOST_HELD_OUT, held_out) + held_out + experiment.section("sample").num_samples
     sampling = experiment.system.sampling()
     samples, preview = experiment.section("sample"), experiment.section("preview")
     judged_s = _JUDGED * machine.start_s
@@ -251,5 +255,6 @@ def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
         (held_out + min(_MOST_JUDGED, facts.num_images)) * judged_s,
         previews_s,
         VALIDATIONS * min(held_out, CHECKED) * speed.pass_s,
+        speed.mask_s * (learnt + compared / 3),
     )
     return Cost(sum(others), samples.num_samples * per_sample_s, speed.step_s)

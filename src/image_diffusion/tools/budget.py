@@ -17,14 +17,16 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.captions import captions_beside
 from image_diffusion.data.quality.facts import Facts, look, source_of, spread
 from image_diffusion.data.shards.reader import open_shards
-from image_diffusion.data.sources.folder import Folder
-from image_diffusion.experiments.choices import Machine, Speed, captions_of, classes_of
+from image_diffusion.data.sources.folder import Folder, files_in, stem_of
+from image_diffusion.experiments.choices import Machine, Speed, captions_of, classes_of, masks_of
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.experiments.proposal import Proposal, propose, seconds_of
 from image_diffusion.experiments.resolve import embed_stage, write_stages
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+from image_diffusion.metrics.images.segmentation import training_s
 from image_diffusion.stages.embed import embed
 from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.pairs.images import ImageFilePairs
 from image_diffusion.training.forecast.flops import counted
 from image_diffusion.training.forecast.forecast import GIB, Deadline, forecast, memory_limit
 
@@ -66,29 +68,40 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     items = spread(facts.source.listing().items, 2 * experiment.train.global_batch)
     captions = captions_of(facts)
     texts = captions_beside(facts.source, (captions.column,), [item.name for item in items]) if captions else []
+    found = masks_of(facts)
+    masks = {} if found is None else files_in(found.path, "masks")
     for number, item in enumerate(items):
         path = folder / "images" / (f"{item.label}" if classes_of(facts) else "") / f"{number:04}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(facts.source.read(item))
         if captions:
             path.with_suffix(".txt").write_text("\n".join(texts[number]), encoding="utf-8")
+        if (mask := masks.get(stem_of(item.name))) is not None:
+            path = folder / "masks" / path.relative_to(folder / "images")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(mask.read_bytes())
     source = Folder(path=str(folder / "images"), classes="folders" if classes_of(facts) else "none")
     part = {"source": source, "validation_fraction": 0.0, "num_shards": 1, "max_bad_fraction": 0.5}
     data = experiment.data.model_copy(update=part)
     train = experiment.train.model_copy(update={"weights": "ema"})  # which needs no held-out images
-    sample = experiment.model_copy(update={"data": data, "train": train})
+    pairs = experiment.pairs
+    if isinstance(pairs, ImageFilePairs):
+        pairs = pairs.model_copy(update={"path": str(folder / "masks")})
+    sample = experiment.model_copy(update={"data": data, "train": train, "pairs": pairs})
     started = time.perf_counter()
     crop_dataset(data, folder / "crops")
     crop_s = (time.perf_counter() - started) / len(items)
-    for pairs in sample.pair_sets:
-        embed(embed_stage(sample, pairs), folder / "crops", None, folder / pairs.name)
-    manifests = [folder / pairs.name / "manifest.json" for pairs in sample.pair_sets]
+    for each in sample.pair_sets:
+        embed(embed_stage(sample, each), folder / "crops", None, folder / each.name)
+    manifests = [folder / each.name / "manifest.json" for each in sample.pair_sets]
     write_stages("measured", sample, folder)
     training = prepare_training(folder / "measured/config/train.yaml", folder / "crops/manifest.json", None, manifests)
     processes = max(1, machine.gpus)
     peak = counted(training.network, training.task, training.stage.train, processes).peak / GIB
     if peak > machine.memory_gib:
         return Speed(0.0, 0.0, 0.0, 0.0, peak)
+    labels = len(found.values) if found is not None else 0
+    mask_s = training_s(data.num_channels, labels, data.size) if labels else 0.0
     precision = training.stage.system.sampling().precision(experiment.section("sample"))
     cost = forecast(training.build, training.stage.train, processes, 20, [precision], Deadline(_MEASURING_S))
     crops = open_shards(folder / "crops", "all", renders=True)  # as the stage detect
@@ -98,4 +111,4 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     seen = train_detector(crops, None, settings, folder, device)
     tested = 8 * seen["num_held_out"] / 3
     detector_s = (time.perf_counter() - started) / (seen["examples_seen"] + tested)
-    return Speed(cost.step_s, cost.passes_s[precision], crop_s, detector_s, cost.memory_gib)
+    return Speed(cost.step_s, cost.passes_s[precision], crop_s, detector_s, cost.memory_gib, mask_s)

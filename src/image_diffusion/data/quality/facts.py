@@ -16,6 +16,7 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 from image_diffusion.data.crop.stored import WIDE
+from image_diffusion.data.quality.masks import MaskFacts, images_beside_masks, masks_beside
 from image_diffusion.data.sources.archives.zip import ZipArchive
 from image_diffusion.data.sources.base import Item
 from image_diffusion.data.sources.folder import Folder
@@ -64,7 +65,7 @@ class Facts:
     ninetieth of a hundred images. channels: 1 for grey pictures, however they are stored. names: of the channels of
     arrays. dtype: of arrays; None for pictures. transparent: True if every picture has an alpha channel. several_pages:
     True if a file has more pages than one, or is of a format that may. deep: the same of pictures that have 16 bits.
-    captions: None without any. notices: lines of the source.
+    captions, masks: None without any. notices: lines of the source.
     """
 
     source: Images
@@ -79,19 +80,21 @@ class Facts:
     several_pages: bool = False
     deep: bool = False
     captions: CaptionFacts | None = None
+    masks: MaskFacts | None = None
     notices: tuple[str, ...] = ()
 
 
 def source_of(path: Path) -> Images:
     """Return the source that reads a folder, a table of paths or a zip. Raises ValueError where there is neither.
 
-    A folder is read by the one table in it that names images with their classes or captions, if there is one.
+    A folder is read by the one table in it that names images with their classes or captions, if there is one. Of a
+    folder that holds a folder of images and one of masks, the images are read.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist. Give the folder that holds the images.")
     where = str(path.resolve())
     if path.is_dir():
-        return _table_in(path) or Folder(path=where)
+        return _table_in(path) or Folder(path=str(images_beside_masks(path.resolve()) or where))
     if path.suffix == ".zip":
         return ZipArchive(path=where)
     if path.suffix not in _TABLES:
@@ -156,6 +159,9 @@ def look(source: Images) -> Facts:
         "num_images": len(listing.items),
         "per_class": tuple(labels[number] for number in range(len(listing.classes))),
         "captions": _captions(source),
+        "masks": masks_beside(Path(source.path), [item.name for item in listing.items])
+        if isinstance(source, Folder)
+        else None,
         "notices": listing.notices,
     }
     reading = DataConfig(

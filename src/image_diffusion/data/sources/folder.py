@@ -298,3 +298,23 @@ def _why(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return "a link to nothing"
     return (error.strerror or "cannot be read").lower()
+
+
+def files_in(folder: str, key: str) -> dict[str, Path]:
+    """Return the files of a folder by their path within it, without the suffix. key: that names it. Raises ValueError
+    for a folder that is missing or empty, and for two files of one name."""
+    try:
+        listing = Folder(path=folder, classes="none").listing()
+    except ValueError as error:
+        raise ValueError(f"{key}: {str(error).removeprefix('data.source.path: ')}") from None
+    files: dict[str, Path] = {}
+    for item in listing.items:
+        path = Path(folder, str(item.address[0]))
+        if (other := files.setdefault(stem_of(item.name), path)) is not path:
+            raise ValueError(f"{key}: {other} and {path} differ in their suffix alone. Remove one of them.")
+    return files
+
+
+def stem_of(name: str) -> str:
+    """Return the name of an image without its suffix."""
+    return str(PurePosixPath(name).with_suffix(""))

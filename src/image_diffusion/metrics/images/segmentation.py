@@ -5,6 +5,7 @@ bytes on the same machine. Its masks of real held-out images are the floor, whic
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,18 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.resolution import Size
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.classifier import convolved
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, fit
 
-_SIDE = 64
+SIDE = 64
 """Longest side that the segmenter sees, in pixels: larger images and masks are made smaller."""
 _WIDTHS = (16, 32, 48)
 TRAINING = DetectorTraining(epochs=4, least_examples=8_000, most_examples=30_000, stop_accuracy=2)
 """Training of the segmenter."""
 _AT_ONCE = 100
-_MOST_HELD_OUT = 200
+MOST_HELD_OUT = 200
+"""Held-out images on which each round of the training is tested."""
 
 
 class MaskedImages(Protocol):
@@ -91,7 +94,7 @@ class _Task:
     def accuracy(self, network: nn.Module) -> float:
         """Return the mean intersection over union on held-out images."""
         network.eval()
-        rows = np.arange(min(self.held_out.num_samples, _MOST_HELD_OUT))
+        rows = np.arange(min(self.held_out.num_samples, MOST_HELD_OUT))
         images, masks = _reduced(self.held_out, rows)
         return float(intersection_over_union(_labels(network, images), masks, self.num_labels)[0].mean())
 
@@ -126,6 +129,23 @@ def evaluate_masks(
     }
 
 
+def training_s(channels: int, num_labels: int, size: Size) -> float:
+    """Return the seconds that an example of the segmenter's training takes on this machine. size: of the images."""
+    height, width = (max(1, side * SIDE // max(SIDE, *size)) for side in size)
+    images = torch.zeros(TRAINING.batch_size, channels, height, width, device=best_device())
+    answers = torch.zeros(TRAINING.batch_size, height, width, dtype=torch.int64, device=best_device())
+    with torch.random.fork_rng(devices=[]):
+        network = Segmenter(channels, num_labels).to(best_device())
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        loss = F.cross_entropy(network(images)[1], answers)
+        loss.backward()
+        loss.item()  # waits for a GPU
+        seconds.append(time.perf_counter() - started)
+    return min(seconds) / TRAINING.batch_size
+
+
 def intersection_over_union(shown: Tensor, asked: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
     """Return the intersection over union of masks [B, H, W], float64: mean over the labels of either [B], and of each
     label [B, labels], nan where neither has it."""
@@ -158,8 +178,8 @@ def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
     them."""
     pixels, masks = images.gather(rows).float(), images.gather_of("images", rows)
     height, width = pixels.shape[2:]
-    if max(height, width) > _SIDE:
-        size = (max(1, height * _SIDE // max(height, width)), max(1, width * _SIDE // max(height, width)))
+    if max(height, width) > SIDE:
+        size = (max(1, height * SIDE // max(height, width)), max(1, width * SIDE // max(height, width)))
         pixels = F.interpolate(pixels, size, mode="area")
         masks = F.interpolate(masks, size, mode="nearest-exact")
     return pixels, masks[:, 0].long()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,7 +23,7 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import read_image
-from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.folder import files_in, stem_of
 from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 
 _MOST_LABELS = 256
@@ -128,7 +128,7 @@ class ImageFilePairs(BesideCrops):
         if self.path is not None:
             return {stem: partial(read_image, path) for stem, path in files_in(self.path, "pairs.path").items()}
         assert isinstance(source, HasImages)
-        return {_stem(name): read for name, read in source.images_beside().items()}
+        return {stem_of(name): read for name, read in source.images_beside().items()}
 
 
 @runtime_checkable
@@ -138,25 +138,6 @@ class HasImages(Protocol):
     def images_beside(self) -> Mapping[str, Read]:
         """Return the function that reads the image beside each of its images, by the name of that one."""
         ...
-
-
-def files_in(folder: str, key: str) -> dict[str, Path]:
-    """Return the files of a folder by their path within it, without the suffix. key: that names it. Raises ValueError
-    for a folder that is missing or empty, and for two files of one name."""
-    try:
-        listing = Folder(path=folder, classes="none").listing()
-    except ValueError as error:
-        raise ValueError(f"{key}: {str(error).removeprefix('data.source.path: ')}") from None
-    files: dict[str, Path] = {}
-    for item in listing.items:
-        path = Path(folder, str(item.address[0]))
-        if (other := files.setdefault(_stem(item.name), path)) is not path:
-            raise ValueError(f"{key}: {other} and {path} differ in their suffix alone. Remove one of them.")
-    return files
-
-
-def _stem(name: str) -> str:
-    return str(PurePosixPath(name).with_suffix(""))
 
 
 class ImageCropper:
@@ -243,9 +224,9 @@ class PairedImages:
         """Return the crops of a shard, and the sha256 of the image of each; empty where it cannot be read."""
         if self._hashed is None or self._hashed[0] != shard:
             samples = read_record(self._crops, shard).samples
-            hashes = dict.fromkeys(_stem(sample.path) for sample in samples)
+            hashes = dict.fromkeys(stem_of(sample.path) for sample in samples)
             of_each = {stem: self._hash(stem) for stem in hashes}
-            self._hashed = shard, samples, [of_each[_stem(sample.path)] for sample in samples]
+            self._hashed = shard, samples, [of_each[stem_of(sample.path)] for sample in samples]
         return self._hashed
 
     def _hash(self, stem: str) -> str:
@@ -270,7 +251,7 @@ class PairedImages:
 
     def _image(self, sample: Sample, sha256: str) -> NDArray[np.uint8]:
         """Return the image of a crop. Raises BadImage where there is none that fits."""
-        read = self._files.get(_stem(sample.path))
+        read = self._files.get(stem_of(sample.path))
         if read is None:
             raise BadImage("it has no image of its name beside it")
         try:

@@ -22,6 +22,7 @@ from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
+from image_diffusion.data.sources.folder import files_in
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
@@ -29,7 +30,7 @@ from image_diffusion.systems.diffusion.conditions.image_files import read_files
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
-from image_diffusion.systems.pairs.images import ImageCropper, files_in
+from image_diffusion.systems.pairs.images import ImageCropper
 
 _KEY = "sample.small_images"
 

@@ -1,0 +1,83 @@
+"""Masks in a folder next to that of the images: how many images have one, and the values of their labels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from image_diffusion.data.crop.image import quiet_pillow
+from image_diffusion.data.labels import Value, label_values
+from image_diffusion.data.sources.folder import files_in, stem_of
+
+FOLDERS = ("masks", "mask", "labels", "annotations", "segmentations")
+"""Names that a folder of masks usually has."""
+_READ = 2000
+"""Masks that are read."""
+_MOST_LABELS = 32
+"""Different values above which images are no masks, but pictures or masks with soft edges."""
+
+
+@dataclass(frozen=True)
+class MaskFacts:
+    """Facts about the masks of a set of images.
+
+    path: their folder. count: number of images that have one. values: of all labels that were read, sorted: grey
+    values, numbers of a palette, or colours.
+    """
+
+    path: str
+    count: int
+    values: tuple[Value, ...]
+
+
+def images_beside_masks(folder: Path) -> Path | None:
+    """Return the folder of images in a folder that holds just that one and one of masks, by its name; else None."""
+    folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
+    others = [path for path in folders if path.name.lower() not in FOLDERS]
+    return others[0] if len(folders) == 2 and len(others) == 1 else None
+
+
+def masks_beside(images: Path, names: Sequence[str]) -> MaskFacts | None:
+    """Describe the masks in the folder of a usual name next to a folder of images. names: of the images.
+
+    None without such a folder, and where its images have one value, or more than labels usually are.
+    """
+    for folder in sorted(images.parent.iterdir()):
+        if folder.name.lower() in FOLDERS and folder.is_dir() and folder != images:
+            files = _files(folder)
+            found = [files[stem_of(name)] for name in names if stem_of(name) in files]
+            values = _values(found[:: 1 + len(found) // _READ])
+            if 2 <= len(values) <= _MOST_LABELS:
+                return MaskFacts(str(folder), len(found), tuple(values))
+    return None
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    try:
+        return files_in(str(folder), "masks")
+    except ValueError:  # it is empty, or two files have one name
+        return {}
+
+
+def _values(paths: Iterable[Path]) -> list[Value]:
+    """Return the values in some masks, in one form; those of damaged files are left out."""
+    numbers, colours = set[int](), set[tuple[int, int, int]]()
+    with quiet_pillow():
+        for path in paths:
+            try:
+                with Image.open(io.BytesIO(path.read_bytes())) as image:
+                    found = label_values(image)
+            except Exception:  # decoders raise nearly anything when they are fed damaged files
+                continue
+            for value in found:
+                if isinstance(value, int):
+                    numbers.add(value)
+                else:
+                    colours.add(value)
+            if len(numbers) + len(colours) > _MOST_LABELS:
+                break
+    return [*sorted(numbers), *sorted(colours)] if not (numbers and colours) else []
