@@ -74,6 +74,8 @@ def test_masks_of_a_folder_and_numbers_of_a_table_lead_to_images_that_are_judged
     assert all(0 <= entry["value"] <= 1 and entry["floor_n"] for entry in judged)
     assert judged[0]["floor"] > 0.7, "of real images the segmenter finds the masks"
     assert "psnr" not in metrics and (fresh / "results/micro/evaluation/paired.png").is_file()
+    report = (fresh / "results/micro/report/index.html").read_text()
+    assert f"overlap with the requested ones by {judged[0]['value']:.1%}" in report
     assert list((fresh / "results/micro/train/previews").rglob("step-0000002.png"))
     assert fresh.planned() == set()
 

@@ -106,6 +106,11 @@ def comparisons(judged: dict[str, Any] | None) -> Iterator[str]:
                 f"A classifier separates them from real images with an accuracy of {entry['value']:.0%}, where 50% is "
                 f"chance; real held-out images: {entry['floor']:.0%}."
             )
+        elif name == "mask_iou" and entry["floor"] is not None:
+            yield (
+                f"Their masks, as found by a classifier of pixels, overlap with the requested ones by "
+                f"{entry['value']:.1%}; those of real held-out images: {entry['floor']:.1%}."
+            )
         elif name == "copies":
             yield f"{entry['value']:.1%} are nearer to a training image than real images are; expected: 1.0%."
 

@@ -42,7 +42,7 @@ def write_sheets(folder: Path, manifest: Mapping[str, Any], records: Sequence[Sh
 
 
 def contact_sheet(dataset: Shards, path: Path, max_rows: int = 20, columns: int = 12, tile: int = 96) -> None:
-    """Write a sheet of crops as PNG: a row a class with its name and count, or plain rows without classes.
+    """Write a sheet of crops as PNG: a row a class with its name and count, or without classes a square of plain rows.
 
     Shows classes spread evenly over all of them, and of each its first images.
     """
@@ -53,7 +53,7 @@ def contact_sheet(dataset: Shards, path: Path, max_rows: int = 20, columns: int 
             members = np.flatnonzero(dataset.labels == label)
             groups.append((f"{dataset.classes[label]} ({len(members):,})", members[:columns]))
     else:
-        shown = np.arange(min(dataset.num_samples, max_rows * columns))
+        shown = np.arange(min(dataset.num_samples, columns * columns))
         groups = [("", shown[start : start + columns]) for start in range(0, len(shown), columns)]
     rows = [(title, list(dataset.gather(members).numpy())) for title, members in groups]
     _write(_sheet(rows, tile), path)
