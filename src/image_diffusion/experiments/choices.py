@@ -408,7 +408,7 @@ def images_in_words(facts: Facts) -> str:
     low, high = facts.aspect
     shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
     captions = ", captions" if captions_of(facts) else ""
-    masks = "" if (found := masks_of(facts)) is None else f", masks of {len(found.values)} labels"
+    masks = f", masks of {len(facts.masks.values)} labels" if facts.masks is not None and masks_of(facts) else ""
     return f"{facts.num_images:,} {kind}, {classes}{captions}{masks}, {facts.short_side} pixels, {shape}"
 
 

@@ -68,15 +68,15 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     items = spread(facts.source.listing().items, 2 * experiment.train.global_batch)
     captions = captions_of(facts)
     texts = captions_beside(facts.source, (captions.column,), [item.name for item in items]) if captions else []
-    found = masks_of(facts)
-    masks = {} if found is None else files_in(found.path, "masks")
+    masks = masks_of(facts)
+    mask_files = {} if masks is None else files_in(masks.path, "masks")
     for number, item in enumerate(items):
         path = folder / "images" / (f"{item.label}" if classes_of(facts) else "") / f"{number:04}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(facts.source.read(item))
         if captions:
             path.with_suffix(".txt").write_text("\n".join(texts[number]), encoding="utf-8")
-        if (mask := masks.get(stem_of(item.name))) is not None:
+        if (mask := mask_files.get(stem_of(item.name))) is not None:
             path = folder / "masks" / path.relative_to(folder / "images")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(mask.read_bytes())
@@ -91,16 +91,16 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     started = time.perf_counter()
     crop_dataset(data, folder / "crops")
     crop_s = (time.perf_counter() - started) / len(items)
-    for each in sample.pair_sets:
-        embed(embed_stage(sample, each), folder / "crops", None, folder / each.name)
-    manifests = [folder / each.name / "manifest.json" for each in sample.pair_sets]
+    for pair_set in sample.pair_sets:
+        embed(embed_stage(sample, pair_set), folder / "crops", None, folder / pair_set.name)
+    manifests = [folder / pair_set.name / "manifest.json" for pair_set in sample.pair_sets]
     write_stages("measured", sample, folder)
     training = prepare_training(folder / "measured/config/train.yaml", folder / "crops/manifest.json", None, manifests)
     processes = max(1, machine.gpus)
     peak = counted(training.network, training.task, training.stage.train, processes).peak / GIB
     if peak > machine.memory_gib:
         return Speed(0.0, 0.0, 0.0, 0.0, peak)
-    labels = len(found.values) if found is not None else 0
+    labels = 0 if masks is None else len(masks.values)
     mask_s = training_s(data.num_channels, labels, data.size) if labels else 0.0
     precision = training.stage.system.sampling().precision(experiment.section("sample"))
     cost = forecast(training.build, training.stage.train, processes, 20, [precision], Deadline(_MEASURING_S))

@@ -110,13 +110,13 @@ def source_of(path: Path) -> Images:
 
 def _table_in(folder: Path) -> Table | None:
     """Return the table in a folder that names images with their classes or captions; None unless there is just one."""
-    found = []
+    tables = []
     for path in sorted(path for path in folder.iterdir() if path.name.endswith(_TABLES)):
         with suppress(ValueError):  # no table
             table, columns = _read_table(path)
             if table is not None and not columns.isdisjoint((*_LABELS, *_CAPTIONS)):
-                found.append(table)
-    return found[0] if len(found) == 1 else None
+                tables.append(table)
+    return tables[0] if len(tables) == 1 else None
 
 
 def _read_table(path: Path) -> tuple[Table | None, Set[str]]:

@@ -49,10 +49,10 @@ def masks_beside(images: Path, names: Sequence[str]) -> MaskFacts | None:
     for folder in sorted(images.parent.iterdir()):
         if folder.name.lower() in FOLDERS and folder.is_dir() and folder != images:
             files = _files(folder)
-            found = [files[stem_of(name)] for name in names if stem_of(name) in files]
-            values = _values(found[:: 1 + len(found) // _READ])
+            masks = [files[stem_of(name)] for name in names if stem_of(name) in files]
+            values = _values(masks[:: 1 + len(masks) // _READ])
             if 2 <= len(values) <= _MOST_LABELS:
-                return MaskFacts(str(folder), len(found), tuple(values))
+                return MaskFacts(str(folder), len(masks), tuple(values))
     return None
 
 
@@ -70,10 +70,10 @@ def _values(paths: Iterable[Path]) -> list[Value]:
         for path in paths:
             try:
                 with Image.open(io.BytesIO(path.read_bytes())) as image:
-                    found = label_values(image)
+                    values = label_values(image)
             except Exception:  # decoders raise nearly anything when they are fed damaged files
                 continue
-            for value in found:
+            for value in values:
                 if isinstance(value, int):
                     numbers.add(value)
                 else:
