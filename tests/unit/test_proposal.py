@@ -197,8 +197,11 @@ def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: 
 
 
 def test_few_images_are_augmented_and_watched() -> None:
-    few, experiment = proposed(FEW, "10min")
+    _, experiment = proposed(replace(FEW, num_images=250), "10min")
     assert experiment.train.augment is not None and experiment.train.augment.probability > 0
+    assert experiment.train.weights == "best"
+    few, experiment = proposed(FEW, "10min")  # half as many passes
+    assert experiment.train.augment is not None and experiment.train.augment.probability == 0
     assert experiment.train.weights == "best"
     assert any("500 images are few" in sentence for sentence in few.warnings) and "# Warning: 500 images" in few.text
     many, experiment = proposed(MANY, "10min")

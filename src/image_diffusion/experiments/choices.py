@@ -23,9 +23,9 @@ _LEAST_PER_CLASS = 8
 """Classes of fewer images than this, in the median, are no classes to learn."""
 _FEW = 5_000
 """Images below which a user is warned of copies: five times as many as the samples that are compared with them."""
-MANY_PASSES = 100
-"""Passes over the images from which on copies are guarded against. CIFAR-10 is trained for 4,000 with augmentation
-(Karras et al. 2022, table 7)."""
+_WATCHED_PASSES, AUGMENTED_PASSES = 100, 400
+"""Passes over the images from which on the best weights are kept, and from which on images are augmented: with 336 and
+with 500 images, fewer passes gave a lower distance without (docs/choosing.md)."""
 _SIDES = (16, 32, 48, 64, 96, 128, 192, 256)  # multiples of the largest grid
 _ENLARGED = 1.25
 """Largest factor by which images are enlarged, so that 28 pixels become 32."""
@@ -304,7 +304,7 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
     yield Choice("flip_probability", 0.5, "0 for images that must not be mirrored, such as text")
     if masks_of(facts) is None:  # which augmentation does not move
         yield _augment(passes)
-    if passes >= MANY_PASSES:
+    if passes >= _WATCHED_PASSES:
         yield Choice("weights", "best", "those of the smallest loss on held-out images, before images are learnt")
     yield Choice("validate_every_steps", max(1, math.ceil(steps / VALIDATIONS)), "")
     yield Choice("validation_samples", CHECKED, "")
@@ -319,10 +319,10 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
 
 
 def _augment(passes: float) -> Choice:
-    if passes < MANY_PASSES:
+    if passes < AUGMENTED_PASSES:
         reason = "mirroring alone, as a condition of the network, so that samples show none"
         return Choice("augment", {"probability": 0}, reason)
-    return Choice("augment", {}, f"more than {MANY_PASSES} passes: that of EDM, which samples do not show")
+    return Choice("augment", {}, f"{AUGMENTED_PASSES} passes or more: that of EDM, which samples do not show")
 
 
 def _optimizer(design: Design) -> Choice:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from image_diffusion.core.durations import duration
 from image_diffusion.data.quality.facts import Facts
 from image_diffusion.experiments.choices import (
+    AUGMENTED_PASSES,
     CHECKED,
     DESIGNS,
-    MANY_PASSES,
     PREVIEWS,
     PROMPTS,
     VALIDATIONS,
@@ -191,7 +191,7 @@ def _speed(request: Request, design: Design, least: int, measure: Measure) -> Sp
         return speed
     cost = _cost(request, design, least, _LEAST_SAMPLES, speed)
     steps = affordable(request, cost, cost.step_s)
-    is_augmented = [passes_of(request.facts, design, number) >= MANY_PASSES for number in (least, steps)]
+    is_augmented = [passes_of(request.facts, design, number) >= AUGMENTED_PASSES for number in (least, steps)]
     return at(steps) if is_augmented == [False, True] else speed
 
 
