@@ -191,6 +191,7 @@ def measured(experiment: Experiment, inputs: Prepared, images: int, judge: Class
         with torch.no_grad():
             seen = judge(torch.cat([generator(some, of) for some, of in parts]))
         return {
+            "parameters": sum(each.numel() for each in model.network.parameters()),
             "steps": model.step,
             "images_seen": model.examples_seen,
             "cpu_s": round(cpu_s, 1),

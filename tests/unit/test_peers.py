@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "tests" / "bench" / "peers"
@@ -92,6 +94,26 @@ def test_the_readme_has_the_best_peer_of_each_table() -> None:
     assert rows_of(readme) == best
     date = re.search(r"by `make peers` on (.*?):", page)
     assert date is not None and date[1] in " ".join(readme.split())
+
+
+def test_a_round_of_whole_trainings_is_a_seed_without_one_to_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "whole.py").write_text("import json, sys; print(json.dumps({'cpu_s': float(sys.argv[-1])}))")
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    table = run.Table("Things", "Text.", "whole", {"other": ""}, {"cpu_s": run.Measure("CPU s")}, by_seed=True)
+    found = run.measured(table, 3, tmp_path)
+    assert [row["cpu_s"] for row in found["ours"]] == [row["cpu_s"] for row in found["other"]] == [0, 1, 2]
+
+
+def test_a_peer_sees_every_image_in_each_epoch_and_has_a_network_of_our_size() -> None:
+    recipes = loaded("recipes")
+    pixels = torch.arange(10.0).view(10, 1, 1, 1).expand(10, 1, 1, 2)
+    batch = recipes.Images(pixels, False, 1000).batches(5)
+    assert sorted(torch.cat([batch(), batch()])[:, 0, 0, 0].tolist()) == list(range(10))
+    assert recipes.Images(pixels, False, 1000).narrowed(lambda divisor: nn.Linear(64 // divisor, 64)).in_features == 16
+    mirrored = recipes.Images(pixels + torch.tensor([0.0, 0.5]), True, 0).batches(1000)()
+    assert 0.4 < (mirrored[..., 0] > mirrored[..., 1]).double().mean() < 0.6
 
 
 @pytest.mark.slow

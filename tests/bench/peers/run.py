@@ -1,11 +1,12 @@
 """image-diffusion beside its peers: the same work by each, in turn, and docs/peers.md from what was measured.
 
-    make peers                                       # an environment for the peers, then everything: half an hour
+    make peers                                       # an environment for the peers, then everything: an hour
     python tests/bench/peers/run.py --table judging --rounds 3 --page peers.md
 
 Each variant runs in a process of its own: ours in this environment, the others in that of `envs/peers.lock` (the same
 PyTorch and Pillow, one thread). Every round runs all variants of a table one after another, and a ratio is of two
-runs of the same round; the page shows the median of the rounds and their range.
+runs of the same round; the page shows the median of the rounds and their range. Of the tables of whole trainings, a
+round is a seed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Measure:
 @dataclass(frozen=True)
 class Table:
     """A comparison. text: what is compared. peers: as the script names them, with what a reader must know of each.
-    measures: by the script's names; the first decides the order and the ratio."""
+    measures: by the script's names; the first decides the order and the ratio. by_seed: the script, in our environment,
+    starts the peers itself, is given the number of the round, and needs no round to warm up."""
 
     title: str
     text: str
@@ -55,15 +57,17 @@ class Table:
     peers: dict[str, str]
     measures: dict[str, Measure]
     arguments: tuple[str, ...] = ()
+    by_seed: bool = False
 
 
-def run_once(table: Table, peer: str, work: Path) -> dict[str, float | None]:
+def run_once(table: Table, peer: str, work: Path, number: int = 0) -> dict[str, float | None]:
     """What one variant measures in one process."""
-    python = sys.executable if peer == "ours" else str(PEERS)
-    line = [python, str(HERE / f"{table.script}.py"), *table.arguments, peer, str(work)]
+    is_ours = peer == "ours" or table.by_seed
+    line = [sys.executable if is_ours else str(PEERS), str(HERE / f"{table.script}.py"), *table.arguments]
+    line += [peer, str(work), *([str(number)] if table.by_seed else [])]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     paths = os.pathsep.join([str(ROOT / "src"), str(HERE.parent)])
-    environment = {**kept, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": paths} if peer == "ours" else {})}
+    environment = {**kept, "OMP_NUM_THREADS": "1", **({"PYTHONPATH": paths} if is_ours else {})}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"error: {peer} failed at {table.title}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
@@ -74,11 +78,11 @@ def run_once(table: Table, peer: str, work: Path) -> dict[str, float | None]:
 def measured(table: Table, rounds: int, work: Path) -> Found:
     """Every variant of a table, `rounds` times in turn after one round that warms files up and writes formats."""
     found: Found = {peer: [] for peer in ("ours", *table.peers)}
-    for number in range(rounds + 1):
+    for number in range(0 if table.by_seed else -1, rounds):
         for peer, rows in found.items():
-            row = run_once(table, peer, work)
+            row = run_once(table, peer, work, number)
             print(f"{table.title}, round {number}: {peer} {json.dumps(row)}", flush=True)
-            if number:
+            if number >= 0:
                 rows.append(row)
     return found
 
@@ -216,6 +220,29 @@ TABLES = (
         {"step_ms": Measure("CPU ms a step", "{:.1f}"), "memory_mib": Measure("Memory (MiB)")},
     ),
     Table(
+        "Training to a result",
+        """The 1,438 training images of `demo`, digits of 32 x 32. image-diffusion trains `speedrun_digits`, a DiT on
+        latents of `demo_codec`; the training of this codec counts. A peer trains for twice as many CPU seconds by the
+        example of its README: its loop, loss, batch, learning rate, average and optimizer, with the width of its U-Net
+        divided by the power of two that brings its weights nearest to ours in number, and a schedule that ends with
+        the training. The distance is Fréchet's, between 500 samples and the training images, in the features of the
+        classifier that the stage `detect` trains. Sampling is not timed. A round is a seed. Where a peer's distance is
+        larger, it has not reached ours, and its CPU seconds and the ratio are lower bounds.""",
+        "reaching",
+        {
+            "diffusers": "`train_unconditional`",
+            "denoising-diffusion-pytorch": "its `Trainer`",
+            "rectified-flow-pytorch": "its `Trainer`",
+        },
+        {
+            "cpu_s": Measure("CPU seconds"),
+            "distance": Measure("Distance", "{:.1f}"),
+            "steps": Measure("Steps"),
+        },
+        ("speedrun_digits",),
+        by_seed=True,
+    ),
+    Table(
         "Judging",
         """The Fréchet distance of 4,000 and 3,000 samples of 2,048 features, from features to the number; the network,
         which all share, is left out. The true distance is known in closed form. These covariances are nearly singular:
@@ -253,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="of each table, after one to warm up (3)")
     parser.add_argument(
-        "--table", action="append", help="the tables of a script only: loading, training, judging, planning"
+        "--table", action="append", help="the tables of a script only: loading, training, reaching, judging, planning"
     )
     parser.add_argument("--page", type=Path, default=PAGE, help="what is written (docs/peers.md)")
     arguments = parser.parse_args()

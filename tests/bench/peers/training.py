@@ -86,6 +86,7 @@ def looped(
     average: Callable[[], Any] = lambda: None,
     clip: Callable[[Iterable[nn.Parameter], float], Any] = nn.utils.clip_grad_norm_,
     backward: Callable[[Tensor], None] = Tensor.backward,
+    batch: Callable[[], Tensor] = lambda: latents()[0],
 ) -> Steps:
     """A training loop from a project's parts. It reads the loss in each step, as their loops do for their bars."""
     kept = list(parameters)
@@ -93,7 +94,7 @@ def looped(
     def steps(count: int) -> None:
         for _ in range(count):
             # A batch arrives as a new tensor from a loader.
-            value = loss(latents()[0])
+            value = loss(batch())
             backward(value)
             clip(kept, 1.0)
             optimizer.step()
