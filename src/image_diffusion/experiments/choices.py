@@ -320,9 +320,9 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
 
 def _augment(passes: float) -> Choice:
     if passes < AUGMENTED_PASSES:
-        reason = "mirroring alone, as a condition of the network, so that samples show none"
+        reason = "mirroring alone, as a condition of the network"
         return Choice("augment", {"probability": 0}, reason)
-    return Choice("augment", {}, f"{AUGMENTED_PASSES} passes or more: that of EDM, which samples do not show")
+    return Choice("augment", {}, f"{AUGMENTED_PASSES} passes or more: that of EDM, as a condition of the network")
 
 
 def _optimizer(design: Design) -> Choice:

@@ -1,4 +1,4 @@
-"""Augmentation that does not leak into samples: its parameters are a condition of the network, which is zero in
+"""Augmentation as a condition: a network that has learnt its parameters draws images without it, as they are zero in
 sampling.
 
 Karras et al. 2022, "Elucidating the design space of diffusion-based generative models" (arXiv:2206.00364), appendix
@@ -29,7 +29,7 @@ _COLORS = "brightness", "contrast", "saturation"
 
 
 class Augment(Config):
-    """Augmentation of the training images that samples do not show: its parameters are a condition of the network. The
+    """Augmentation of the training images, whose parameters are a condition of the network, zero in sampling. The
     horizontal flip of `train.flip_probability` is one of its operations, and then a condition too."""
 
     probability: float = Field(0.12, ge=0, le=1)
