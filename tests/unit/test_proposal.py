@@ -434,10 +434,12 @@ def masks(folder: Path, images: Path, *values: object) -> None:
 
 
 def test_masks_next_to_the_images_are_found(tmp_path: Path) -> None:
-    pictures(tmp_path / "cells" / "photos", "RGB", (16, 16))
+    photos = pictures(tmp_path / "cells" / "photos", "RGB", (16, 16))
+    for path in photos.rglob("?.png"):
+        path.rename(path.with_name(f"v1.{path.name}"))  # a name with two dots
     masks(tmp_path / "cells" / "Masks", tmp_path / "cells" / "photos", 0, 7)
-    (tmp_path / "cells" / "Masks" / "a" / "0.png").unlink()
-    (tmp_path / "cells" / "Masks" / "b" / "1.png").write_bytes(b"damaged")
+    (tmp_path / "cells" / "Masks" / "a" / "v1.0.png").unlink()
+    (tmp_path / "cells" / "Masks" / "b" / "v1.1.png").write_bytes(b"damaged")
     facts = look(source_of(tmp_path / "cells"))
     assert facts.source == Folder(path=str(tmp_path / "cells" / "photos")) and facts.per_class == (4, 4)
     assert facts.masks == MaskFacts(str(tmp_path / "cells" / "Masks"), 7, (0, 7))
@@ -463,6 +465,12 @@ def test_images_and_other_folders_are_classes(tmp_path: Path) -> None:
     pictures(tmp_path / "cat", "RGB", (16, 16))
     pictures(tmp_path / "dog", "RGB", (16, 16))
     masks(tmp_path / "masks", tmp_path / "cat", 0, 1)
+    assert source_of(tmp_path) == Folder(path=str(tmp_path))
+
+
+def test_a_class_of_a_usual_name_is_no_folder_of_masks(tmp_path: Path) -> None:
+    for name in ("mask", "without_mask"):  # photographs of the same names
+        pictures(tmp_path / name, "RGB", (16, 16))
     assert source_of(tmp_path) == Folder(path=str(tmp_path))
 
 

@@ -15,8 +15,8 @@ from image_diffusion.data.sources.folder import files_in, stem_of
 
 FOLDERS = ("masks", "mask", "labels", "annotations", "segmentations")
 """Names that a folder of masks usually has."""
-_READ = 2000
-"""Masks that are read."""
+_READ, _TRIED = 2000, 16
+"""Masks that are read, and that decide whether there are any."""
 _MOST_LABELS = 32
 """Different values above which images are no masks, but pictures or masks with soft edges."""
 
@@ -35,14 +35,20 @@ class MaskFacts:
 
 
 def images_beside_masks(folder: Path) -> Path | None:
-    """Return the folder of images in a folder that holds just that one and one of masks, by its name; else None."""
+    """Return the folder of images in a folder that holds just that one and one with masks of them; else None."""
     folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
     others = [path for path in folders if path.name.lower() not in FOLDERS]
-    return others[0] if len(folders) == 2 and len(others) == 1 else None
+    if len(folders) != 2 or len(others) != 1:
+        return None
+    names = [path.relative_to(others[0]).as_posix() for path in _files(others[0]).values()]
+    masks = masks_beside(others[0], names, _TRIED)
+    return others[0] if masks is not None and 2 * masks.count > len(names) else None
 
 
-def masks_beside(images: Path, names: Sequence[str]) -> MaskFacts | None:
-    """Describe the masks in the folder of a usual name next to a folder of images. names: of the images.
+def masks_beside(images: Path, names: Sequence[str], most: int = _READ) -> MaskFacts | None:
+    """Describe the masks in the folder of a usual name next to a folder of images.
+
+    names: of the images. most: number of masks that are read.
 
     None without such a folder, and where its images have one value, or more than labels usually are.
     """
@@ -50,7 +56,7 @@ def masks_beside(images: Path, names: Sequence[str]) -> MaskFacts | None:
         if folder.name.lower() in FOLDERS and folder.is_dir() and folder != images:
             files = _files(folder)
             masks = [files[stem_of(name)] for name in names if stem_of(name) in files]
-            values = _values(masks[:: 1 + len(masks) // _READ])
+            values = _values(masks[:: 1 + len(masks) // most])
             if 2 <= len(values) <= _MOST_LABELS:
                 return MaskFacts(str(folder), len(masks), tuple(values))
     return None
@@ -59,7 +65,7 @@ def masks_beside(images: Path, names: Sequence[str]) -> MaskFacts | None:
 def _files(folder: Path) -> dict[str, Path]:
     try:
         return files_in(str(folder), "masks")
-    except ValueError:  # it is empty, or two files have one name
+    except (ValueError, OSError):  # it is empty, or two files have one name
         return {}
 
 
