@@ -28,7 +28,8 @@ Images = Folder | Table | ZipArchive
 """Sources that a path names."""
 READ = 64
 """Images that are read. Their shares have a standard error of about six percent."""
-_TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+_TEXT_TABLES = (".csv", ".tsv", ".jsonl")
+_TABLES = (*_TEXT_TABLES, ".parquet")
 _LABELS = ("label", "class", "category")
 _CAPTIONS = ("caption", "text")
 """Names that columns of classes and of captions usually have."""
@@ -109,9 +110,12 @@ def source_of(path: Path) -> Images:
 
 
 def _table_in(folder: Path) -> Table | None:
-    """Return the table in a folder that names images with their classes or captions; None unless there is just one."""
+    """Return the table in a folder that names images with their classes or captions; None unless there is just one.
+
+    Parquet files in a folder usually hold the images themselves, and are not read.
+    """
     tables = []
-    for path in sorted(path for path in folder.iterdir() if path.name.endswith(_TABLES)):
+    for path in sorted(path for path in folder.iterdir() if path.name.endswith(_TEXT_TABLES)):
         with suppress(ValueError):  # no table
             table, columns = _read_table(path)
             if table is not None and not columns.isdisjoint((*_LABELS, *_CAPTIONS)):
