@@ -52,13 +52,16 @@ def masks_beside(images: Path, names: Sequence[str], most: int = _READ) -> MaskF
 
     None without such a folder, and where its images have one value, or more than labels usually are.
     """
-    for folder in sorted(images.parent.iterdir()):
-        if folder.name.lower() in FOLDERS and folder.is_dir() and folder != images:
-            files = _files(folder)
-            masks = [files[stem_of(name)] for name in names if stem_of(name) in files]
-            values = _values(masks[:: 1 + len(masks) // most])
-            if 2 <= len(values) <= _MOST_LABELS:
-                return MaskFacts(str(folder), len(masks), tuple(values))
+    try:
+        folders = sorted(path for path in images.parent.iterdir() if path.name.lower() in FOLDERS and path != images)
+    except OSError:  # it cannot be listed
+        return None
+    for folder in folders:
+        files = _files(folder)
+        masks = [files[stem_of(name)] for name in names if stem_of(name) in files]
+        values = _values(masks[:: 1 + len(masks) // most])
+        if 2 <= len(values) <= _MOST_LABELS:
+            return MaskFacts(str(folder), len(masks), tuple(values))
     return None
 
 

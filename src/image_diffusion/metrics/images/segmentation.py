@@ -23,7 +23,7 @@ from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.classifier import convolved
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, fit
 
-SIDE = 64
+_SIDE = 64
 """Longest side that the segmenter sees, in pixels: larger images and masks are made smaller."""
 _WIDTHS = (16, 32, 48)
 TRAINING = DetectorTraining(epochs=4, least_examples=8_000, most_examples=30_000, stop_accuracy=2)
@@ -131,9 +131,9 @@ def evaluate_masks(
 
 def training_s(channels: int, num_labels: int, size: Size) -> float:
     """Return the seconds that an example of the segmenter's training takes on this machine. size: of the images."""
-    height, width = (max(1, side * SIDE // max(SIDE, *size)) for side in size)
-    images = torch.zeros(TRAINING.batch_size, channels, height, width, device=best_device())
-    answers = torch.zeros(TRAINING.batch_size, height, width, dtype=torch.int64, device=best_device())
+    seen = _seen(size)
+    images = torch.zeros(TRAINING.batch_size, channels, *seen, device=best_device())
+    answers = torch.zeros(TRAINING.batch_size, *seen, dtype=torch.int64, device=best_device())
     with torch.random.fork_rng(devices=[]):
         network = Segmenter(channels, num_labels).to(best_device())
     seconds = []
@@ -173,13 +173,19 @@ def _labels(network: nn.Module, images: Tensor) -> Tensor:
     return labels
 
 
+def _seen(size: Size) -> Size:
+    """Return the height and width that the segmenter sees of images of this size."""
+    height, width = (max(1, side * _SIDE // max(_SIDE, *size)) for side in size)
+    return height, width
+
+
 def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Return images, float32 from 0 to 255 [B, C, h, w], and their masks, int64 [B, h, w], as the segmenter sees
     them."""
     pixels, masks = images.gather(rows).float(), images.gather_of("images", rows)
     height, width = pixels.shape[2:]
-    if max(height, width) > SIDE:
-        size = (max(1, height * SIDE // max(height, width)), max(1, width * SIDE // max(height, width)))
+    size = _seen((height, width))
+    if size != (height, width):
         pixels = F.interpolate(pixels, size, mode="area")
         masks = F.interpolate(masks, size, mode="nearest-exact")
     return pixels, masks[:, 0].long()
