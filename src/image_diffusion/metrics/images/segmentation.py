@@ -131,9 +131,9 @@ def evaluate_masks(
 
 def training_s(channels: int, num_labels: int, size: Size) -> float:
     """Return the seconds that an example of the segmenter's training takes on this machine. size: of the images."""
-    seen = _seen(size)
-    images = torch.zeros(TRAINING.batch_size, channels, *seen, device=best_device())
-    answers = torch.zeros(TRAINING.batch_size, *seen, dtype=torch.int64, device=best_device())
+    shrunk = _shrunk(size)
+    images = torch.zeros(TRAINING.batch_size, channels, *shrunk, device=best_device())
+    answers = torch.zeros(TRAINING.batch_size, *shrunk, dtype=torch.int64, device=best_device())
     with torch.random.fork_rng(devices=[]):
         network = Segmenter(channels, num_labels).to(best_device())
     seconds = []
@@ -173,7 +173,7 @@ def _labels(network: nn.Module, images: Tensor) -> Tensor:
     return labels
 
 
-def _seen(size: Size) -> Size:
+def _shrunk(size: Size) -> Size:
     """Return the height and width that the segmenter sees of images of this size."""
     height, width = (max(1, side * _SIDE // max(_SIDE, *size)) for side in size)
     return height, width
@@ -184,7 +184,7 @@ def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
     them."""
     pixels, masks = images.gather(rows).float(), images.gather_of("images", rows)
     height, width = pixels.shape[2:]
-    size = _seen((height, width))
+    size = _shrunk((height, width))
     if size != (height, width):
         pixels = F.interpolate(pixels, size, mode="area")
         masks = F.interpolate(masks, size, mode="nearest-exact")
