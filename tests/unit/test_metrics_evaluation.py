@@ -247,7 +247,9 @@ def test_every_judge_says_how_many_are_copies(data: RealImages, tmp_path: Path):
         low, high = found[name]["interval"]
         assert low <= found[name]["value"] <= high and low > 0.2 and found[name]["floor"] == 0.01
     few = RealImages(data.train, images(99, 1))
-    unknown = evaluate_samples(made, few, [Brightness()], EvaluateConfig())["metrics"]["inpipe_copies"]
+    entries = evaluate_samples(made, few, [Brightness()], EvaluateConfig())["metrics"]
+    assert entries["copies"]["value"] is not None and "training images, each against" in entries["copies"]["note"]
+    unknown = entries["inpipe_copies"]
     assert unknown["value"] is None and unknown["note"] == "no threshold: it takes 100 held-out images"
 
 
@@ -294,6 +296,21 @@ def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not(tmp_path: Pat
     assert widths[0] == widths[1] and heights[0] < heights[1]
     assert bool(found.flagged.all()) and found.nearest[:, 0].tolist() == list(range(100))
     assert float(find_copies(small(fresh), train, held_out).flagged.float().mean()) < 0.06
+
+
+def test_copies_are_found_where_few_images_are_held_out():
+    rng = np.random.default_rng(0)
+    train, fresh = (rng.integers(0, 256, (n, 16, 16, 3), np.uint8) for n in (300, 200))
+    train[:40, :, ::-1] = train[40:80]
+    train[200:] = train[:100]
+    copied = Samples(np.clip(train[:100].astype(np.int64) + 3, 0, 255).astype(np.uint8), None, [])
+    kept, few = Samples(train, None, []), Samples(fresh[:99], None, [])
+    found = find_copies(small(copied), kept, few)
+    assert bool(found.flagged.all()) and found.num_real == 100
+    assert find_copies(small(copied), kept, None).threshold == found.threshold
+    assert float(find_copies(small(Samples(fresh[99:], None, [])), kept, few).flagged.float().mean()) < 0.06
+    assert find_copies(small(copied), Samples(train[:99], None, []), few).threshold is None
+    assert find_copies(small(copied), Samples(train[:1], None, []), None).nearest.shape == (100, 1)
 
 
 def test_neighbours_are_the_same_however_many_training_images_are_looked_at_at_a_time(

@@ -132,11 +132,12 @@ def test_the_first_screen_compares_with_real_images(scripts: ModuleType) -> None
 
 
 def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType, tmp_path: Path) -> None:
-    write_json(tmp_path / "train/model.json", {"step": 1000})
+    objective = {"label_drop_probability": 0.1}
+    write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": objective}})
     judged = {
         "metrics": {"inpipe_agreement": entry(0.9, 1.0), "copies": entry(0.01, 0.01)},
         "curve": [],
-        "guided": True,
+        "can_guide": True,
     }
     curve = [{"step": 500, "inpipe_kd": 0.2}, {"step": 1000, "inpipe_kd": 0.1}]
 
@@ -147,8 +148,18 @@ def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType
     assert proposed(judged | {"curve": curve}, {})[0] == "train: {steps: 2000}"
     assert proposed(judged, {"label conflict": 2})[0] == "data: {duplicates: drop}"
     metrics = {"copies": entry(0.3, 0.01, note="biased: 300 samples are few")}
-    copying = judged | {"metrics": metrics, "guided": False}
+    copying = judged | {"metrics": metrics, "can_guide": False}
     assert proposed(copying, {}) == ["train: {steps: 500}", "sample: {num_samples: 3000}"]
+    write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": {"label_drop_probability": 0.0}}})
+    assert proposed(judged, {}) == []
+
+
+def test_samples_without_classes_and_prompts_cannot_be_guided(scripts: ModuleType) -> None:
+    settings = {"guidance": {"guidance_scale": 1.0}, "prompts": None}
+    assert scripts.can_guide({"settings": settings, "classes": ["cat"]})
+    assert scripts.can_guide({"settings": settings | {"prompts": ["a cat"]}, "classes": []})
+    assert not scripts.can_guide({"settings": settings, "classes": []})
+    assert not scripts.can_guide({"settings": {}, "classes": ["cat"]}) and not scripts.can_guide({})
 
 
 def test_a_metric_is_named_in_words_with_its_key(scripts: ModuleType) -> None:

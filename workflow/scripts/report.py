@@ -124,8 +124,9 @@ def proposals(
     """
     if judged is None:
         return
-    model = experiment / "train" / "model.json"
-    steps = read_json(model)["step"] if model.is_file() else 0
+    path = experiment / "train" / "model.json"
+    model: dict[str, Any] = read_json(path) if path.is_file() else {"step": 0, "system": {}}
+    steps = model["step"]
     metrics = judged["metrics"]
     copies = (metrics.get("copies") or {}).get("value") or 0
     if copies > MOST_COPIES:
@@ -136,7 +137,8 @@ def proposals(
     kernel = next((name for point in curve for name in point if name.endswith("_kd")), None)
     if kernel and len(curve) > 1 and curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]:
         yield "The previews were still improving at the end.", f"train: {{steps: {2 * steps}}}"
-    if not (experiment / "sweep").is_dir() and judged["guided"]:
+    drops_labels = model["system"].get("objective", {}).get("label_drop_probability", 0) > 0
+    if not (experiment / "sweep").is_dir() and judged["can_guide"] and drops_labels:
         yield "Other settings of sampling were not tried.", "sweep: {guidance_scale: [1, 1.5, 2, 4]}"
     few = [entry["n"] for entry in metrics.values() if str(entry["note"]).startswith(("biased", "no interval"))]
     if few:
@@ -207,9 +209,15 @@ def metrics(path: Path) -> dict[str, Any] | None:
         "published": result.get("published", []),
         "self_test": result.get("self_test", {}),
         "curve": result.get("curve", []),
-        "guided": (result["protocol"].get("samples") or {}).get("settings", {}).get("guidance") is not None,
+        "can_guide": can_guide(result["protocol"].get("samples") or {}),
         "protocol": flat(result["protocol"]),
     }
+
+
+def can_guide(samples: Mapping[str, Any]) -> bool:
+    """Return whether samples have a class or a prompt that guidance could leave out. samples: of the protocol."""
+    settings = samples.get("settings", {})
+    return settings.get("guidance") is not None and bool(samples.get("classes") or settings.get("prompts"))
 
 
 def beside(judged: dict[str, Any] | None) -> dict[str, Any]:

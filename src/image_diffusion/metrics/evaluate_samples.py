@@ -410,14 +410,16 @@ def _copies_in_features(
 def _copies(
     copies: Copies, samples: ImageSet, data: RealImages, report: Path | None, name: str = "nearest.png"
 ) -> dict[str, Any]:
-    """Return the share of samples nearer to a training image than 99 % of the held-out images are."""
+    """Return the share of samples nearer to a training image than 99 % of real images are."""
     if report is not None:
         plot_copies(samples, data.train, copies, report / name)
     if copies.threshold is None:
         note = f"no threshold: it takes {LEAST_HELD_OUT} held-out images"
         return Estimate(0, samples.num_samples, note=note).as_dict() | {"value": None}
     estimate = share_estimate(copies.flagged)
-    return estimate.as_dict() | {"floor": 0.01, "floor_n": data.validation.num_samples, "ratio": estimate.value / 0.01}
+    if data.validation.num_samples < LEAST_HELD_OUT:
+        estimate = replace(estimate, note=f"threshold: {copies.num_real:,} training images, each against the others")
+    return estimate.as_dict() | {"floor": 0.01, "floor_n": copies.num_real, "ratio": estimate.value / 0.01}
 
 
 def _by_class(comparison: Comparison, report: Path | None) -> dict[str, Any]:

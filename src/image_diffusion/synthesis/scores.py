@@ -41,7 +41,7 @@ SCORES = {
     "utility.real_and_all": Score("Utility", "higher", "accuracy with all synthetic images, fewer than real ones"),
     "utility.gain": Score("Utility", "higher", "accuracy with the most synthetic images, less utility.real"),
     "utility.gain_rarest": Score("Utility", "higher", "the same gain on the rarest quarter of the classes"),
-    "copies": Score("Privacy", "lower", "share nearer to a training image than 99 % of held-out ones", "copies"),
+    "copies": Score("Privacy", "lower", "share nearer to a training image than 99 % of real images", "copies"),
     "copies_in_features": Score("Privacy", "lower", "the same share in the detector's features", "inpipe_copies"),
     "nearest_ratio": Score("Privacy", "", "distance to the nearest over that to the second nearest training image"),
     "membership.auc": Score(

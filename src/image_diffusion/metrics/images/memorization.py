@@ -13,17 +13,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.devices import best_device
+from image_diffusion.metrics.compute import fixed_subset
 from image_diffusion.metrics.distances.precision_recall import squared_distances
 from image_diffusion.metrics.features.base import Detected, ImageSet
 
 _SIZE = 16
 _READ, _AT_ONCE = 512, 8192
 LEAST_HELD_OUT = 100
-"""Number of held-out images that a threshold needs."""
+"""Number of real images that a threshold needs."""
+_MOST_OTHERS = 2000
+"""Number of training images, at most, that are compared with the others where too few images are held out."""
+_SAME = 0.1
+"""Training images nearer to another than this share of the 90th percentile are the same image: they are left out."""
+Rows = NDArray[np.int64]
 Views = Callable[[int], tuple[Tensor, ...]]
 """Features of a block of training images from a position on, once for each view of them."""
 
@@ -32,12 +39,14 @@ Views = Callable[[int], tuple[Tensor, ...]]
 class Copies:
     """distance: float64 [N], to the nearest training image. nearest: int64 [N, k], positions in the training split.
 
-    threshold: the distance below which 1 % of the held-out real images lie; None without held-out images.
+    threshold: the distance below which 1 % of real images lie; None for fewer than LEAST_HELD_OUT. These are images
+    held out, or, where too few are, training images, each against the others. num_real: how many they are.
     """
 
     distance: Tensor
     nearest: Tensor
     threshold: float | None
+    num_real: int
 
     @property
     def flagged(self) -> Tensor:
@@ -61,34 +70,46 @@ def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: 
 
     samples: `reduced`, [N, D].
     """
-    queries = [samples]
-    if held_out is not None and held_out.num_samples >= LEAST_HELD_OUT:
-        queries.append(_reduced(held_out))
 
     def mirrored_too(start: int) -> tuple[Tensor, ...]:
-        plain = _reduced(train, start, min(start + _AT_ONCE, train.num_samples))
+        plain = _reduced(train, np.arange(start, min(start + _AT_ONCE, train.num_samples)))
         return plain, mirrored(plain)
 
-    return _nearest_views(queries, mirrored_too, train.num_samples, k)
+    if held_out is not None and held_out.num_samples >= LEAST_HELD_OUT:
+        real, rows = _reduced(held_out, np.arange(held_out.num_samples)), None
+    else:
+        rows = fixed_subset(train.num_samples, _MOST_OTHERS)
+        real = _reduced(train, rows.numpy())
+    return _nearest_views(samples, real, mirrored_too, train.num_samples, k, rows)
 
 
 def copies_seen(samples: Tensor, train: Tensor, held_out: Tensor | None, k: int = 4) -> Copies:
-    """Return the copies by the features of a detector, [N, D], [M, D] and [H, D]."""
-    queries = [samples, *([held_out] if held_out is not None and len(held_out) >= LEAST_HELD_OUT else [])]
-    return _nearest_views(queries, lambda start: (train[start : start + _AT_ONCE],), len(train), k)
+    """Return the copies by the features of a detector, [N, D], [M, D] and [H, D].
+
+    No threshold is set by training images: the data set's own classifier has learnt them.
+    """
+    real = samples[:0] if held_out is None else held_out
+    return _nearest_views(samples, real, lambda start: (train[start : start + _AT_ONCE],), len(train), k)
 
 
-def _nearest_views(queries: list[Tensor], views: Views, total: int, k: int) -> Copies:
-    """Return the copies among queries: of samples, and perhaps of held-out images."""
-    distance, nearest = _nearest(torch.cat(queries), views, total, k)
-    n = len(queries[0])
-    threshold = float(distance[n:].quantile(0.01)) if len(queries) > 1 else None
-    return Copies(distance[:n], nearest[:n], threshold)
+def _nearest_views(
+    samples: Tensor, real: Tensor, views: Views, total: int, k: int, rows: Tensor | None = None
+) -> Copies:
+    """Return the copies among samples. real: the images that set the threshold. rows: of these, if they are training
+    images, int64."""
+    distance, nearest = _nearest(torch.cat([samples, real]), views, total, k if rows is None else max(k, 2))
+    n = len(samples)
+    of_real = distance[n:, 0]
+    if rows is not None and total > 1:
+        of_real = torch.where(nearest[n:, 0] == rows, distance[n:, 1], of_real)
+        of_real = of_real[of_real >= _SAME * of_real.quantile(0.9)]
+    threshold = float(of_real.quantile(0.01)) if len(of_real) >= LEAST_HELD_OUT else None
+    return Copies(distance[:n, 0], nearest[:n, :k], threshold, len(of_real))
 
 
 def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return the distance to the nearest training image over all views, float64 [N], and the k nearest images, each
-    once, int64 [N, k]. Only _AT_ONCE training images at a time are in memory, on the GPU if there is one."""
+    """Return the distances to the k nearest training images over all views, float64 [N, k], and the images, each once,
+    int64 [N, k]. Only _AT_ONCE training images at a time are in memory, on the GPU if there is one."""
     device = best_device()
     queries = queries.to(device)
     best = torch.full((len(queries), 0), torch.inf, dtype=torch.float64, device=device)
@@ -104,11 +125,10 @@ def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor,
             values.append(nearest.values)
             positions.append(torch.cat([index[rows], numbers], dim=1).gather(1, nearest.indices))
         best, index = torch.cat(values), torch.cat(positions)
-    return best[:, 0].sqrt().cpu(), index.cpu()
+    return best.sqrt().cpu(), index.cpu()
 
 
-def _reduced(images: ImageSet, start: int = 0, stop: int | None = None) -> Tensor:
-    """Return the images from `start` to `stop`, `reduced`."""
-    chosen = np.arange(start, images.num_samples if stop is None else stop)
+def _reduced(images: ImageSet, chosen: Rows) -> Tensor:
+    """Return the chosen images, `reduced`."""
     parts = [reduced(images.gather(rows)).features for rows in np.array_split(chosen, -(-len(chosen) // _READ))]
     return torch.cat(parts)
