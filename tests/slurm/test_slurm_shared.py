@@ -8,8 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, slurm_project, snakemake, steps_saved, wait_until
+from cluster import CROPS, Cluster, finish, slurm_project, snakemake, steps_saved, wait_until
 from projects import Project
+
+from image_diffusion.tools.init import begin
 
 RESULTS = ["results/micro_codec/metrics.json", "results/micro/train/weights.safetensors", "results/micro/metrics.json"]
 
@@ -52,6 +54,17 @@ def test_three_jobs_are_enough_and_one_that_is_cancelled_goes_on(
     assert re.search(r"^evaluate, sample, train +1 +1 +3000 +30 +1$", printed, re.MULTILINE)
     for result in RESULTS:
         assert (project / result).read_bytes() == (alone / result).read_bytes(), result
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_project_of_init_sends_jobs(tmp_path: Path, alone: Project) -> None:
+    begin(tmp_path / "mine")
+    project = Project(tmp_path / "mine", snakefile=tmp_path / "mine/Snakefile")
+    shutil.copytree(alone / "config", project / "config", dirs_exist_ok=True)
+    shutil.copytree(alone / "images", project / "images")
+    finish(project, CROPS)
+    assert (project / CROPS).read_bytes() == (alone / CROPS).read_bytes()
+    assert "has been submitted with SLURM jobid" in (project / "printed.log").read_text()
 
 
 def test_a_mistake_in_a_shared_job_is_one_line(project: Project) -> None:

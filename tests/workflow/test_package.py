@@ -57,6 +57,7 @@ def test_a_project_is_begun_and_planned(installed: Path, tmp_path: Path) -> None
     assert planned.returncode == 0, planned.stderr
     for stage in ("crop", "train", "sample", "evaluate", "track"):
         assert f"image_diffusion {stage}" in planned.stdout
+    assert (tmp_path / "mine" / "slurm" / "profile.v9+.yaml").is_file(), "for --profile slurm"
     # A stage takes the package from where the rules are, and both are the installed ones.
     images = ["results/datasets/digits-32/crops/manifest.json"]
     made = run(installed, [sys.executable, "-m", "snakemake", *images], tmp_path / "mine")

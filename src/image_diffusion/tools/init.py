@@ -63,6 +63,7 @@ def begin(folder: Path, experiment: str | None = None, files: Mapping[str, str] 
     workflow = workflow_folder()
     shutil.copytree(workflow.parent / "config", folder / "config")
     shutil.copytree(workflow / "profiles" / "default", folder / "profiles" / "default")
+    shutil.copytree(workflow / "profiles" / "slurm", folder / "slurm")
     write_text(folder / ".gitignore", _IGNORED)
     write_text(folder / "Snakefile", _SNAKEFILE)
     if experiment is not None:
