@@ -23,7 +23,7 @@ import options
 
 project = "image-diffusion"
 author = "the image-diffusion authors"
-version = release = image_diffusion.__version__
+version = release = image_diffusion.__version__.partition("+")[0]
 html_title = f"{project} {release}"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_enable_extensions = ["colon_fence"]

@@ -216,9 +216,11 @@ def test_labels_say_which_images_were_read_mirrored_with_any_number_of_processes
 
 
 def test_a_training_resumes_with_the_same_bytes_and_writes_no_map(crops: Path, tmp_path: Path) -> None:
-    whole = trained(training_of(tmp_path, crops, 4), tmp_path / "once")
-    assert trained(training_of(tmp_path, crops, 2), tmp_path / "twice") != whole
-    assert trained(training_of(tmp_path, crops, 4), tmp_path / "twice") == whole, "a checkpoint has the map"
+    always = {"probability": 1, "until": 1}
+    whole = trained(training_of(tmp_path, crops, 4, augment=always), tmp_path / "once")
+    assert trained(training_of(tmp_path, crops, 2, augment=always), tmp_path / "twice") != whole
+    again = trained(training_of(tmp_path, crops, 4, augment=always), tmp_path / "twice")
+    assert again == whole, "a checkpoint has the map"
     once = tmp_path / "once"
     model = load_model(once)
     assert not hasattr(model.network, AUGMENTATION)
@@ -267,6 +269,22 @@ def test_losses_are_those_of_the_augmented_batch_and_validation_is_of_images_as_
     assert torch.equal(told.validation_losses(1, examples, 0).loss, expected)
 
 
+def test_the_last_steps_see_images_that_are_only_mirrored(crops: Path, tmp_path: Path) -> None:
+    fading, mirrored, always = (
+        Trainer(training.build(ALONE), training.stage.train, ALONE)
+        for training in (
+            training_of(tmp_path, crops, 8, augment=augment)
+            for augment in ({"probability": 1}, {"probability": 0}, {"probability": 1, "until": 1})
+        )
+    )
+    for trainer in (fading, mirrored, always):
+        trainer.flat.values.copy_(torch.full_like(trainer.flat.values, 0.1))
+    examples = next(fading.batches(0))
+    for step, same in ((6, always), (7, mirrored), (8, mirrored)):
+        assert torch.equal(fading.losses(step, examples, 0).loss, same.losses(step, examples, 0).loss)
+    assert not torch.equal(always.losses(7, examples, 0).loss, mirrored.losses(7, examples, 0).loss)
+
+
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_every_image_network_adds_a_map_that_starts_without_effect(kind: str) -> None:
     spec = DataSpec(channels=3, resolution=16, num_classes=3)
@@ -288,6 +306,11 @@ def test_every_image_network_adds_a_map_that_starts_without_effect(kind: str) ->
 def test_the_section_is_part_of_the_identity_only_where_it_is_set(crops: Path, tmp_path: Path) -> None:
     with_it, without = (training_of(tmp_path, crops, 1, augment=value).stage.train for value in ({}, None))
     assert "augment" in with_it.identity() and "augment" not in without.identity()
+    always, mirroring = (
+        training_of(tmp_path, crops, 1, augment=value).stage.train for value in ({"until": 1}, {"probability": 0})
+    )
+    ends_at_a_step = ["steps" in train.identity() for train in (with_it, without, always, mirroring)]
+    assert ends_at_a_step == [True, False, False, False]
 
 
 def test_what_is_not_moved_with_the_images_is_refused() -> None:

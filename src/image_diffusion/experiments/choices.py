@@ -322,7 +322,7 @@ def _augment(passes: float) -> Choice:
     if passes < AUGMENTED_PASSES:
         reason = "mirroring alone, as a condition of the network"
         return Choice("augment", {"probability": 0}, reason)
-    return Choice("augment", {}, f"{AUGMENTED_PASSES} passes or more: that of EDM, as a condition of the network")
+    return Choice("augment", {}, f"{AUGMENTED_PASSES} passes or more: that of EDM, in three quarters of the steps")
 
 
 def _optimizer(design: Design) -> Choice:

@@ -225,6 +225,12 @@ class TrainConfig(Sparse):
             averages = ", ".join(self.ema.names) or "none"
             raise ValueError(f"the averages of train.ema are: {averages}. Name the number of one of them, or raw.")
 
+    @property
+    def _has_horizon(self) -> bool:
+        """Return whether what a step does depends on the number of steps."""
+        ends = self.augment is not None and self.augment.probability > 0 and self.augment.until < 1
+        return self.schedule.has_horizon or self.patience is not None or ends
+
     def identity(self) -> dict[str, Any]:
         """Return the part of this section that identifies a run: a checkpoint of another identity is never resumed.
 
@@ -238,7 +244,7 @@ class TrainConfig(Sparse):
         validated = self.weights == "best" or self.patience is not None
         if validated:  # the state holds the best of the validations there were
             free -= {"weights", "validate_every_steps", "validation_samples"}
-        if not self.schedule.has_horizon and self.patience is None:
+        if not self._has_horizon:
             free.add("steps")
         if self.deterministic != "strict":
             free.add("strict_chunk")

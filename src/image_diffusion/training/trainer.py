@@ -189,7 +189,8 @@ class Trainer:
         if self.config.records and part < self.world.size:  # the first of this process in the step
             torch.compiler.cudagraph_mark_step_begin()
         _generator(self.world.device).manual_seed(_seed_of(self.config.seed, step, part))
-        return self._losses(self.task.objective, self.config.seed, step, examples, self.config.augment)
+        augment = self.config.augment.at((step - 1) / self.config.steps) if self.config.augment is not None else None
+        return self._losses(self.task.objective, self.config.seed, step, examples, augment)
 
     def validation_losses(self, step: int, examples: Examples, part: int) -> Losses:
         """Compute the losses of samples that are not trained on, with numbers that no run, step or earlier loss

@@ -55,6 +55,14 @@ class Augment(Config):
     saturation: float = Field(0.0, ge=0)
     """Standard deviation of the binary logarithm of the factor of the difference from grey: 1 in ADA. RGB."""
 
+    until: float = Field(0.75, gt=0, le=1)
+    """Share of the steps in which images are augmented. In the others, the horizontal flip is the only operation: a
+    training that is too short to learn the condition forgets the rest (measured in docs/choosing.md)."""
+
+    def at(self, done: float) -> Augment:
+        """Return the augmentation of a step, before which a share of the training is done."""
+        return self if done < self.until else self.model_copy(update={"probability": 0.0})
+
     def check(self, stored: str, channels: int, size: Size) -> None:
         """Raise ValueError for operations that the data do not allow. stored: crops, latents, …; channels, size: of a
         crop."""
