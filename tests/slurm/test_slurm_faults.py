@@ -85,7 +85,7 @@ def test_daemons_that_die_lose_nothing(cluster: Cluster, training: Project, undi
 
 
 def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, cold_training: Project, undisturbed: bytes) -> None:
-    long_training(cold_training, STEPS, save_every=5)  # it must not end before its job is cancelled
+    long_training(cold_training, STEPS, save_every=1)  # it must not end before its job is cancelled
     with snakemake(cold_training, WEIGHTS) as running:
         wait_for_training(cluster, cold_training, 0)
         running.send_signal(signal.SIGINT)
