@@ -1,6 +1,6 @@
 """The package takes the workflow along: `image-diffusion init` writes a project that uses it. And where there is a C
-compiler, the resize of crops and the random numbers of a CPU are compiled; they need no headers of Python's, and one
-build serves every version."""
+compiler, the resize of crops, the random numbers of a CPU and the look at a folder are compiled; they need no headers
+of Python's, and one build serves every version."""
 
 import importlib.util
 import shutil
@@ -59,6 +59,6 @@ def library(name: str) -> Extension:
     return Extension(dotted, [source], extra_compile_args=options, libraries=["m"], optional=True)
 
 
-LIBRARIES = [library("data/crop/resize"), library("core/random/philox")]
+LIBRARIES = [library("data/crop/resize"), library("core/random/philox"), library("data/sources/entries")]
 commands = {"build_py": WithWorkflow, "build_ext": Library, "bdist_wheel": ForEveryPython}
 setup(cmdclass=commands, ext_modules=LIBRARIES)

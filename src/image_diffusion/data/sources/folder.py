@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from image_diffusion.core.files.atomic import Stamp, stamp_in
+from image_diffusion.core.files.atomic import Stamp
 from image_diffusion.core.texts import class_name
 from image_diffusion.data.sources.base import (
     LARGEST_TEXT,
@@ -22,7 +23,6 @@ from image_diffusion.data.sources.base import (
     ImageSource,
     Item,
     Listing,
-    add_stamp,
     captions_in,
     is_hidden,
     is_text,
@@ -32,6 +32,7 @@ from image_diffusion.data.sources.base import (
     read_image,
     values_in,
 )
+from image_diffusion.data.sources.entries import Entries, entries_of
 from image_diffusion.data.sources.layouts import (
     LABELS_FILE,
     LARGEST_LABELS,
@@ -259,25 +260,12 @@ class Walk:
         stamps, folders = array("q"), list[str]()
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:  # looked up from the folder, an entry takes two thirds of what it takes from the root
-            with os.scandir(descriptor) as entries:
-                for entry in entries:
-                    name = entry.name
-                    if is_hidden(name):
-                        self.passed_over.append(plain_text(prefix + name))
-                        continue
-                    try:
-                        status = entry.stat()
-                    except OSError as error:
-                        self.rejected.append((plain_text(prefix + name), _why(error)))
-                        continue
-                    kind = stat.S_IFMT(status.st_mode)
-                    if kind == stat.S_IFREG:
-                        names.append(name)
-                        add_stamp(stamps, stamp_in(status))
-                    elif kind == stat.S_IFDIR:
-                        folders.append(name)
-                    else:
-                        self.rejected.append((plain_text(prefix + name), "neither a file nor a folder"))
+            for entries in entries_of(descriptor):
+                files = entries.names, entries.stamps
+                if set(entries.kinds) != {stat.S_IFREG} or any(map(is_hidden, entries.names)):
+                    files = self._sorted_out(entries, prefix, folders)
+                names += files[0]
+                stamps += files[1]
         finally:
             os.close(descriptor)
         if names:
@@ -291,13 +279,30 @@ class Walk:
             try:
                 yield from self._below(path, f"{prefix}{name}/", (*above, real))
             except OSError as error:
-                self.rejected.append((plain_text(prefix + name), _why(error)))
+                self.rejected.append((plain_text(prefix + name), _why(error.errno)))
+
+    def _sorted_out(self, entries: Entries, prefix: str, folders: list[str]) -> tuple[list[str], array[int]]:
+        """Return the names and stamps of the files among some entries. Adds the folders among them to `folders`."""
+        names, stamps = list[str](), array("q")
+        for number, (name, kind) in enumerate(zip(entries.names, entries.kinds, strict=True)):
+            if is_hidden(name):
+                self.passed_over.append(plain_text(prefix + name))
+            elif kind == stat.S_IFREG:
+                names.append(name)
+                stamps += entries.stamps[4 * number : 4 * number + 4]
+            elif kind == stat.S_IFDIR:
+                folders.append(name)
+            else:
+                why = _why(-kind) if kind < 0 else "neither a file nor a folder"
+                self.rejected.append((plain_text(prefix + name), why))
+        return names, stamps
 
 
-def _why(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
+def _why(number: int | None) -> str:
+    """The reason in an errno."""
+    if number == errno.ENOENT:
         return "a link to nothing"
-    return (error.strerror or "cannot be read").lower()
+    return os.strerror(number).lower() if number else "cannot be read"
 
 
 def files_in(folder: str, key: str) -> dict[str, Path]:
