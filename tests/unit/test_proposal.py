@@ -188,7 +188,7 @@ def test_muon_makes_no_budget_too_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("short_side", "channels", "prediction"), [(32, 3, "velocity"), (32, 5, "x0"), (64, 3, "x0"), (64, 1, "x0")]
+    ("short_side", "channels", "prediction"), [(32, 3, "velocity"), (32, 5, "x0"), (64, 3, "x0"), (64, 1, "velocity")]
 )
 def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: int, prediction: str) -> None:
     facts = replace(MANY, short_side=short_side, channels=channels, dtype="uint16" if channels == 5 else None)

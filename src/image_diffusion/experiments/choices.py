@@ -246,7 +246,7 @@ def _label_name(value: Value) -> str:
 def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
     patch = min(height_width(resolution_of(facts, machine, design.grid))) // design.grid
     numbers = patch**2 * facts.channels
-    prediction = "velocity" if 2 * numbers < design.width else "x0"
+    prediction = "velocity" if 2 * numbers <= design.width else "x0"
     network: dict[str, Any] = {
         "depth": design.depth, "width": design.width, "num_heads": design.num_heads, "patch": patch,
         "norm": "rms_norm", "qk_norm": True, "mlp": "swiglu", "rope": True,
@@ -276,7 +276,7 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
             "type": "flow_matching", "prediction": prediction, "loss": "velocity",
             "label_drop_probability": 0.1 if classes_of(facts) or captions or masks else 0.0,
         },
-        f"the velocity where a patch has fewer than half as many numbers as the network has channels, else x0: "
+        f"the velocity where a patch has at most half as many numbers as the network has channels, else x0: "
         f"{numbers:,} and {design.width:,} (docs/choosing.md)",
     )  # fmt: skip
 
