@@ -1,17 +1,18 @@
 """What a network of fixed cost makes of few and of many images: the distance and the copies of its samples.
 
-    python tests/bench/bench_images.py CROPS DETECTOR FOLDER --numbers 50 200 1000 --augment
+    python tests/bench/bench_images.py CROPS DETECTOR FOLDER --numbers 50 200 1000 --augment 0.75 --seed 1
 
-CROPS is a folder of crops of CIFAR-10 with held-out images, and DETECTOR the classifier that the stage `detect` trained
-on crops of it. For each number, as many images of each class are trained on; 1,000 samples at each step are compared
-with the held-out images, as the detector sees them, and searched for copies of the training images (the share that is
-nearer to one than 99 % of the held-out images are). Prints a row of Markdown for each step. FOLDER, a new
-one, keeps the trainings.
+CROPS is a folder of crops, such as those of CIFAR-10 with images held out, and DETECTOR the classifier that the stage
+`detect` trained on crops of CIFAR-10. For each number, as many images of each class are trained on; 1,000 samples at
+each step are compared with the held-out images (with all crops where none is held out), as the detector sees them, and
+searched for copies of the training images: the share that is nearer to one than 99 % of the held-out images are (of the
+training images to one another). Prints a row of Markdown for each step. FOLDER keeps the trainings and the samples.
 """
 
 from __future__ import annotations
 
 import argparse
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from image_diffusion.core.config.base import dump, to_yaml
+from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import Shards, open_shards
@@ -39,11 +41,12 @@ from image_diffusion.training.load_model import load_model
 from image_diffusion.training.session import run
 
 SAMPLES = 1000
-STEPS = (500, 1000, 1500)
 
 
-def experiment_of(folder: Path, augment: bool) -> Experiment:
-    """The experiment of docs/choosing.md, on images in a folder. Augmentation beyond mirroring if wanted."""
+def experiment_of(
+    folder: Path, number: int, steps: list[int], until: float | None, seed: int, start: Path | None
+) -> Experiment:
+    """The experiment of docs/choosing.md, on images in a folder. until: of `train.augment`; None: only mirroring."""
     raw: dict[str, Any] = {
         "data": {
             "name": "few",
@@ -64,8 +67,10 @@ def experiment_of(folder: Path, augment: bool) -> Experiment:
             },
         },
         "train": {
-            "steps": STEPS[-1],
-            "global_batch": 64,
+            "steps": steps[-1],
+            "seed": seed,
+            "init_from": None if start is None else str(start),
+            "global_batch": 64 if number >= 64 else 32,
             "optimizer": {"type": "muon", "lr": 1e-2},
             "schedule": {"type": "constant", "warmup_steps": 50},
             "grad_clip": 1.0,
@@ -73,31 +78,32 @@ def experiment_of(folder: Path, augment: bool) -> Experiment:
             "flip_probability": 0.5,
             "validate_every_steps": None,
             "grid_every_steps": None,
-            "checkpoint": {"every_steps": STEPS[0], "keep_every": STEPS[0]},
-            **({"augment": {}} if augment else {}),
+            "checkpoint": {"every_steps": gcd(*steps), "keep_every": gcd(*steps)},
+            "augment": None if until is None else {"until": until},
         },
         "sample": {"num_samples": SAMPLES, "sampler": {"type": "heun", "num_steps": 10}, "batch_size": 250},
-        "resources": {"gpus_per_node": 0},
     }  # fmt: skip
     return parse_experiment(raw, "few")
 
 
 def written(crops: Shards, number: int, folder: Path) -> None:
-    """As many images of each class, in a folder for each."""
-    for label, name in enumerate(crops.classes):
-        rows = np.flatnonzero(crops.labels == label)[: number // crops.num_classes]
+    """As many images of each class, in a folder for each; without classes, in one folder."""
+    of_class = [(name, np.flatnonzero(crops.labels == label)) for label, name in enumerate(crops.classes)]
+    for name, rows in of_class or [("", np.arange(crops.num_samples))]:
+        some = rows[: number // max(1, crops.num_classes)]
         (folder / name).mkdir(parents=True)
-        for place, pixels in zip(rows.tolist(), crops.gather(rows).permute(0, 2, 3, 1).numpy(), strict=True):
+        for place, pixels in zip(some.tolist(), crops.gather(some).permute(0, 2, 3, 1).numpy(), strict=True):
             Image.fromarray(pixels).save(folder / name / f"{place:05}.png")
 
 
 def drawn(weights: Path, experiment: Experiment, codec: Any) -> Tensor:
     """Samples of all classes, uint8 [N, 3, 32, 32]. codec: decodes them."""
     model = load_model(weights)
-    make: Any = Generator(model.network, model.system.reading, model.spec, codec, experiment.section("sample"))  # type: ignore[arg-type, attr-defined]
+    network = model.network.to(best_device())
+    make: Any = Generator(network, model.system.reading, model.spec, codec, experiment.section("sample"))  # type: ignore[arg-type, attr-defined]
     seeds = torch.arange(SAMPLES)
     with torch.no_grad():
-        return torch.cat([make(some, some % model.spec.num_classes) for some in seeds.split(250)])
+        return torch.cat([make(some, some % max(1, model.spec.num_classes)).cpu() for some in seeds.split(250)])
 
 
 def main() -> None:
@@ -106,34 +112,41 @@ def main() -> None:
     parser.add_argument("detector", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--numbers", type=int, nargs="+", required=True)
-    parser.add_argument("--augment", action="store_true")
+    parser.add_argument("--steps", type=int, nargs="+", default=[500, 1000, 1500], help="the last ends the training")
+    parser.add_argument("--augment", type=float, help="with train.augment until this share of the steps")
+    parser.add_argument("--start", type=Path, help="weights folder to start from")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    judge = load_detector(arguments.detector)
-    crops, held_out = (open_shards(arguments.crops, split) for split in ("train", "validation"))
-    real = features(judge, held_out)
+    judge, until, steps = load_detector(arguments.detector), arguments.augment, arguments.steps
+    crops = open_shards(arguments.crops, "train")
+    held_out = open_shards(arguments.crops, "validation") if crops.manifest["validation_fraction"] else None
+    real = features(judge, held_out or crops)
+    start = arguments.start.resolve() if arguments.start else None
     for number in arguments.numbers:
-        folder = arguments.folder / f"{number}{'-augmented' * arguments.augment}"
+        parts = [str(number), *([f"until-{until:g}"] if until is not None else []), *(["started"] if start else [])]
+        folder = arguments.folder / "-".join([*parts, f"seed-{arguments.seed}"])
         written(crops, number, folder / "images")
-        experiment = experiment_of(folder / "images", arguments.augment)
+        experiment = experiment_of(folder / "images", number, steps, until, arguments.seed, start)
         crop_dataset(experiment.data, folder / "crops")
         (folder / "train.yaml").write_text(to_yaml(dump(train_stage("few", experiment))))
         training = prepare_training(folder / "train.yaml", folder / "crops/manifest.json", None, [])
         run(training.build, training.stage.train, training.model, training.data, folder / "train")
         trained_on = open_shards(folder / "crops", "train")
-        for step in STEPS:
+        for step in steps:
             weights = folder / f"step-{step}"
             tensors, model = weights_at(folder / "train" / "state", folder / "train", step)
             save_weights(weights, tensors, {name: model[name] for name in model if name not in ("format", "sha256")})
             samples = drawn(weights, experiment, training.decoder())
+            np.savez_compressed(weights / "samples.npz", samples.permute(0, 2, 3, 1).numpy())
             with torch.no_grad():
                 distance = frechet_between(judge(samples).features, real)
             copies = share_estimate(find_copies(reduced(samples).features, trained_on, held_out).flagged)
             assert copies.interval is not None
             low, high = copies.interval
-            cells = [f"{trained_on.num_samples:,}", "yes" if arguments.augment else "no", f"{step:,}"]
-            cells += [f"{distance.value:.1f}", f"{copies.value:.3f} [{low:.3f}, {high:.3f}]"]
-            print(row(cells), flush=True)
+            cells = [f"{trained_on.num_samples:,}", "no" if until is None else f"{until:g}", "yes" if start else "no"]
+            cells += [str(arguments.seed), f"{step:,}", f"{distance.value:.2f}"]
+            print(row([*cells, f"{copies.value:.3f} [{low:.3f}, {high:.3f}]"]), flush=True)
 
 
 if __name__ == "__main__":
