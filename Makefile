@@ -131,7 +131,7 @@ clean: ## delete the environment; results stay
 
 # uv installs what is locked in seconds; pip does the same in minutes where uv cannot be had. Both compile it too: where
 # Python may write nothing later (a site's folder, PYTHONDONTWRITEBYTECODE), every start would compile again, for seconds.
-.venv/.ready: envs/requirements.lock pyproject.toml setup.py src/image_diffusion/core/random/philox.c src/image_diffusion/data/crop/resize.c
+.venv/.ready: envs/requirements.lock pyproject.toml setup.py src/image_diffusion/core/random/philox.c src/image_diffusion/data/crop/resize.c src/image_diffusion/data/sources/entries.c
 	$(PYTHON) -m venv .venv
 	sed -n '/^uv==/,/[^\\]$$/p' envs/requirements.lock > .venv/uv.txt
 	{ .venv/bin/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt \

@@ -85,6 +85,7 @@ def test_what_a_compiler_made_and_data_of_nobody_do_not_count(tmp_path: Path) ->
     [
         ("core/random/philox.c", {"train", "sample", "evaluate"}),
         ("data/crop/resize.c", {"crop"}),
+        ("data/sources/entries.c", {"crop"}),
         ("core/journal/metric_definitions.csv", {"pages"}),
         ("tracking/runs.py", {"track"}),
     ],

@@ -93,7 +93,7 @@ def test_types_and_rules_come_along(installed: Path) -> None:
     package = installed / "image_diffusion"
     assert (package / "py.typed").is_file()
     compiler = shutil.which(sysconfig.get_config_var("CC").split()[0])
-    for compiled in ("core/random/philox.compiled", "data/crop/resize.compiled"):
+    for compiled in ("core/random/philox.compiled", "data/crop/resize.compiled", "data/sources/entries.compiled"):
         assert (package / compiled).is_file() == bool(compiler)
     shipped = {
         str(path.relative_to(package / "project")) for path in (package / "project").rglob("*") if path.is_file()
