@@ -81,8 +81,8 @@ test-photographs: .venv/.ready ## the tests on photographs that you bring: DATA=
 bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done
 
-peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: half an hour of one core (apt-get install ffmpeg)
-	OMP_NUM_THREADS=1 python tests/bench/peers/run.py
+peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: three hours of one core (apt-get install ffmpeg): IMAGES=folder
+	OMP_NUM_THREADS=1 python tests/bench/peers/run.py $(if $(IMAGES),--images '$(IMAGES)')
 
 entry: .venv/.ready ## an entry of docs/leaderboard.md, three seeds of one core: TRACK=digits EXPERIMENT=mine NOTE="what it is" IMAGES=folder
 	OMP_NUM_THREADS=1 python tests/bench/leaderboard.py --track '$(TRACK)' --experiment '$(EXPERIMENT)' --note '$(NOTE)' \

@@ -1,6 +1,7 @@
 """A training of one project to its end, and what the judge sees in its images: a seed of `make peers`.
 
     python tests/bench/peers/reaching.py speedrun_digits diffusers FOLDER SEED
+    python tests/bench/peers/reaching.py speedrun_cifar10 --change train.steps=400 --images cifar10-20k ours FOLDER SEED
 
 Prints one line of JSON. A peer is trained for twice the CPU seconds of our recipe. The distance is between samples and
 the training images, in the features of the classifier that the stage `detect` trains. Sampling is not timed. The scores
@@ -9,16 +10,16 @@ of our recipe are kept in FOLDER: run it before the peers.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from leaderboard import EXPERIMENTS, Prepared, features, measured, prepared
+from leaderboard import EXPERIMENTS, Prepared, features, measured, prepared, with_images
 from run import HERE, PEERS
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.features.classifier import Classifier, load_detector
+from recipes import RECIPES
 
 Score = dict[str, float]
 """What is printed: CPU seconds, distance, steps; of ours also the number of parameters."""
@@ -58,21 +60,30 @@ def theirs(peer: str, images: Path, seed: int, ours: Score, judge: Classifier, r
 
 
 def main() -> None:
-    name, peer, work, seed = sys.argv[1:]
-    folder = Path(work) / f"reaching-{name}"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", help="in config/experiments")
+    parser.add_argument("peer", choices=["ours", *RECIPES])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--change", action="append", default=[], help="of the experiment: train.steps=400")
+    parser.add_argument("--images", help="a folder of classes, in place of the experiment's own images")
+    arguments = parser.parse_args()
+    name, peer, seed = arguments.experiment, arguments.peer, arguments.seed
+    folder = arguments.folder / f"reaching-{name}"
     torch.set_num_threads(1)
-    raw = read_inherited(EXPERIMENTS / f"{name}.yaml")[0]
-    inputs = prepared(folder, name, raw, None)
+    file = read_inherited(EXPERIMENTS / f"{name}.yaml")[0]
+    raw = changed(with_images(file, arguments.images, file["data"]["name"]), arguments.change)
+    inputs = prepared(folder, name, raw, arguments.images)
     judge, crops = load_detector(inputs.data / "detector"), open_shards(inputs.data / "crops", "train")
     real, scores = features(judge, crops), folder / f"ours-{seed}.json"
     if peer == "ours":
-        score = ours(inputs, raw, int(seed), judge, real)
+        score = ours(inputs, raw, seed, judge, real)
         write_json(scores, score)
     else:
         pixels = folder / ("mirrored.npy" if raw["train"]["flip_probability"] > 0 else "images.npy")
         if not pixels.exists():
             np.save(pixels, crops.gather(np.arange(crops.num_samples)).numpy())
-        score = theirs(peer, pixels, int(seed), read_json(scores), judge, real)
+        score = theirs(peer, pixels, seed, read_json(scores), judge, real)
     print(json.dumps({key: score[key] for key in ("cpu_s", "distance", "steps")}))
 
 
