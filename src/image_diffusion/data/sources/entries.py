@@ -59,7 +59,8 @@ def _compiled(folder: int, loaded: ctypes.CDLL) -> Iterator[Entries]:
     kinds, stamps = array("q", bytes(8 * _AT_ONCE)), array("q", bytes(32 * _AT_ONCE))
     where = names, kinds.buffer_info()[0], stamps.buffer_info()[0], ctypes.byref(used)
     if not (opened := loaded.open_entries(folder)):
-        raise OSError("the folder cannot be read")
+        yield from _by_python(folder)  # which raises the reason
+        return
     try:
         while count := loaded.read_entries(opened, _AT_ONCE, _ROOM, *where):
             if count < 0:
