@@ -19,6 +19,7 @@ pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --d
 tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files adamw_8bit synthesis executors) \
 	$(patsubst %,tests/reliability/test_%.py,faulty_store machines)
 with_extras := PYTHONPATH=$(CURDIR)/.venv/extras OMP_NUM_THREADS=1
+with_arguments := $(patsubst %,tests/bench/bench_%.py,duplicates formats images inpainting judge traces)
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
 .PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench peers entry bench-gpu soak soak-machines test-long mutants unchanged ui lock clean
@@ -78,8 +79,8 @@ wheels: .venv/.ready ## packages for a machine without network that has PyTorch:
 test-photographs: .venv/.ready ## the tests on photographs that you bring: DATA=folder of imagenet-240.tar, cifar10-20k.tar
 	IMAGE_DIFFUSION_DATA=$(DATA) python -m pytest tests/bench
 
-bench: .venv/.ready ## speed and memory, measured
-	for each in tests/bench/bench_*.py; do python $$each || exit 1; done
+bench: .venv/.ready ## speed and memory, measured: every benchmark that needs no images or trainings of yours
+	for each in $(filter-out $(with_arguments),$(wildcard tests/bench/bench_*.py)); do python $$each || exit 1; done
 
 peers: .venv/.peers ## this project beside others, measured, as docs/peers.md: three hours of one core (apt-get install ffmpeg): IMAGES=folder
 	OMP_NUM_THREADS=1 python tests/bench/peers/run.py $(if $(IMAGES),--images '$(IMAGES)')

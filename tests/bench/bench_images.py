@@ -101,9 +101,9 @@ def drawn(weights: Path, experiment: Experiment, codec: Any) -> Tensor:
     model = load_model(weights)
     network = model.network.to(best_device())
     make: Any = Generator(network, model.system.reading, model.spec, codec, experiment.section("sample"))  # type: ignore[arg-type, attr-defined]
-    seeds = torch.arange(SAMPLES)
+    seeds, classes = torch.arange(SAMPLES), model.spec.num_classes
     with torch.no_grad():
-        return torch.cat([make(some, some % max(1, model.spec.num_classes)).cpu() for some in seeds.split(250)])
+        return torch.cat([make(some, some % classes if classes else None).cpu() for some in seeds.split(250)])
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def main() -> None:
 
 def table(raw: dict[str, Any], inputs: Prepared, cpu_s: float | None) -> None:
     """Train all variants and print what each has come to, as Markdown."""
-    judge, crops = load_detector(inputs.data / "detector"), open_shards(inputs.data / "crops", "train")
+    judge, crops = load_detector(inputs.data / "detector"), open_shards(inputs.data / "crops", "train", renders=True)
     real = features(judge, crops)
 
     def trained(steps: int, samples: int, changes: list[str]) -> dict[str, Any]:

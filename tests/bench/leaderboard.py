@@ -29,6 +29,7 @@ import torch
 from peers.run import processor, row, wrapped
 from torch import Tensor
 
+from image_diffusion.core import levels
 from image_diffusion.core.config.base import changed, dump, read_inherited, to_yaml
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file, write_json, write_text
 from image_diffusion.data.shards.reader import Shards, open_shards
@@ -186,16 +187,16 @@ def measured(experiment: Experiment, inputs: Prepared, images: int, judge: Class
         model, settings = load_model(output), experiment.section("sample")
         generator: Any = Generator(model.network, model.system.reading, model.spec, training.decoder(), settings)  # type: ignore[arg-type, attr-defined]
         seeds = torch.arange(images)
-        labels = seeds % max(1, model.spec.num_classes)
-        parts = zip(seeds.split(100), labels.split(100), strict=True)
+        labels = seeds % model.spec.num_classes if model.spec.num_classes else None
+        parts = [generator(some, None if labels is None else labels[some]) for some in seeds.split(100)]
         with torch.no_grad():
-            seen = judge(torch.cat([generator(some, of) for some, of in parts]))
+            seen = judge(levels.rendered(torch.cat(parts), model.spec.levels))
         return {
             "parameters": sum(each.numel() for each in model.network.parameters()),
             "steps": model.step,
             "images_seen": model.examples_seen,
             "cpu_s": round(cpu_s, 1),
-            "agreement": float((seen.logits.argmax(dim=1) == labels).double().mean()),
+            "agreement": None if labels is None else float((seen.logits.argmax(dim=1) == labels).double().mean()),
             "distance": frechet_between(seen.features, real).value,
             "weights_sha256": sha256_file(output / "weights.safetensors"),
         }

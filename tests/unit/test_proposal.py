@@ -16,7 +16,10 @@ import pytest
 import tifffile
 from PIL import Image
 
+from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.config.yaml12 import from_text
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.types import DataSpec
 from image_diffusion.data.quality.facts import CaptionFacts, Facts, look, source_of
 from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.data.sources.folder import Folder
@@ -34,7 +37,10 @@ from image_diffusion.experiments.choices import (
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
 from image_diffusion.experiments.proposal import Proposal, least_steps, propose, seconds_of
 from image_diffusion.experiments.resolve import load_all
+from image_diffusion.experiments.start import start_of
+from image_diffusion.systems import AnySystem
 from image_diffusion.tools.budget import measured
+from tiny_autoencoders import write_autoencoder
 
 CPU, GPU = Machine(1, 0, 8.0, 2.5), Machine(16, 1, 72.0, 4.0)
 MANY = Facts(Folder(path="images"), 20_000, (2_000,) * 10, 64, (1.0, 1.0), 3)
@@ -546,6 +552,84 @@ def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
         look(source_of(tmp_path / "empty"))
 
 
+OF_WEIGHTS = {
+    "process": {"type": "flow", "time_scale": 1000},
+    "objective": {"type": "flow_matching", "prediction": "x0", "label_drop_probability": 0.2},
+}
+
+
+def weights_of(
+    folder: Path,
+    x: DataSpec,
+    codec: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    **other: Any,
+) -> Path:
+    """Write the weights of a random DiT of 16 channels, or of another system."""
+    network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
+    system = parse(AnySystem, {"type": "dit", "network": network, **OF_WEIGHTS} | other, "the test")
+    about = {"system": dump(system), "spec": dump(x), "classes": [*map(str, range(x.num_classes))], "step": 1200}
+    codec_of = {"config": codec or {"type": "rgb"}, "identity": {}, "scale": None}
+    train = {} if optimizer is None else {"train": {"optimizer": optimizer}}
+    save_weights(
+        folder, system.build_network(x).state_dict(), {**about, "codec": codec_of, "examples_seen": 0, **train}
+    )
+    return folder
+
+
+def test_weights_fix_the_network_and_the_resolution(tmp_path: Path) -> None:
+    start = start_of(weights_of(tmp_path, DataSpec(channels=3, resolution=16, num_classes=4)))
+    facts = replace(FEW, captions=replace(CAPTIONS, count=500), masks=replace(MASKS, count=500))
+    proposal = propose(facts, "images", CPU, "10min", at(4e10), start)
+    experiment = parse_experiment(from_text(proposal.text), "the proposal")
+    network, objective = experiment.system.network, experiment.system.objective  # type: ignore[union-attr]
+    assert (network.depth, network.width, network.patch) == (1, 16, 4) and experiment.data.resolution == 16
+    assert (objective.type, objective.prediction, objective.label_drop_probability) == ("flow_matching", "x0", 0.1)
+    assert experiment.train.init_from == str(tmp_path) and "its weights, of step 1,200" in proposal.text
+    assert (experiment.train.optimizer.type, experiment.train.optimizer.lr) == ("adamw", 1e-4)
+    assert not experiment.pair_sets
+    assert 8 * 60 < proposal.total_s < 10 * 60
+
+
+def test_a_proposal_goes_on_with_the_optimizer_of_the_weights(tmp_path: Path) -> None:
+    muon = {"type": "muon", "lr": 0.005, "momentum": 0.9}
+    folder = weights_of(tmp_path, DataSpec(channels=1, resolution=16), optimizer=muon)
+    proposal = propose(replace(MANY, per_class=()), "images", CPU, "10min", at(4e10), start_of(folder))
+    raw = from_text(proposal.text)
+    assert raw["train"]["optimizer"] == {"type": "muon", "lr": 0.005, "momentum": 0.9}
+    assert raw["data"]["channels"] == 1 and raw["system"]["objective"]["label_drop_probability"] == 0
+
+
+def test_the_size_of_images_follows_from_latents(tmp_path: Path) -> None:
+    write_autoencoder("sd", tmp_path / "vae")
+    codec = {"type": "stability_vae", "weights": str(tmp_path / "vae"), "scale": 0.5}
+    start = start_of(weights_of(tmp_path / "dit", DataSpec(channels=4, resolution=(8, 16)), codec))
+    assert (start.resolution, start.channels, start.grid, start.codec) == ((64, 128), 3, 2, codec)
+
+
+def test_weights_that_no_proposal_can_start_from_are_refused(tmp_path: Path) -> None:
+    pixels, text = DataSpec(channels=3, resolution=16), {"text": (4, 8)}
+    trained = {"type": "trained", "experiment": "mine"}
+    unet = {
+        "type": "iddpm",
+        "network": {"type": "unet", "channels": 32, "multipliers": [1], "attention_resolutions": []},
+    }
+    unet["objective"], unet["process"] = {"variance": "fixed_large", "loss": "simple"}, {"type": "discrete"}
+    cases = {
+        "are a iddpm": {"x": pixels, **unet},
+        "are conditioned on more than a class": {
+            "x": DataSpec(channels=3, resolution=16, conditions=text), "condition": {"type": "text"}
+        },
+        "are on the latents of the experiment mine": {"x": pixels, "codec": trained},
+    }  # fmt: skip
+    for number, (message, settings) in enumerate(cases.items()):
+        with pytest.raises(ValueError, match=message):
+            start_of(weights_of(tmp_path / f"{number}", **settings))
+    arrays, start = replace(FEW, dtype="uint16", channels=5), start_of(weights_of(tmp_path / "pixels", pixels))
+    with pytest.raises(ValueError, match="arrays of 5 channels, but the weights in .* are of images with 3"):
+        propose(arrays, "images", CPU, "10min", at(4e10), start)
+
+
 def initialised(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "image_diffusion", "init", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -557,6 +641,7 @@ def initialised(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
         (["new", "--data", "images"], "--data and --budget belong together"),
         (["new", "--budget", "6h"], "--data and --budget belong together"),
         (["new", "--data", "images", "--budget", "6h", "--cores", "0"], "--cores is a number from 1"),
+        (["new", "--weights", "images"], "--weights belongs to --data and --budget"),
         (["images", "--data", "images", "--budget", "6h"], "images exists and is not an empty folder"),
     ],
 )
@@ -601,6 +686,20 @@ def test_masks_are_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     experiment = load_experiment(tmp_path / "new/config/experiments/mine.yaml")
     assert [pairs.kind for pairs in experiment.pair_sets] == ["images"] and experiment.data.name == "cells"
+
+
+@pytest.mark.slow
+def test_latents_of_weights_are_measured(tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (40, 40), 40)
+    write_autoencoder("sd", tmp_path / "vae")
+    codec = {"type": "stability_vae", "weights": str(tmp_path / "vae"), "scale": 0.5}
+    weights_of(tmp_path / "dit", DataSpec(channels=4, resolution=8, num_classes=3), codec)
+    done = initialised(tmp_path, "new", "--data", "images", "--budget", "1h", "--cores", "1", "--weights", "dit")
+    assert done.returncode == 0, done.stderr
+    experiment = load_experiment(tmp_path / "new/config/experiments/mine.yaml")
+    assert experiment.codec.name == "vae" and experiment.data.resolution == 64
+    speed = measured(experiment, look(source_of(tmp_path / "images")), CPU)
+    assert 0 < speed.encode_s < 1 and 0 < speed.decode_s < 1
 
 
 @pytest.mark.slow

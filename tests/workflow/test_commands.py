@@ -69,6 +69,10 @@ ELSEWHERE = {
         "tests/workflow/test_workflow_proposal.py",
         '"init", "mine", "--data", "images"',
     ),
+    "image-diffusion init my-flowers --data data/flowers --budget 2h --weights results/dit/train": (
+        "tests/workflow/test_workflow_proposal.py",
+        '"init", "finer"',
+    ),
     **{
         f"image-diffusion init {name} --data data/{name} --budget 8min": (
             "tests/workflow/test_workflow_tutorials.py",
@@ -243,3 +247,10 @@ def test_every_code_block_names_its_language(page: Path) -> None:
 def test_the_tables_name_what_is_shown() -> None:
     assert not [command for table in (ELSEWHERE, PLANNED, REFUSED) for command in table if command not in SHOWN]
     assert not OF_OTHERS.keys() - {command.split()[0] for command in SHOWN}
+
+
+def test_make_bench_runs_what_needs_no_arguments() -> None:
+    line = re.search(r"^with_arguments := .*,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    needs = r"add_argument\(\"[a-z]|required=True"
+    files = {path.stem for path in ROOT.glob("tests/bench/bench_*.py") if re.search(needs, path.read_text())}
+    assert line is not None and files == {f"bench_{name}" for name in line[1].split()}

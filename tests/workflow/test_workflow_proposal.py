@@ -57,3 +57,17 @@ def test_a_folder_and_a_budget_are_enough(tmp_path: Path) -> None:
     assert (results / "report/index.html").is_file()
     metrics = json.loads((results / "metrics.json").read_text())["metrics"]
     assert {"inpipe_fd", "copies"} <= metrics.keys()
+
+    weights = ("--weights", "mine/results/mine/train")
+    created = run(
+        tmp_path, "image_diffusion", "init", "finer", *asked[3:-1], *weights, "--budget", f"{2 * int(enough[1])}min"
+    )
+    assert created.returncode == 0, created.stderr
+    path = tmp_path / "finer/config/experiments/mine.yaml"
+    finer = from_text(path.read_text())
+    assert finer["system"]["network"].items() >= proposed["system"]["network"].items()
+    assert finer["train"]["optimizer"]["lr"] == proposed["train"]["optimizer"]["lr"]
+    path.write_text(path.read_text().replace(f"steps: {finer['train']['steps']}", "steps: 20", 1))
+    done = run(tmp_path / "finer", "snakemake", "--cores", "1", "--", "results/mine/train/weights.safetensors")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tensors as they are." in (tmp_path / "finer/logs/mine/train.log").read_text()

@@ -18,6 +18,7 @@ from image_diffusion.data.labels import Value
 from image_diffusion.data.quality.facts import CaptionFacts, Facts
 from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
+from image_diffusion.experiments.start import Start
 
 _LEAST_PER_CLASS = 8
 """Classes of fewer images than this, in the median, are no classes to learn."""
@@ -57,7 +58,8 @@ class Machine:
 class Speed:
     """Measured seconds. step_s: of a step of the training; pass_s: of one image in a pass of the network; crop_s: of
     one image file; detector_s: of one example of the detector's training; mask_s: of one of the segmenter's, which
-    compares masks. memory_gib: of the training; seconds are 0 where that does not fit into the machine."""
+    compares masks; encode_s, decode_s: of one image by the codec. memory_gib: of the training; seconds are 0 where that
+    does not fit into the machine."""
 
     step_s: float
     pass_s: float
@@ -65,6 +67,8 @@ class Speed:
     detector_s: float
     memory_gib: float
     mask_s: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class Design(NamedTuple):
@@ -108,12 +112,28 @@ DESIGNS = {
 
 @dataclass(frozen=True)
 class Request:
-    """Images, the name of their data set, the machine, and the budget in seconds."""
+    """Images, the name of their data set, the machine, and the budget in seconds. start: weights to train from; unset:
+    random ones."""
 
     facts: Facts
     name: str
     machine: Machine
     budget_s: float
+    start: Start | None = None
+
+    @property
+    def designs(self) -> tuple[Design, ...]:
+        """Return the designs to choose from, the smallest first: that of the weights, if there are some."""
+        designs, start = DESIGNS[self.machine.kind], self.start
+        if start is None:
+            return designs
+        return (Design(start.depth, start.width, start.num_heads, start.grid, designs[1].batch),)
+
+    def resolution(self, design: Design) -> int | tuple[int, int]:
+        """Return the resolution of the crops: that of the weights, if there are some."""
+        if self.start is not None:
+            return self.start.resolution
+        return resolution_of(self.facts, self.machine, design.grid)
 
 
 class Choice(NamedTuple):
@@ -160,15 +180,16 @@ def choices(
     request: Request, design: Design, steps: int, num_samples: int, speed: Speed | None = None
 ) -> dict[str, list[Choice]]:
     """Return the choices by section. speed: unset where it is not measured yet."""
-    facts, machine = request.facts, request.machine
+    facts, machine, start = request.facts, request.machine, request.start
     captions, masks = captions_of(facts), masks_of(facts)
     prompts = [] if captions is None else [Choice("prompts", [*captions.prompts[:_SHOWN]], "some of the captions")]
     return {
-        "data": [*_data(facts, request.name, machine, design)],
+        "data": [*_data(request, design)],
+        **({} if start is None or start.codec["type"] == "rgb" else {"codec": [*_as_started(start.codec)]}),
         **({} if captions is None else {"pairs": [*_captions(captions)]}),
         **({} if masks is None else {"pairs": [*_masks(masks)]}),
-        "system": [*_system(facts, machine, design)],
-        "train": [*_train(facts, machine, design, steps)],
+        "system": [*(_system(request, design) if start is None else _as_started(start.system_for(_drops(facts))))],
+        "train": [*_train(request, design, steps)],
         "preview": [
             Choice("num_samples", 20, ""),
             *prompts,
@@ -180,7 +201,8 @@ def choices(
     }
 
 
-def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator[Choice]:
+def _data(request: Request, design: Design) -> Iterator[Choice]:
+    facts, machine, start = request.facts, request.machine, request.start
     source: dict[str, Any] = {"type": facts.source.type, **facts.source.model_dump(exclude_defaults=True)}
     count = len(facts.per_class)
     if facts.per_class and not classes_of(facts):
@@ -189,20 +211,25 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
     else:
         limits = sorted({min(facts.per_class, default=0), max(facts.per_class, default=0)})
         reason = f"{count:,} classes of {' to '.join(f'{limit:,}' for limit in limits)}" if count else "no classes"
-    yield Choice("name", name, "")
+    yield Choice("name", request.name, "")
     yield Choice("source", source, f"{facts.num_images:,} images, {reason}")
-    resolution = resolution_of(facts, machine, design.grid)
+    resolution = request.resolution(design)
     side = min(height_width(resolution))
     limited = f"; at most {side} on {machine.kind.upper()}s" if side == _LARGEST_SIDE[machine.kind] else ""
     yield Choice(
         "resolution",
         list(resolution) if isinstance(resolution, tuple) else resolution,
-        f"nine of ten images have a side of {facts.short_side} pixels or more{limited}",
+        f"nine of ten images have a side of {facts.short_side} pixels or more{limited}"
+        if start is None
+        else f"that of the weights; nine of ten images have a side of {facts.short_side} pixels or more",
     )
     if facts.dtype is not None:
         yield Choice("dtype", facts.dtype, "arrays, which keep their numbers")
         yield Choice("range", "measured", "from the least to the greatest number of each channel, but for outliers")
-    if facts.dtype is not None or facts.channels != 3:
+    if start is not None and facts.dtype is None:
+        if start.channels != 3:
+            yield Choice("channels", start.channels, "that of the weights")
+    elif facts.dtype is not None or facts.channels != 3:
         channels = [*facts.names] if facts.names else facts.channels
         yield Choice("channels", channels, "as in the files" if facts.dtype else "all images that were read are grey")
     if facts.transparent:
@@ -243,8 +270,19 @@ def _label_name(value: Value) -> str:
     return f"value_{value}" if isinstance(value, int) else f"colour_{bytes(value).hex()}"
 
 
-def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
-    patch = min(height_width(resolution_of(facts, machine, design.grid))) // design.grid
+def _as_started(section: dict[str, Any]) -> Iterator[Choice]:
+    for key, value in section.items():
+        yield Choice(key, value, "as the weights were trained" if key == "type" else "")
+
+
+def _drops(facts: Facts) -> float:
+    """Return the share of examples that are trained on without their condition."""
+    return 0.1 if classes_of(facts) or captions_of(facts) or masks_of(facts) else 0.0
+
+
+def _system(request: Request, design: Design) -> Iterator[Choice]:
+    facts, machine = request.facts, request.machine
+    patch = min(height_width(request.resolution(design))) // design.grid
     numbers = patch**2 * facts.channels
     prediction = "velocity" if 2 * numbers <= design.width else "x0"
     network: dict[str, Any] = {
@@ -274,14 +312,15 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
         "objective",
         {
             "type": "flow_matching", "prediction": prediction, "loss": "velocity",
-            "label_drop_probability": 0.1 if classes_of(facts) or captions or masks else 0.0,
+            "label_drop_probability": _drops(facts),
         },
         f"the velocity where a patch has at most half as many numbers as the network has channels, else x0: "
         f"{numbers:,} and {design.width:,} (docs/choosing.md)",
     )  # fmt: skip
 
 
-def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterator[Choice]:
+def _train(request: Request, design: Design, steps: int) -> Iterator[Choice]:
+    facts, machine, start = request.facts, request.machine, request.start
     batch = batch_of(facts, design)
     passes = passes_of(facts, design, steps)
     yield Choice("steps", steps, f"fills the budget; {passes:,.0f} passes over the training images")
@@ -290,7 +329,12 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
     yield Choice("global_batch", batch, reason)
     if machine.kind == "gpu" and design.width >= 768:
         yield Choice("microbatch", 64, "for memory: changes no result")
-    yield _optimizer(design)
+    if start is None:
+        yield _optimizer(design)
+    else:
+        yield Choice("init_from", str(start.folder), f"its weights, of step {start.step:,}")
+        if start.optimizer is not None:
+            yield Choice("optimizer", start.optimizer, "that of the weights")
     warmup = min(1000, max(10, steps // 20))
     yield Choice("schedule", {"type": "cosine", "warmup_steps": warmup}, "a twentieth to warm up; zero when time is up")
     yield Choice("grad_clip", 1.0, "")
@@ -303,7 +347,7 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
     )
     yield Choice("flip_probability", 0.5, "0 for images that must not be mirrored, such as text")
     if masks_of(facts) is None:  # which augmentation does not move
-        yield _augment(passes)
+        yield _augment(passes, "pixels" if start is None or start.codec["type"] == "rgb" else "latents")
     if passes >= _WATCHED_PASSES:
         yield Choice("weights", "best", "those of the smallest loss on held-out images, before images are learnt")
     yield Choice("validate_every_steps", max(1, math.ceil(steps / VALIDATIONS)), "")
@@ -318,9 +362,9 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
             yield Choice("compile", True, "takes a minute at the start")
 
 
-def _augment(passes: float) -> Choice:
-    if passes < AUGMENTED_PASSES:
-        reason = "mirroring alone, as a condition of the network"
+def _augment(passes: float, on: Literal["pixels", "latents"]) -> Choice:
+    if on == "latents" or passes < AUGMENTED_PASSES:
+        reason = f"mirroring alone{', as latents allow no more' * (on == 'latents')}; a condition of the network"
         return Choice("augment", {"probability": 0}, reason)
     return Choice("augment", {}, f"{AUGMENTED_PASSES} passes or more: that of EDM, in three quarters of the steps")
 

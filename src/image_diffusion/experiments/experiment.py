@@ -178,7 +178,7 @@ def _no_use(keys: list[str], kind: type[System]) -> str:
 @cache
 def experiment_of(system: type[System]) -> type[Experiment]:
     """Return the experiments of one kind of system: its own sections with their own defaults."""
-    fields: dict[str, Any] = {"system": (system, ...), "train": (_train_of(system), ...)}
+    fields: dict[str, Any] = {"system": (system, ...), "train": (train_of(system), ...)}
     for name, section in system.sections.items():
         about = None if name in Experiment.model_fields else section.kind.__doc__
         if section.optional:
@@ -188,7 +188,7 @@ def experiment_of(system: type[System]) -> type[Experiment]:
     return create_model(f"Experiment of {name_of(system)}", __base__=Experiment, **fields)
 
 
-def _train_of(system: type[System]) -> type[TrainConfig]:
+def train_of(system: type[System]) -> type[TrainConfig]:
     """Return the section `train` with the defaults of one kind of system."""
     own = TrainConfig.model_validate({"steps": 1} | dict(system.recipe))
     fields: dict[str, Any] = {}

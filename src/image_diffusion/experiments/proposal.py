@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from image_diffusion.core.durations import duration
 from image_diffusion.data.quality.facts import Facts
@@ -35,6 +35,7 @@ from image_diffusion.experiments.choices import (
     warnings_of,
 )
 from image_diffusion.experiments.experiment import Experiment
+from image_diffusion.experiments.start import Start
 from image_diffusion.metrics.images.segmentation import MOST_HELD_OUT
 from image_diffusion.metrics.images.segmentation import TRAINING as MASKS
 
@@ -109,18 +110,30 @@ def least_steps(designs: tuple[Design, ...], number: int) -> int:
     return round(1500 * math.pow(designs[number].parameters / DESIGNS["cpu"][1].parameters, 0.76))
 
 
-def propose(facts: Facts, name: str, machine: Machine, budget: str, measure: Measure) -> Proposal:
+def propose(
+    facts: Facts, name: str, machine: Machine, budget: str, measure: Measure, start: Start | None = None
+) -> Proposal:
     """Return the experiment that trains, samples and evaluates within a budget.
 
-    name: of the data set. measure: the speed of an experiment on this machine. Raises ValueError for too few images,
-    and for a budget that is too small or no duration.
+    name: of the data set. measure: the speed of an experiment on this machine. start: weights to train from, which fix
+    the network and the size of images; unset: random ones. Raises ValueError for too few images, for images that the
+    weights do not fit, and for a budget that is too small or no duration.
     """
-    request = Request(facts, name, machine, seconds_of(budget))
+    if start is not None:
+        if facts.dtype is not None and facts.channels != start.channels:
+            raise ValueError(
+                f"The images are arrays of {facts.channels} channels, but the weights in {start.folder} are of images "
+                f"with {start.channels}. Give other weights, or none."
+            )
+        facts = replace(facts, captions=None, masks=None)  # conditions that the weights do not know
+    request = Request(facts, name, machine, seconds_of(budget), start)
     if facts.num_images < LEAST_IMAGES:
         raise ValueError(
             f"{facts.num_images} images are too few to train on and to hold some out. Give at least {LEAST_IMAGES}."
         )
-    design, speed = _faster_learning(request, *_largest(request, measure), measure)
+    design, speed = _largest(request, measure)
+    if start is None:
+        design, speed = _faster_learning(request, design, speed, measure)
     cost = _cost(request, design, _LEAST_STEPS, _LEAST_SAMPLES, speed)
     steps = affordable(request, cost, cost.step_s)
     if steps < _LEAST_STEPS:
@@ -145,7 +158,7 @@ def propose(facts: Facts, name: str, machine: Machine, budget: str, measure: Mea
 def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
     """Return the largest design for which the budget has steps enough and the machine memory, or else the smallest, and
     its speed."""
-    designs = DESIGNS[request.machine.kind]
+    designs = request.designs
     best = designs[0], _speed(request, designs[0], _LEAST_STEPS, measure)
     if (memory := best[1].memory_gib) > request.machine.memory_gib:
         raise ValueError(
@@ -246,14 +259,14 @@ def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
     sampling = experiment.system.sampling()
     samples, preview = experiment.section("sample"), experiment.section("preview")
     judged_s = _JUDGED * machine.start_s
-    per_sample_s = sampling.num_evaluations(samples) * speed.pass_s + forward_s + judged_s
-    previews_s = PREVIEWS * preview.num_samples * sampling.num_evaluations(preview) * speed.pass_s
+    per_sample_s = sampling.num_evaluations(samples) * speed.pass_s + speed.decode_s + forward_s + judged_s
+    per_preview_s = sampling.num_evaluations(preview) * speed.pass_s + speed.decode_s
     others = (
         (_STARTS + len(experiment.pair_sets)) * machine.start_s,
-        facts.num_images * speed.crop_s / machine.cores,
+        facts.num_images * (speed.crop_s / machine.cores + speed.encode_s),
         examples * speed.detector_s + seen * forward_s,
         (held_out + min(_MOST_JUDGED, facts.num_images)) * judged_s,
-        previews_s,
+        PREVIEWS * preview.num_samples * per_preview_s,
         VALIDATIONS * min(held_out, CHECKED) * speed.pass_s,
         speed.mask_s * (learnt + compared / 3),
     )

@@ -10,18 +10,21 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from image_diffusion.core.devices import has_gpu
+from image_diffusion.core.devices import best_device, has_gpu
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.captions import captions_beside
+from image_diffusion.data.encoded.latents import encode_shards, write_manifest
 from image_diffusion.data.quality.facts import Facts, look, source_of, spread
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.folder import Folder, files_in, stem_of
 from image_diffusion.experiments.choices import Machine, Speed, captions_of, classes_of, masks_of
-from image_diffusion.experiments.experiment import Experiment
+from image_diffusion.experiments.experiment import EncodeStage, Experiment
 from image_diffusion.experiments.proposal import Proposal, propose, seconds_of
-from image_diffusion.experiments.resolve import embed_stage, write_stages
+from image_diffusion.experiments.resolve import embed_stage, encode_stage, write_stages
+from image_diffusion.experiments.start import start_of
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.metrics.images.segmentation import training_s
 from image_diffusion.stages.embed import embed
@@ -36,18 +39,21 @@ _DETECTOR_EXAMPLES = 1024
 _USABLE = 0.9  # of the memory: driver, libraries and other stages take the rest
 
 
-def propose_for(images: Path, budget: str, cores: int | None) -> Proposal:
+def propose_for(images: Path, budget: str, cores: int | None, weights: Path | None = None) -> Proposal:
     """Return the experiment that fits into a budget. images: a folder, a zip or a table. cores: of the CPU; unset: all.
+    weights: a folder of weights to train from; unset: random ones.
 
-    Raises ValueError if there are no images, or too few, and if the budget is no duration or too small.
+    Raises ValueError if there are no images, or too few, if the budget is no duration or too small, and if the weights
+    do not fit.
     """
     start_s = time.process_time()  # of this process, which has imported what a stage imports
     seconds_of(budget)
+    start = None if weights is None else start_of(weights)
     facts = look(source_of(images))
     machine = machine_of(cores, start_s)
     torch.set_num_threads(machine.cores)
     name = re.sub(r"[^A-Za-z0-9._]", "_", images.resolve().stem).lstrip("._") or "images"
-    return propose(facts, name, machine, budget, lambda experiment: measured(experiment, facts, machine))
+    return propose(facts, name, machine, budget, lambda experiment: measured(experiment, facts, machine), start)
 
 
 def machine_of(cores: int | None, start_s: float) -> Machine:
@@ -95,7 +101,11 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
         embed(embed_stage(sample, pair_set), folder / "crops", None, folder / pair_set.name)
     manifests = [folder / pair_set.name / "manifest.json" for pair_set in sample.pair_sets]
     write_stages("measured", sample, folder)
-    training = prepare_training(folder / "measured/config/train.yaml", folder / "crops/manifest.json", None, manifests)
+    learnt, encode_s, decode_s = folder / "crops", 0.0, 0.0
+    if sample.codec.name is not None:
+        learnt = folder / "latents"
+        encode_s, decode_s = _encoded(encode_stage(sample), folder / "crops", learnt)
+    training = prepare_training(folder / "measured/config/train.yaml", learnt / "manifest.json", None, manifests)
     processes = max(1, machine.gpus)
     peak = counted(training.network, training.task, training.stage.train, processes).peak / GIB
     if peak > machine.memory_gib:
@@ -111,4 +121,20 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     seen = train_detector(crops, None, settings, folder, device)
     tested = 8 * seen["num_held_out"] / 3
     detector_s = (time.perf_counter() - started) / (seen["examples_seen"] + tested)
-    return Speed(cost.step_s, cost.passes_s[precision], crop_s, detector_s, cost.memory_gib, mask_s)
+    pass_s = cost.passes_s[precision]
+    return Speed(cost.step_s, pass_s, crop_s, detector_s, cost.memory_gib, mask_s, encode_s, decode_s)
+
+
+def _encoded(stage: EncodeStage, crops: Path, latents: Path) -> tuple[float, float]:
+    """Encode crops, as the stage `encode` does. Returns the seconds of encoding an image, and of decoding one."""
+    device = best_device()
+    codec = stage.build(None, device)
+    images = open_shards(crops, "all")
+    x = codec.encode(images.gather(np.arange(1)).to(device))[:, 0]  # also loads its weights
+    started = time.perf_counter()
+    encode_shards(crops, latents, codec, stage.encode, device)
+    encode_s = (time.perf_counter() - started) / images.num_samples
+    write_manifest(crops, latents, codec, stage.encode)
+    started = time.perf_counter()
+    codec.decode(codec.normalise(x))
+    return encode_s, time.perf_counter() - started

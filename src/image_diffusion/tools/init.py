@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder of the new project")
     parser.add_argument("--data", type=Path, help="folder of your images, to size an experiment for; or a zip or table")
     parser.add_argument("--budget", help="time that all its stages may take on this machine: 10min, 6h or 2d")
+    parser.add_argument("--weights", type=Path, help="folder of trained weights to start from, with a model.json")
     parser.add_argument("--cores", type=int, help="number of CPU cores that they use (default: all)")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
@@ -86,6 +87,8 @@ def main() -> None:
         parser.error("--data and --budget belong together: give the images and the time, or neither")
     if arguments.cores is not None and (arguments.data is None or arguments.cores < 1):
         parser.error("--cores is a number from 1, and belongs to --data and --budget")
+    if arguments.weights is not None and arguments.data is None:
+        parser.error("--weights belongs to --data and --budget")
     check_new(folder)
     if arguments.data is None:
         begin(folder)
@@ -94,7 +97,7 @@ def main() -> None:
     # Here and not above: it imports PyTorch, which a project without an experiment spares.
     from image_diffusion.tools.budget import propose_for
 
-    proposal = propose_for(arguments.data, arguments.budget, arguments.cores)
+    proposal = propose_for(arguments.data, arguments.budget, arguments.cores, arguments.weights)
     begin(folder, proposal.text, proposal.files)
     for sentence in proposal.warnings:
         log_line(f"warning: {sentence}")

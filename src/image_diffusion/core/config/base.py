@@ -95,6 +95,23 @@ def merged(default: Any, written: Any) -> Any:
     return base | {key: merged(base[key], value) if key in base else value for key, value in written.items()}
 
 
+def shortest(value: Any, default: Any = None) -> Any:
+    """Return the plain data that stand for a value where a default applies: what `merged` and the defaults of its class
+    complete. value: a Config or plain data."""
+    if not isinstance(value, Config):
+        return value
+    plain, fields = dump(value), type(value).model_fields
+    bases = {
+        name: getattr(default, name) if type(default) is type(value) else field.get_default(call_default_factory=True)
+        for name, field in fields.items()
+    }
+    return {
+        name: shortest(getattr(value, name), bases[name]) if isinstance(plain[name], dict) else plain[name]
+        for name in fields
+        if name == "type" or getattr(value, name) != bases[name]
+    }
+
+
 def _set_by_hand(default: Any) -> Any:
     """Return, as plain data, the values of a default that differ from the defaults of its class, and its type."""
     if isinstance(default, BaseModel):
