@@ -27,6 +27,7 @@ from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.stages import export, sample
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig, requested_labels
+from image_diffusion.systems.sample_batches import joined, remove_stale_parts
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=4)
 NETWORK = DiTConfig(depth=2, width=16, num_heads=2, patch=2)
@@ -221,7 +222,7 @@ def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp
     for each in halfway:
         (each / "0").mkdir(parents=True)
     with atomic_write(tmp_path / "part-5-of-7.npz") as file:
-        sample.remove_stale_parts(tmp_path / "part-1-of-2.npz", (1, 2), [])
+        remove_stale_parts(tmp_path / "part-1-of-2.npz", (1, 2), [])
         held = {each.name for each in tmp_path.glob(".part-5*")}
         assert {path.name for path in tmp_path.iterdir()} == {
             *others,
@@ -230,7 +231,7 @@ def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp
             halfway[0].name,
         }
         file.write(b"whole")
-    sample.remove_stale_parts(tmp_path / "samples.npz", None, [tmp_path / "part-0-of-2.npz"])
+    remove_stale_parts(tmp_path / "samples.npz", None, [tmp_path / "part-0-of-2.npz"])
     assert {path.name for path in tmp_path.iterdir()} == {*others, "part-0-of-2.npz"}
 
 
@@ -244,7 +245,7 @@ def test_a_damaged_part_is_told_and_removed(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"part-1-of-2\.npz is damaged or not an \.npz file: .* It is removed: run the same"
     ):
-        list(sample.joined(parts, settings(num_samples=8)))
+        list(joined(parts, settings(num_samples=8)))
     assert list(tmp_path.iterdir()) == parts[:1]
 
 

@@ -28,31 +28,32 @@ With --part 2/8 only the samples of that part are made, and written alone; parts
 
 from __future__ import annotations
 
-import glob
 import json
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from image_diffusion.core.config.base import dump, to_yaml
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files.atomic import remove_unfinished, write_text
-from image_diffusion.core.files.npz import read_arrays, stream_samples
-from image_diffusion.core.files.partial_results import Arrays, batches, resumable, rows_of_part
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.files.atomic import write_text
+from image_diffusion.core.files.partial_results import resumable, rows_of_part
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.experiments.experiment import load_sections
-from image_diffusion.systems.base import Model
-from image_diffusion.systems.sampling import Maker, SampleFiles, SampleSettings, SamplesToWrite, SamplingInputs
+from image_diffusion.systems.sample_batches import (
+    cached_batches,
+    first,
+    joined,
+    protocol,
+    remove_stale_parts,
+    with_progress,
+    write_part,
+)
+from image_diffusion.systems.sampling import SamplesToWrite, SamplingInputs
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
 from image_diffusion.workflow.trained_files import TrainedFiles, find_trained
@@ -68,20 +69,15 @@ _SHORT = {
 _DEFAULT_NUM = 16
 """Default number of samples of a trained experiment that the command line names."""
 
-_PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<count>\d+)\.npz)(?P<unfinished>\..+\.tmp|\.halfway)?")
-
 
 def _parser() -> command.Parser:
     parser = command.Parser(prog="python -m image_diffusion sample", description=__doc__)
     parser.add_argument("trained", nargs="?", help="a trained experiment, its folder, or a folder of weights")
     parser.add_config("the stage's configuration, sample.yaml (that of the experiment, or the defaults)", False)
-    for name, key in _SHORT.items():
-        about = (
-            "name, number or {position: N} of a class; again for more, each in turn"
-            if name == "label"
-            else f"sample.{key}"
-        )
-        parser.add_argument(f"--{name}", action="append" if name == "label" else "store", help=about)
+    about_label = "name, number or {position: N} of a class; again for more, each in turn"
+    parser.add_argument("--label", action="append", help=about_label)
+    for name in ("num", "seed", "guidance"):
+        parser.add_argument(f"--{name}", help=f"sample.{_SHORT[name]}")
     parser.add_argument("--published", type=Path, help="config/published/….yaml, which describes the file --read")
     parser.add_argument("--read", type=Path, help="with --published: the weights that others published")
     parser.add_argument("--codec", help="with --published: the autoencoder, a folder, where the Hub is not at hand")
@@ -165,14 +161,14 @@ def main(words: Sequence[str] | None = None) -> None:
     identity = [described, dump(model.system), model.codec]
     with resumable(output, identity, [files.small_images, *embeddings]):
         if arguments.part is not None:
-            write_part(generator, settings, kind, output, arguments.part)
+            count = write_part("sample", kind.one, generator, settings, output, arguments.part)
+            print(f"sample: part {arguments.part[0]} of {arguments.part[1]} is done, {count:,} {kind.kind}")
             return
         rows = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
         samples = joined(arguments.made, settings) if arguments.made else cached_batches(generator, rows)
         # Who names a trained experiment wants to have the images, and parts have been stored.
         count = settings.num_samples if arguments.trained or arguments.made else settings.num_stored
-        journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
-        with journal, Progress("sample", count, kind.one) as progress:
+        with open_journal(arguments.journal, "sample") as journal, Progress("sample", count, kind.one) as progress:
             journal.params({"sample": dump(settings)})
             samples = with_progress(first(samples, count), progress)
             pictures = kind.write(SamplesToWrite(samples, generator, settings, model, described, output, count))
@@ -199,17 +195,6 @@ def read_published(description: Path, path: Path, codec: str | None, folder: Pat
     return TrainedFiles("", folder / "train" / "weights.safetensors", config)
 
 
-def write_part(
-    generator: Maker, settings: SampleSettings, kind: SampleFiles, output: Path, part: tuple[int, int]
-) -> None:
-    """Write the samples of part i of n, (i, n)."""
-    rows = rows_of_part(settings.num_samples, settings.batch_size, part)
-    count = sum(batch.stop - batch.start for batch in rows)
-    with Progress("sample", count, kind.one) as progress:
-        stream_samples(output, with_progress(cached_batches(generator, rows), progress), count, None)
-    print(f"sample: part {part[0]} of {part[1]} is done, {count:,} {kind.kind}")
-
-
 def short_changes(values: Mapping[str, Any], classes: Sequence[str]) -> list[str]:
     """Return the changes that --label, --num, --seed and --guidance stand for, in the form of --set."""
     labels = f"[{', '.join(_label(text, classes) for text in values.get('labels', ()))}]"
@@ -221,85 +206,6 @@ def _label(text: str, classes: Sequence[str]) -> str:
     is_number = text.isdecimal() and text == str(int(text))
     is_position = text not in classes and re.fullmatch(r"\{position: *\d+\}", text)
     return text if is_number or is_position else json.dumps(text)
-
-
-def remove_stale_parts(output: Path, part: tuple[int, int] | None, joined_parts: Sequence[Path]) -> None:
-    """Remove the parts that killed runs left beside an output, whole or half-written: those of another number of parts,
-    and when they are joined all but `joined_parts`. What is being written stays."""
-    names = {path.name for path in joined_parts}
-    for path in sorted(output.parent.glob("*part-*-of-*.npz*")):
-        match = _PART.fullmatch(path.name)
-        if match is None or (part is not None and int(match["count"]) == part[1]):
-            continue
-        if match["unfinished"] == ".halfway":
-            shutil.rmtree(path, ignore_errors=True)
-        elif match["unfinished"]:
-            remove_unfinished(output.parent, glob.escape(match["name"]))
-        elif path.name not in names:
-            path.unlink(missing_ok=True)
-
-
-def cached_batches(generator: Maker, rows: Iterable[slice]) -> Iterator[Tensor]:
-    """Yield the batches of these rows; those that an interrupted command finished are read again."""
-
-    def generate(chosen: slice) -> Arrays:
-        return {"samples": generator(chosen).numpy()}
-
-    cached = batches("samples")
-    for chosen in rows:
-        yield torch.from_numpy(cached(f"{chosen.start}-{chosen.stop}", partial(generate, chosen))["samples"])
-
-
-def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
-    """Yield the batches [B, C, H, W] or [B, dim] that the parts wrote, in order. A damaged part is removed, to be made
-    again.
-
-    Raises ValueError when one is damaged, or they are not all of them.
-    """
-    arrays = []
-    for path in parts:
-        try:
-            arrays.append(read_arrays(path)["arr_0"])
-        except ValueError as error:
-            path.unlink(missing_ok=True)
-            raise ValueError(f"{error} It is removed: run the same command again.") from None
-    if sum(map(len, arrays)) != settings.num_samples:
-        raise ValueError(
-            f"--made holds {sum(map(len, arrays)):,} samples, but sample.num_samples is {settings.num_samples:,}. Name "
-            f"what every part wrote, once and in order."
-        )
-    for rows in arrays:
-        for start in range(0, len(rows), settings.batch_size):
-            yield torch.from_numpy(rows[start : start + settings.batch_size].copy()).movedim(-1, 1)
-
-
-def first(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
-    """Yield at most `count` samples, keeping batch boundaries."""
-    for batch in batches:
-        yield batch[:count]
-        count -= len(batch)
-        if count <= 0:
-            return
-
-
-def with_progress(batches: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:
-    """Yield the batches, each counted as it passes."""
-    for batch in batches:
-        yield batch
-        progress.advance(len(batch))
-
-
-def protocol(settings: Any, model: Model) -> dict[str, Any]:
-    """Return the description of how samples are made, which metrics.json repeats beside every number."""
-    return {
-        "kind": "samples",
-        "num_samples": settings.num_samples,
-        "settings": dump(settings),
-        "classes": model.classes,
-        "weights_sha256": model.sha256,
-        "step": model.step,
-        "examples_seen": model.examples_seen,
-    }
 
 
 if __name__ == "__main__":

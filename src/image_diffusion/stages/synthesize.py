@@ -24,17 +24,15 @@ from numpy.typing import NDArray
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.npz import read_arrays, stream_samples
-from image_diffusion.core.files.partial_results import partial_folder, resumable, rows_of_part
+from image_diffusion.core.files.partial_results import partial_folder, resumable
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.process import command
-from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.classifier import load_detector
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.stages.sample import cached_batches, joined, protocol, remove_stale_parts, with_progress
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.synthesis.layouts import UNLABELLED, SyntheticSet
 from image_diffusion.synthesis.request import requested
@@ -43,7 +41,8 @@ from image_diffusion.synthesis.selection import chosen, reasons_to_reject, selec
 from image_diffusion.synthesis.set_folder import ScoredSet, write_set
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.numbers import NumberPairs
-from image_diffusion.systems.sampling import Maker, SamplingInputs
+from image_diffusion.systems.sample_batches import joined, protocol, remove_stale_parts, write_part
+from image_diffusion.systems.sampling import SamplingInputs
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
 
@@ -96,7 +95,7 @@ def main() -> None:
     if arguments.part is not None:
         remove_stale_parts(output, arguments.part, [])
         with resumable(output, identity):
-            draw(generator, settings, output, arguments.part, with_labels=False)
+            write_part("synthesize", "image", generator, settings, output, arguments.part)
         print(f"synthesize: part {arguments.part[0]} of {arguments.part[1]} is done")
         return
     detector_folder = arguments.detector.parent
@@ -107,7 +106,7 @@ def main() -> None:
         if arguments.made:
             stream_samples(path, joined(arguments.made, settings), settings.num_samples, generator.labels)
         else:
-            draw(generator, settings, path)
+            write_part("synthesize", "image", generator, settings, path, labels=generator.labels)
         labels = None if generator.labels is None else generator.labels.numpy()
         drawn = Samples(read_arrays(path)["arr_0"], labels, model.classes)
         real, detector = RealImages(train, held_out), load_detector(detector_folder, str(best_device()))
@@ -141,15 +140,6 @@ def main() -> None:
         "" if len(selection.rows) == selection.num_requested else f" of {selection.num_requested:,} that were asked for"
     )
     print(f"synthesize: {len(selection.rows):,} images{fewer} in {output}, scored in {output / 'index.html'}")
-
-
-def draw(generator: Maker, settings: Any, path: Path, part: tuple[int, int] = (0, 1), with_labels: bool = True) -> None:
-    """Draw the images of part i of n, (i, n), into an .npz."""
-    rows = rows_of_part(settings.num_samples, settings.batch_size, part)
-    count = sum(batch.stop - batch.start for batch in rows)
-    with Progress("synthesize", count, "image") as progress:
-        batches = with_progress(cached_batches(generator, rows), progress)
-        stream_samples(path, batches, count, generator.labels if with_labels else None)
 
 
 def numbers_of_rows(described: dict[str, Any], rows: NDArray[np.int64]) -> dict[str, list[float | None]]:
