@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from image_diffusion.core.config.base import dump, load
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process.command import Parser, part_of, run
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
@@ -42,7 +42,7 @@ def main() -> None:
     # Here and not above: torch and matplotlib would slow the start of every crop process by seconds.
     from image_diffusion.data.quality.contact_sheets import write_sheets
 
-    with Journal.open(arguments.journal, "crop") if arguments.journal else NullJournal() as journal:
+    with open_journal(arguments.journal, "crop") as journal:
         journal.params(dump(config))
         done = crop_dataset(config, arguments.output.parent, arguments.source, arguments.processes, arguments.made)
         manifest = done.manifest

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -73,8 +74,8 @@ class History:
     """The attempts of one run of a stage, merged: each step once, as the last attempt that did it wrote it.
 
     id: of its first attempt; never changes. starts: when each attempt began. changed: parameters that a later attempt
-    gave another value (`params` keeps the first). superseded, superseded_images: what dead attempts wrote past the
-    step that was resumed from. damaged: what is left out, as "attempt-0001.jsonl line 7" or "attempt 18fb3396".
+    gave another value (`params` keeps the first). superseded: points that dead attempts wrote past the step that was
+    resumed from. damaged: what is left out, as "attempt-0001.jsonl line 7" or "attempt 18fb3396".
     num_records, num_lost: records that the attempts are known to have had, and how many of them cannot be read.
     """
 
@@ -89,7 +90,6 @@ class History:
     points: list[Point]
     superseded: list[Point]
     images: list[Image]
-    superseded_images: list[Image]
     artifacts: list[Artifact]
     damaged: list[str]
     num_records: int
@@ -126,7 +126,7 @@ def read_journals(folder: Path) -> list[History]:
     of a file, is left out. A damaged one is left out with a warning. What identifies an attempt, its parameters and its
     ending are taken from its receipt where the journal has lost them.
     """
-    runs: list[list[_JournalFile]] = []
+    runs: list[list[_Attempt]] = []
     for attempt in _attempts_in(folder):
         alike = [run for run in reversed(runs) if run[-1].run == attempt.run]
         same = next(
@@ -159,8 +159,9 @@ def logged_stages(journals: Path) -> list[Path]:
 
 
 @dataclass
-class _JournalFile:
-    """num_lines: lines of its file, also those that cannot be read. expected: records that its receipt counts."""
+class _Attempt:
+    """An attempt. num_lines: lines of its file, also those that cannot be read. expected: records that its receipt
+    counts."""
 
     header: dict[str, Any]
     alive: bool
@@ -200,58 +201,36 @@ class _JournalFile:
         return self.end is not None and self.end["status"] == "finished"
 
 
-def _attempts_in(folder: Path) -> list[_JournalFile]:
+def _attempts_in(folder: Path) -> list[_Attempt]:
     """Return the attempts of a stage by their numbers, of the journal and of the receipts."""
     receipts = _receipts(receipts_of(folder))
-    attempts: dict[int, _JournalFile] = {}
+    attempts: dict[int, _Attempt] = {}
     for path in folder.glob("attempt-*.jsonl"):
         attempt = _read_attempt(path, receipts)
         if attempt is not None:
             attempts[attempt_number(path)] = attempt
     present = {attempt.id for attempt in attempts.values()}
-    for receipt in receipts.values():
-        if receipt.id not in present:
-            attempts[receipt.number] = receipt.as_journal()
+    attempts |= {number: receipt for number, receipt in receipts.items() if receipt.id not in present}
     return [attempts[number] for number in sorted(attempts)]
 
 
-@dataclass(frozen=True)
-class _Receipt:
-    """Record that an attempt keeps of itself outside of its journal: see `core.journal`."""
-
-    number: int
-    header: dict[str, Any]
-    params: dict[str, Any]
-    end: dict[str, Any] | None
-    records: int
-
-    @property
-    def id(self) -> str:
-        return str(self.header["id"])
-
-    def as_journal(self) -> _JournalFile:
-        """Return the attempt as its receipt describes it: without a single record."""
-        last_time = (self.end or self.header)["time"]
-        return _JournalFile(
-            self.header, False, 0, 0, self.records, dict(self.params), end=self.end, last_time=last_time
-        )
-
-
-def _receipts(folder: Path) -> dict[str, _Receipt]:
-    """Return the receipts in a folder by the stem of their file, which is that of the journal."""
+def _receipts(folder: Path) -> dict[int, _Attempt]:
+    """Return the attempts by their numbers as their receipts describe them: without a single record. `core.journal`
+    says what a receipt is."""
     receipts = {}
     for path in sorted(folder.glob("attempt-*.json")):
         try:
             content = read_json(path)
-            receipts[path.stem] = _Receipt(
-                attempt_number(path), content["header"], content["params"], content["end"], content["records"]
+            header, end = content["header"], content["end"]
+            receipts[attempt_number(path)] = _Attempt(
+                header, False, 0, 0, content["records"], content["params"], end=end, last_time=(end or header)["time"]
             )
         except (ValueError, KeyError, TypeError) as error:
             log_line_once(f"warning: {path} cannot be read, so that losses of its journal go unnoticed: {error}")
     return receipts
 
 
-def _read_attempt(path: Path, receipts: Mapping[str, _Receipt]) -> _JournalFile | None:
+def _read_attempt(path: Path, receipts: Mapping[int, _Attempt]) -> _Attempt | None:
     """Return the attempt in a file; None where neither its first line nor a receipt identifies it."""
     with path.open("rb") as file:
         alive = _is_locked(file.fileno())
@@ -266,21 +245,19 @@ def _read_attempt(path: Path, receipts: Mapping[str, _Receipt]) -> _JournalFile 
         except (ValueError, RecursionError) as error:  # a disk that lost power can leave zeros
             damaged.append(f"{path.name} line {number}")
             consequence = ""
-            if number == 1 and path.stem not in receipts:
+            if number == 1 and attempt_number(path) not in receipts:
                 consequence = " It is the header, and without it this attempt cannot be read."
             log_line_once(f"warning: journal {path}: line {number} is damaged and left out: {error}.{consequence}")
             if consequence:
                 return None
-    is_headed = bool(records) and records[0]["type"] == "attempt"
-    header = records[0] if is_headed else None
-    receipt = next(
-        (candidate for candidate in receipts.values() if header is not None and candidate.id == header["id"]), None
-    )
-    if header is None:
-        receipt = receipts.get(path.stem)
-        if receipt is None:
-            return None
-    attempt = receipt.as_journal() if receipt is not None else _JournalFile(header or {}, alive, 0, 0)
+    if records and records[0]["type"] == "attempt":
+        header = records[0]
+        described = (deepcopy(receipt) for receipt in receipts.values() if receipt.id == header["id"])
+        attempt = next(described, None) or _Attempt(header, alive, 0, 0)
+    elif attempt_number(path) in receipts:
+        attempt = deepcopy(receipts[attempt_number(path)])
+    else:
+        return None
     attempt.alive, attempt.num_lines, attempt.num_records = alive, len(lines), len(records)
     attempt.damaged = damaged
     if records and attempt.end is None:
@@ -322,7 +299,7 @@ def _record(line: bytes, sealed: bool) -> dict[str, Any]:
     return record
 
 
-def _merge(attempts: list[_JournalFile]) -> History:
+def _merge(attempts: list[_Attempt]) -> History:
     """Merge the attempts of one run, in order, into one history. Each attempt holds up to the lowest step resumed from
     after it; the attempts that the last one resumes from hold up to the lowest step resumed from among them, whatever
     began elsewhere since."""
@@ -336,7 +313,7 @@ def _merge(attempts: list[_JournalFile]) -> History:
         if attempt.id in on_the_way:
             limit_on_the_way = min(limit_on_the_way, resumed)
     points, superseded = _held([attempt.points for attempt in attempts], limits)
-    images, superseded_images = _held([attempt.images for attempt in attempts], limits)
+    images, _ = _held([attempt.images for attempt in attempts], limits)
     first, last = attempts[0], attempts[-1]
     ids = {attempt.id for attempt in attempts}
     unknown = sorted({id_ for attempt in attempts for id_ in attempt.after} - ids)
@@ -367,7 +344,6 @@ def _merge(attempts: list[_JournalFile]) -> History:
         points=points,
         superseded=superseded,
         images=images,
-        superseded_images=superseded_images,
         artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
         damaged=[
             *(line for attempt in attempts for line in attempt.damaged),
@@ -379,7 +355,7 @@ def _merge(attempts: list[_JournalFile]) -> History:
     )
 
 
-def _expected(attempt: _JournalFile, last: _JournalFile) -> int:
+def _expected(attempt: _Attempt, last: _Attempt) -> int:
     """Return the number of records an attempt had: by its receipt, by the last attempt that resumed from it, by its
     lines."""
     return max(attempt.expected, last.after.get(attempt.id, 0), attempt.num_lines)
