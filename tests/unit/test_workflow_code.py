@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from image_diffusion.core import native
-from image_diffusion.workflow.code_digest import code_digest, package_digest, scripts_digest, stage_digests
+from image_diffusion.workflow.code_digest import Modules, package_digest, scripts_digest, stage_digests
 
 
 def package(folder: Path, **files: str) -> Path:
@@ -22,8 +22,12 @@ def package(folder: Path, **files: str) -> Path:
     return folder
 
 
+def digest_of_verb(folder: Path) -> str:
+    return Modules(folder).digest(["image_diffusion.verb"])
+
+
 def verb_digest(folder: Path, **files: str) -> str:
-    return code_digest("image_diffusion.verb", package(folder, **files))
+    return digest_of_verb(package(folder, **files))
 
 
 @pytest.mark.parametrize(
@@ -47,12 +51,7 @@ def test_a_module_imported_by_name_is_followed(tmp_path: Path) -> None:
 
 def test_a_module_nobody_imports_does_not_count(tmp_path: Path) -> None:
     (package(tmp_path / "b") / "image_diffusion" / "other.py").write_text("x = 1")
-    assert verb_digest(tmp_path / "a") == code_digest("image_diffusion.verb", tmp_path / "b")
-
-
-def test_a_missing_module_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="There is no module"):
-        code_digest("image_diffusion.nothing", package(tmp_path))
+    assert verb_digest(tmp_path / "a") == digest_of_verb(tmp_path / "b")
 
 
 def with_data(folder: Path, **data: str) -> str:
@@ -60,7 +59,7 @@ def with_data(folder: Path, **data: str) -> str:
     package(folder, part='LIBRARY = "fast.compiled"')
     for name, text in data.items():
         (folder / "image_diffusion" / name.replace("_", ".")).write_text(text)
-    return code_digest("image_diffusion.verb", folder)
+    return digest_of_verb(folder)
 
 
 @pytest.mark.parametrize("changed", ["fast_c", "part_csv"])
@@ -72,7 +71,7 @@ def test_code_that_is_not_python_counts(tmp_path: Path, changed: str) -> None:
     assert before != with_data(tmp_path / "b", **(data | {changed: "other"}))
     assert package_digest(tmp_path / "b") != whole
     (tmp_path / "b/image_diffusion" / changed.replace("_", ".")).unlink()
-    assert before != code_digest("image_diffusion.verb", tmp_path / "b")
+    assert before != digest_of_verb(tmp_path / "b")
 
 
 def test_what_a_compiler_made_and_data_of_nobody_do_not_count(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _noted(note: Path) -> str | None:
 
 def stage_digests(source: Path) -> dict[str, str]:
     """Return the digest of the code of each stage. source: the folder that holds the package."""
-    modules = _Modules(source)
+    modules = Modules(source)
     stages = (*STAGES, "datasheet", "detect", "reference", "sweep", "synthesize", "ema", "track")
     return {stage: modules.digest([module_of(stage)]) for stage in stages}
 
@@ -67,28 +67,16 @@ def package_digest(source: Path) -> str:
     return code_below(source / PACKAGE)
 
 
-def code_digest(module: str, source: Path) -> str:
-    """Return the sha256 of the code of a module and of all it imports from this package, directly or not.
-
-    module: dotted name. source: the folder that holds the package. Taken over the syntax tree, without docstrings:
-    comments, layout and wording do not count. Files that are not Python, tables and C, count where a module names them
-    or they have its name; C stands for what was compiled from it. Raises ValueError for a missing module.
-    """
-    modules = _Modules(source)
-    if modules.file_of(module) is None:
-        raise ValueError(f"There is no module {module} in {source}.")
-    return modules.digest([module])
-
-
 def scripts_digest(folder: Path, source: Path) -> str:
     """Return the sha256 of the code that the scripts in a folder import from the package. source: as in
-    `code_digest`."""
+    `stage_digests`."""
     scripts = [_read(path.read_bytes()) for path in sorted(folder.glob("*.py"))]
-    return _Modules(source).digest([name for script in scripts for name in script.imported])
+    return Modules(source).digest([name for script in scripts for name in script.imported])
 
 
-class _Modules:
-    """The modules of a package as they are now, each read once for all stages."""
+class Modules:
+    """The modules of a package as they are now, each read once for all stages. source: the folder that holds the
+    package."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
@@ -96,12 +84,18 @@ class _Modules:
         self._digests: dict[Path, dict[str, str]] = {}
 
     def digest(self, names: Iterable[str]) -> str:
-        """Return the digest of modules and of all that they import; modules outside the package are skipped."""
+        """Return the sha256 of the code of modules, by dotted name, and of all that they import from the package,
+        directly or not; other modules are skipped.
+
+        Taken over the syntax tree, without docstrings: comments, layout and wording do not count. Files that are not
+        Python, tables and C, count where a module names them or they have its name; C stands for what was compiled from
+        it.
+        """
         digests: dict[str, str] = {}
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            path = self.file_of(name)
+            path = self._file_of(name)
             if name in digests or path is None:
                 continue
             code = _read(path.read_bytes())
@@ -111,7 +105,7 @@ class _Modules:
             waiting += [*code.imported, *(name.rpartition(".")[:1] if "." in name else ())]
         return digest(digests)
 
-    def file_of(self, module: str) -> Path | None:
+    def _file_of(self, module: str) -> Path | None:
         """Return the file of a module; None for a name that is not a module but something inside one."""
         if module not in self._files:
             stem = self._source / Path(*module.split("."))
