@@ -11,7 +11,7 @@ from typing import Literal
 
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.sources.folder import Walk
-from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards
+from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards, has
 from image_diffusion.workflow.studies import FOLDER, PAGE
 
 WEIGHTS = "weights.safetensors"
@@ -372,10 +372,6 @@ class Files:
         return {
             value: f"{self.results}/{plan.experiment}/sweep/{axis}/{value}/metrics.json" for value in plan.sweep[axis]
         }
-
-
-def has(wildcards: Wildcards, name: str) -> bool:
-    return name in wildcards.keys()  # noqa: SIM118 - Snakemake's wildcards are a list with names
 
 
 def _has_crops(plan: Plan) -> bool:

@@ -13,8 +13,8 @@ from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.changes import refresh
-from image_diffusion.workflow.inputs import has, option_of
-from image_diffusion.workflow.plans import Plan, Plans, Wildcards
+from image_diffusion.workflow.inputs import option_of
+from image_diffusion.workflow.plans import Plan, Plans, Wildcards, has
 
 
 def look_at_sources(plans: Plans, results: Path, trust_ctime: bool) -> None:

@@ -28,6 +28,11 @@ class Wildcards(Protocol):
     def keys(self) -> Collection[str]: ...
 
 
+def has(wildcards: Wildcards, name: str) -> bool:
+    """Return True if a job has a wildcard."""
+    return name in wildcards.keys()  # noqa: SIM118 - Snakemake's wildcards are a list with names
+
+
 class PairPlan(TypedDict):
     """One set of the section pairs of an experiment."""
 
@@ -236,12 +241,12 @@ class Plans:
 
     def plan_for(self, wildcards: Wildcards) -> Plan:
         """Return the plan that a job belongs to; for a data set, that of an experiment which uses it."""
-        if "experiment" in wildcards.keys():  # noqa: SIM118 - Snakemake's wildcards are a list with names
+        if has(wildcards, "experiment"):
             return self.by_name[wildcards["experiment"]]
         dataset = wildcards["dataset"]
-        if "codec" in wildcards.keys():  # noqa: SIM118
+        if has(wildcards, "codec"):
             return self.latents[dataset, wildcards["codec"]]
-        if "pairs" in wildcards.keys():  # noqa: SIM118
+        if has(wildcards, "pairs"):
             return self.pairs[dataset, wildcards["pairs"]]
         return self.datasets[dataset]
 

@@ -15,7 +15,7 @@ from typing import Any
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.workflow.gpu_requests import NAMES, gpu_request, number_of_gpus
 from image_diffusion.workflow.jobs.slurm_queue import count_out_of_memory
-from image_diffusion.workflow.plans import Plan, Plans, Wildcards
+from image_diffusion.workflow.plans import Plan, Plans, Wildcards, has
 
 ALL_CORES = 1024
 """Threads that no machine has: Snakemake gives a job that asks for them every core, and so runs it alone."""
@@ -182,8 +182,8 @@ class Machine:
         """
         short = 0
         if attempt > 1:
-            dataset = "experiment" not in wildcards.keys()  # noqa: SIM118 - Snakemake's wildcards are a list with names
-            logs = Path("logs", "datasets", wildcards["dataset"]) if dataset else Path("logs", wildcards["experiment"])
+            of_one = has(wildcards, "experiment")
+            logs = Path("logs", wildcards["experiment"]) if of_one else Path("logs", "datasets", wildcards["dataset"])
             short = min(attempt - 1, MOST_OUT_OF_MEMORY, count_out_of_memory(logs, self.since))
         return round(self._requested("memory_mb", wildcards) * MORE_MEMORY**short)
 
@@ -224,12 +224,11 @@ class Machine:
         """Return the name of the job that a stage shares with others, if it does: those of an experiment, with the
         latents of its codec; and those of a data set, if every experiment on it wants that. A site that asks for
         something else for one stage has a job for each."""
-        keys = wildcards.keys()
-        single = "step" in keys  # images of a checkpoint, beside the Snakemake that trains
+        single = has(wildcards, "step")  # images of a checkpoint, beside the Snakemake that trains
         if single or not (self.queued or self.remote) or (self.config.get("slurm") or {}).get("stages"):
             return None
-        codec = self.plans.plan_for(wildcards).codec_experiment if "codec" in keys else None
-        experiment = wildcards["experiment"] if "experiment" in keys else codec
+        codec = self.plans.plan_for(wildcards).codec_experiment if has(wildcards, "codec") else None
+        experiment = wildcards["experiment"] if has(wildcards, "experiment") else codec
         if experiment:
             return experiment if self._is_small(self.plans.by_name[experiment]) else None
         dataset = wildcards["dataset"]
