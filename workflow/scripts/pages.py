@@ -1,4 +1,5 @@
-"""Parts that the HTML pages share: templates, numbers as text, pictures and charts inside the file, without a network.
+"""Parts that the HTML pages share: templates, numbers as text, pictures and charts inside the file, without a network;
+and Snakemake's measurements.
 
 The templates are Jinja's, in workflow/pages. Charts are drawn by Bokeh's script, which every page with a chart carries
 (1.4 MB; Plotly's has 4.8 MB).
@@ -7,6 +8,7 @@ The templates are Jinja's, in workflow/pages. Charts are drawn by Bokeh's script
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import math
 from collections.abc import Sequence
@@ -95,6 +97,14 @@ def bar(value: float, bounds: Sequence[float] | None, floor: float | None) -> Ma
     return Markup(
         '<svg class="bar" viewBox="0 0 120 14" aria-hidden="true">{}{}<circle cx="{}" cy="7" r="3.5"/></svg>'
     ).format(real, spread, place(value))
+
+
+def benchmark(path: Path) -> list[dict[str, str]]:
+    """The measurements by Snakemake of each start of a stage; none without the file."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
 
 
 def source_of(path: Path) -> str | None:

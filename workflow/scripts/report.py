@@ -7,7 +7,6 @@ python workflow/scripts/report.py --experiment results/x --data results/datasets
 
 from __future__ import annotations
 
-import argparse
 import csv
 import shlex
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from pages import curve, render, source_of, strips
+from pages import benchmark, curve, render, source_of, strips
 
 from image_diffusion.core.files.atomic import digest, read_json, write_page
 from image_diffusion.core.journal.metric_definitions import definition_of
@@ -159,8 +158,8 @@ def facts(history: History | None, benchmarks: Path) -> dict[str, object]:
         if power and history.ended:
             watts = sum(power) / len(power)
             values["energy of the GPU"] = f"{watts * (history.ended - history.starts[0]) / 3.6e9:.3g} kWh"
-    for stage, cells in measured(benchmarks / "train.tsv"):
-        values[f"time of {stage}"] = cells["h:m:s"]
+    if starts := benchmark(benchmarks / "train.tsv"):
+        values["time of train"] = starts[-1]["h:m:s"]
     return values
 
 
@@ -300,14 +299,6 @@ def quarantine(path: Path) -> dict[str, Any] | None:
     return {"heads": head, "count": len(bad), "lines": bad[:QUARANTINED]}
 
 
-def measured(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Return the measurements by Snakemake of each start of a stage."""
-    if path.is_file():
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file, delimiter="\t"):
-                yield path.stem, row
-
-
 def runtimes(*folders: Path) -> list[list[str]]:
     """Return the measurements by Snakemake of every stage."""
     lines = []
@@ -315,7 +306,7 @@ def runtimes(*folders: Path) -> list[list[str]]:
         for path in sorted(folder.rglob("*.tsv")):
             name = str(path.relative_to(folder).with_suffix(""))
             if name != "track":  # it may run after this page is made
-                lines += [[name, row["h:m:s"], row["max_rss"], row["mean_load"]] for _, row in measured(path)]
+                lines += [[name, row["h:m:s"], row["max_rss"], row["mean_load"]] for row in benchmark(path)]
     return lines
 
 
@@ -379,7 +370,7 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(description=__doc__)
     parser.add_argument("--experiment", type=Path, required=True, help="folder: results/<experiment>")
     parser.add_argument("--data", type=Path, required=True, help="folder of what the experiment was trained on")
     parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")

@@ -8,7 +8,6 @@ Runs that failed, or have not been made, are shown as that. Nothing is written b
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import statistics
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pages import render, source_of
+from pages import benchmark, render, source_of
 
 from image_diffusion.core.files.atomic import read_json, write_page, write_text
 from image_diffusion.core.journal.reader import read_journal
@@ -137,10 +136,8 @@ def read_run(name: str, seed: int, results: Path, benchmarks: Path) -> Run:
         run.images_per_s = statistics.median(rates.values()) if rates else None
         operations = [flops[step] * 1e12 / rates[step] for step in flops if rates.get(step)]
         run.operations = round(statistics.median(operations)) * model["examples_seen"] if operations else None
-    path = benchmarks / name / "train.tsv"
-    if path.is_file():
-        with path.open(encoding="utf-8", newline="") as file:
-            seconds = [row["cpu_time"] for row in csv.DictReader(file, delimiter="\t")][-1]
+    if starts := benchmark(benchmarks / name / "train.tsv"):
+        seconds = starts[-1]["cpu_time"]
         run.cpu_s = float(seconds) if seconds.replace(".", "", 1).isdigit() else None
     return run
 
@@ -287,7 +284,7 @@ def as_csv(lines: Sequence[Line], seeds: Sequence[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(description=__doc__)
     parser.add_argument("--study", type=Path, required=True, help="folder: results/studies/<study>")
     parser.add_argument("--results", type=Path, required=True, help="folder of all results")
     parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")

@@ -6,13 +6,12 @@ python workflow/scripts/summary.py --results results --benchmarks benchmarks --e
 
 from __future__ import annotations
 
-import argparse
 import csv
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pages import interval, render, source_of
+from pages import benchmark, interval, render, source_of
 
 from image_diffusion.core.files.atomic import read_json, write_page
 from image_diffusion.core.process import command
@@ -47,7 +46,7 @@ def line(name: str, results: Path, benchmarks: Path) -> Line:
     folder = results / name
     plan, model = read_json(folder / "config" / "plan.json"), read_json(folder / "train" / "model.json")
     metrics = read_json(folder / "metrics.json")["metrics"]
-    headline = metrics.get(plan["headline"], {})
+    headline, starts = metrics.get(plan["headline"], {}), benchmark(benchmarks / name / "train.tsv")
     shown = {
         key: f"{entry['value']:.4g}" + (f" [{interval(entry['interval'])}]" if entry.get("interval") else "")
         for key, entry in metrics.items()
@@ -63,21 +62,12 @@ def line(name: str, results: Path, benchmarks: Path) -> Line:
         interval=headline.get("interval"),
         floor=headline.get("floor"),
         doubt=headline.get("doubt"),
-        time=trained_for(benchmarks / name),
+        time=starts[-1]["h:m:s"] if starts else "",
         report=f"{name}/report/index.html",
         grid=source_of(folder / "samples" / "grid.png"),
         reconstructions=source_of(folder / "evaluation" / "reconstructions.png"),
         metrics=shown,
     )
-
-
-def trained_for(benchmarks: Path) -> str:
-    """Hours, minutes and seconds of the last start of training."""
-    path = benchmarks / "train.tsv"
-    if not path.is_file():
-        return ""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [row["h:m:s"] for row in csv.DictReader(file, delimiter="\t")][-1]
 
 
 def others(results: Path, requested: list[str], studies: list[dict[str, Any]]) -> list[str]:
@@ -113,7 +103,7 @@ def _number(text: str) -> float | str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.Parser(description=__doc__)
     parser.add_argument("--results", type=Path, required=True, help="folder of all results")
     parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")
     parser.add_argument("--experiments", nargs="+", required=True, help="names of those that were asked for")
