@@ -7,7 +7,6 @@ python workflow/scripts/summary.py --results results --benchmarks benchmarks --e
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,9 @@ from image_diffusion.core.process import command
 HEADS = ["experiment", "system", "data", "steps", "metric", "value", "95 % interval", "real images", "training"]
 
 
-@dataclass
-class Line:
-    """Facts of an experiment that are shown. metrics: values that are not doubted, with their intervals, as
-    text."""
-
-    name: str
-    system: str
-    data: str
-    steps: int
-    metric: str
-    value: float | None
-    interval: list[float] | None
-    floor: float | None
-    doubt: str | None
-    time: str
-    report: str
-    grid: str | None
-    reconstructions: str | None
-    metrics: dict[str, str] = field(default_factory=dict)
-
-
-def line(name: str, results: Path, benchmarks: Path) -> Line:
-    """Return the facts of an experiment that was made. Raises ValueError or KeyError where its results are not
-    whole."""
+def line(name: str, results: Path, benchmarks: Path) -> dict[str, Any]:
+    """Return the facts of an experiment that was made, as the page shows them; `metrics` are the values that are not
+    doubted, with their intervals, as text. Raises ValueError or KeyError where its results are not whole."""
     folder = results / name
     plan, model = read_json(folder / "config" / "plan.json"), read_json(folder / "train" / "model.json")
     metrics = read_json(folder / "metrics.json")["metrics"]
@@ -52,22 +30,22 @@ def line(name: str, results: Path, benchmarks: Path) -> Line:
         for key, entry in metrics.items()
         if entry["value"] is not None and not entry.get("doubt")
     }
-    return Line(
-        name=name,
-        system=plan["system"],
-        data=plan["dataset"],
-        steps=model["step"],
-        metric=plan["headline"],
-        value=headline.get("value"),
-        interval=headline.get("interval"),
-        floor=headline.get("floor"),
-        doubt=headline.get("doubt"),
-        time=starts[-1]["h:m:s"] if starts else "",
-        report=f"{name}/report/index.html",
-        grid=source_of(folder / "samples" / "grid.png"),
-        reconstructions=source_of(folder / "evaluation" / "reconstructions.png"),
-        metrics=shown,
-    )
+    return {
+        "name": name,
+        "system": plan["system"],
+        "data": plan["dataset"],
+        "steps": model["step"],
+        "metric": plan["headline"],
+        "value": headline.get("value"),
+        "interval": headline.get("interval"),
+        "floor": headline.get("floor"),
+        "doubt": headline.get("doubt"),
+        "time": starts[-1]["h:m:s"] if starts else "",
+        "report": f"{name}/report/index.html",
+        "grid": source_of(folder / "samples" / "grid.png"),
+        "reconstructions": source_of(folder / "evaluation" / "reconstructions.png"),
+        "metrics": shown,
+    }
 
 
 def others(results: Path, requested: list[str], studies: list[dict[str, Any]]) -> list[str]:
@@ -116,22 +94,22 @@ def main() -> None:
             before.append(line(name, arguments.results, arguments.benchmarks))
         except (ValueError, KeyError):  # being made again, or damaged: its own command tells
             continue
-    experiments = [asdict(experiment) for experiment in (*requested, *before)]
+    experiments = [*requested, *before]
     measured = {experiment["name"]: experiment["metrics"] for experiment in experiments}
     write_page(
         arguments.output,
         render("summary.html", heads=HEADS, experiments=experiments, studies=studies, measured=measured),
     )
     for experiment in requested:
+        name, metric = experiment["name"], experiment["metric"]
         shown = "not measured"
-        if experiment.doubt:
-            shown = f"no headline: {experiment.doubt}"
-        elif experiment.value is not None:
-            shown = f"{experiment.metric} {experiment.metrics[experiment.metric]}"
-        report = arguments.results / experiment.name / "report"
+        if experiment["doubt"]:
+            shown = f"no headline: {experiment['doubt']}"
+        elif experiment["value"] is not None:
+            shown = f"{metric} {experiment['metrics'][metric]}"
         print(
-            f"{experiment.name}: {experiment.system} on {experiment.data}, {experiment.steps:,} steps, "
-            f"{shown}; {report}"
+            f"{name}: {experiment['system']} on {experiment['data']}, {experiment['steps']:,} steps, "
+            f"{shown}; {arguments.results / name / 'report'}"
         )
 
 

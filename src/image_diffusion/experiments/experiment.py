@@ -36,10 +36,7 @@ from image_diffusion.export.registry import export_of
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.systems import SYSTEMS, AnySystem
-from image_diffusion.systems.base import (
-    System,
-    name_of,
-)
+from image_diffusion.systems.base import System, name_of
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import PairsConfig, SeveralPairs
 from image_diffusion.systems.pairs.inputs import sets_of
@@ -286,8 +283,7 @@ def load_sections(
         section = sections[name]
         if name not in raw and section.default is None:
             raise ValueError(f"{where}: there is no section {name}. Add one, such as {name}: {section.example}.")
-        missing = section.default if name not in raw and section.default is not None else None
-        loaded[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{where}: {name}")
+        loaded[name] = parse(section.kind, raw[name], f"{where}: {name}") if name in raw else section.default
     return loaded
 
 

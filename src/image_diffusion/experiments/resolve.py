@@ -41,15 +41,14 @@ def built_on(experiment: Experiment) -> dict[str, str]:
     """Return the experiments that have to be made before this one, by the key that names them."""
     trained_by, sources = experiment.codec.trained_by, experiment.system.sampling().sources(experiment.sample)
     evaluation = experiment.system.evaluation()
-    against = evaluation.against(experiment.section(evaluation.section))
-    start = experiment.train.init_from
-    return {
-        **({CODEC: trained_by} if trained_by is not None else {}),
-        **({SMALL_IMAGES: sources.small_images.experiment} if isinstance(sources.small_images, SamplesOf) else {}),
-        **({EMBEDDINGS: sources.embeddings.experiment} if isinstance(sources.embeddings, SamplesOf) else {}),
-        **({AGAINST: against.experiment} if isinstance(against, SamplesOf) else {}),
-        **({START: start.experiment} if isinstance(start, WeightsOf) else {}),
+    read = {
+        SMALL_IMAGES: sources.small_images,
+        EMBEDDINGS: sources.embeddings,
+        AGAINST: evaluation.against(experiment.section(evaluation.section)),
+        START: experiment.train.init_from,
     }
+    codec = {CODEC: trained_by} if trained_by is not None else {}
+    return codec | {key: source.experiment for key, source in read.items() if isinstance(source, SamplesOf | WeightsOf)}
 
 
 def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
@@ -242,10 +241,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     evaluated = experiment.section(evaluation.section)
     stages: dict[str, tuple[Path, dict[str, Any]]] = {
         "train": (own / "train.yaml", dump(train_stage(name, experiment))),
-        "evaluate": (
-            own / "evaluate.yaml",
-            {evaluation.section: dump(evaluated)},
-        ),
+        "evaluate": (own / "evaluate.yaml", {evaluation.section: dump(evaluated)}),
         "export": (own / "export.yaml", dump(ExportStage(export=experiment.export))),
     }
     has_images = not isinstance(experiment.data.source, LatentSource)

@@ -70,7 +70,10 @@ def main() -> None:
     arguments = parser.parse_args()
     weights, codec = arguments.weights, arguments.codec_weights
     with join() as world:
-        model = trained_model(weights, arguments.trained_by)
+        model = None
+        if weights is not None:
+            check_trained_by(weights.parent, arguments.trained_by)
+            model = load_model(weights.parent)
         evaluation = model.system.evaluation() if model is not None else DiffusionEvaluation()
         reader: Callable[[Path, list[str], Levels | None], Samples] = read_samples
         if arguments.making:
@@ -136,14 +139,6 @@ def evaluate(
         if writes:
             write_json(output, result | {"files": describe(output.parent, pictures)})
             print_metrics(result["metrics"], result.get("doubt"))
-
-
-def trained_model(weights: Path | None, trained_by: Path | None) -> Model | None:
-    """Return the model of --weights. Raises ValueError if it is of another training than --trained-by."""
-    if weights is None:
-        return None
-    check_trained_by(weights.parent, trained_by)
-    return load_model(weights.parent)
 
 
 def raw_network(weights: Path) -> nn.Module | None:

@@ -133,11 +133,11 @@ def prepare_training(
         )
     scale = stage.codec.scale_of(training.manifest.get("levels" if kind == "crops" else "statistics"))
     # On the CPU and undecoded: training reads stored latents, and only previews need the decoder.
-    codec = codec_of(stage, scale, training, codec_weights)
+    weights = codec_weights.parent if codec_weights else None
+    codec = codec_of(stage, scale, training, weights)
     spec = system.spec(training)
 
     def decoder() -> Codec:
-        weights = codec_weights.parent if codec_weights else None
         codec: Codec = stage.codec.build(weights, scale, best_device(), torch.float32)
         return codec
 
@@ -210,9 +210,9 @@ def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> 
 
 
 def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) -> Codec:
-    """Return the codec that wrote the data. scale: of those. Raises ValueError when it was another one."""
-    folder = weights.parent if weights else None
-    codec: Codec = stage.codec.build(folder, scale, torch.device("cpu"), torch.float32)
+    """Return the codec that wrote the data. scale: of those. weights: folder of the trained codec. Raises ValueError
+    when it was another one."""
+    codec: Codec = stage.codec.build(weights, scale, torch.device("cpu"), torch.float32)
     written_by: dict[str, Any] = data.manifest.get("codec", {"type": "rgb"})
     if written_by != codec.identity:
         raise ValueError(

@@ -119,7 +119,7 @@ class Restoring:
         Raises ConflictError where jobs have ended here of which the mirror knows nothing.
         """
         done_here = {name for name in self._here if name.startswith("metadata/")}
-        unknown = sorted(self._project.declared(iter(done_here - self.files.keys() - self._known.files.keys())))
+        unknown = sorted(self._project.declared(done_here - self.files.keys() - self._known.files.keys()))
         if self.files and unknown:
             raise ConflictError(
                 f"{len(unknown):,} results of this folder, {unknown[0]} for instance, are not in {self._store.url}, "
@@ -140,7 +140,7 @@ class Restoring:
         large = {name: file for name, file in self.files.items() if _is_large(name, file)}
         for name in large:
             self._project.path(name).parent.mkdir(parents=True, exist_ok=True)
-        declared, said = self._project.declared(iter(self.files)), descriptions(self._project, large)
+        declared, said = self._project.declared(self.files), descriptions(self._project, large)
         later = {name for name in large.keys() - declared if large[name].sha256 in (said[name] or "")}
         self._bring({name: file for name, file in large.items() if name.startswith(prefixes) and name not in later})
         absent = {name: large[name] for name in later if not self._is_here(name, large[name])}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -59,7 +59,7 @@ class Project:
             raise ValueError(f"the mirror names {name!r}, which is no file of a project.")
         return self.folders[folder] / inside
 
-    def declared(self, names: Iterator[str]) -> set[str]:
+    def declared(self, names: Iterable[str]) -> set[str]:
         """Return which results Snakemake has records of, by the names of all files."""
         names_of_results = set()
         for name in names:
@@ -146,7 +146,7 @@ def send_file(project: Project, snapshot: Snapshot, name: str, send: Callable[[b
 def _walk(project: Project, is_wanted: Callable[[PurePosixPath], bool]) -> dict[str, Stamp]:
     """Return the stamps of the wanted files, by name. Symbolic links are not followed."""
     stamps: dict[str, Stamp] = {}
-    pending = [(name, folder) for name, folder in project.folders.items()]
+    pending = list(project.folders.items())
     while pending:
         prefix, folder = pending.pop()
         try:
