@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.config.base import Config, dump, load, merged, read_inherited
+from image_diffusion.core.config.base import Config, dump, load, merged, over, read_inherited
 from image_diffusion.core.config.errors import nearest
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
@@ -170,14 +170,14 @@ def expand(path: Path, experiments: Path) -> Expanded:
             common = merged(_nested(study.changes), _nested(variant.changes))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        experiment = parse_experiment(_with(raw, common), where)
+        experiment = parse_experiment(over(raw, common), where)
         if (steps := _steps(study.budget, experiment, where, base)) is not None:
             common = merged(common, {"train": {"steps": steps}})
         sample = experiment.system.sections.get("sample")
         seeded = ["train", *(["sample"] if sample is not None and "seed" in sample.kind.model_fields else [])]
         for seed in study.seeds:
             own = merged(common, {section: {"seed": seed} for section in seeded})
-            experiment = parse_experiment(_with(raw, own), where)
+            experiment = parse_experiment(over(raw, own), where)
             name = file.stem if dump(experiment) == unchanged else f"{file.stem}-{digest([file.stem, own])[:8]}"
             runs.append(Run(name, variant.name, seed, where, experiment))
         if variant.experiment is not None and _judging(experiment) != _judging(runs[0].experiment):
@@ -270,11 +270,6 @@ def _steps(budget: Budget, experiment: Experiment, where: str, base: Path) -> in
             f"study more."
         )
     return int(budget.operations // step)
-
-
-def _with(raw: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a base with the changes of a variant, without sections that the variant empties."""
-    return {key: value for key, value in merged(raw, changes).items() if value is not None or key not in changes}
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -245,6 +245,11 @@ def beyond_defaults(config: Config, defaults: Config | None = None) -> set[str]:
 BASE = "base"
 
 
+def over(base: Any, written: Any) -> dict[str, Any]:
+    """Return what a file or a variant writes merged over its base, without the sections that it empties."""
+    return {key: value for key, value in merged(base, written).items() if value is not None or key not in written}
+
+
 def read_inherited(path: Path) -> tuple[Any, list[Path]]:
     """Return the plain data of a file merged over those of its bases, and every file that was read: itself, its base,
     and so on.
@@ -269,5 +274,5 @@ def read_inherited(path: Path) -> tuple[Any, list[Path]]:
         levels.append(inherited)
     data = levels.pop()
     for written in reversed(levels):
-        data = {key: value for key, value in merged(data, written).items() if value is not None or key not in written}
+        data = over(data, written)
     return data, files
