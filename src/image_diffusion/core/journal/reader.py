@@ -1,8 +1,8 @@
 """Attempts of a stage, read from its journal and merged into one history: each step once.
 
-`core.journal` says how attempts are written. What an attempt wrote past the step that a later one resumed from is
-superseded; a line that a crash cut off is left out, and so is a damaged one, with a warning. The receipt of an attempt
-and the attempts that resumed from it say how many records it had, so that records that were lost are counted.
+`core.journal.writer` says how attempts are written. What an attempt wrote past the step that a later one resumed from
+is superseded; a line that a crash cut off is left out, and so is a damaged one, with a warning. The receipt of an
+attempt and the attempts that resumed from it say how many records it had, so that records that were lost are counted.
 """
 
 from __future__ import annotations
@@ -215,8 +215,7 @@ def _attempts_in(folder: Path) -> list[_Attempt]:
 
 
 def _receipts(folder: Path) -> dict[int, _Attempt]:
-    """Return the attempts by their numbers as their receipts describe them: without a single record. `core.journal`
-    says what a receipt is."""
+    """Return the attempts by their numbers as their receipts describe them: without a single record."""
     receipts = {}
     for path in sorted(folder.glob("attempt-*.json")):
         try:
@@ -315,17 +314,17 @@ def _merge(attempts: list[_Attempt]) -> History:
     points, superseded = _held([attempt.points for attempt in attempts], limits)
     images, _ = _held([attempt.images for attempt in attempts], limits)
     first, last = attempts[0], attempts[-1]
-    ids = {attempt.id for attempt in attempts}
-    unknown = sorted({id_ for attempt in attempts for id_ in attempt.after} - ids)
-    for id_ in unknown:
-        _warn_of_loss(first.header["stage"], id_, last.after.get(id_, 0), last.after.get(id_, 0))
-    expected = {attempt.id: _expected(attempt, last) for attempt in attempts}
-    incomplete = []
-    for attempt in attempts:
-        if attempt.num_lines < expected[attempt.id]:
-            incomplete.append(attempt.id)
-            missing = expected[attempt.id] - attempt.num_records
-            _warn_of_loss(first.header["stage"], attempt.id, missing, expected[attempt.id])
+    absent = {id_ for attempt in attempts for id_ in attempt.after} - {attempt.id for attempt in attempts}
+    records_of_absent = {id_: last.after.get(id_, 0) for id_ in sorted(absent)}
+    for id_, records in records_of_absent.items():
+        _warn_of_loss(first.header["stage"], id_, records, records)
+    expected = {  # records by the receipt of an attempt, by the last attempt that resumed from it, by its lines
+        attempt.id: max(attempt.expected, last.after.get(attempt.id, 0), attempt.num_lines) for attempt in attempts
+    }
+    incomplete = [attempt for attempt in attempts if attempt.num_lines < expected[attempt.id]]
+    for attempt in incomplete:
+        missing = expected[attempt.id] - attempt.num_records
+        _warn_of_loss(first.header["stage"], attempt.id, missing, expected[attempt.id])
     params: dict[str, Any] = {}
     changed: dict[str, Any] = {}
     for attempt in attempts:
@@ -347,18 +346,12 @@ def _merge(attempts: list[_Attempt]) -> History:
         artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
         damaged=[
             *(line for attempt in attempts for line in attempt.damaged),
-            *(f"attempt {id_[:8]}" for id_ in (*unknown, *incomplete)),
+            *(f"attempt {id_[:8]}" for id_ in (*records_of_absent, *(attempt.id for attempt in incomplete))),
         ],
-        num_records=sum(expected.values()) + sum(last.after.get(id_, 0) for id_ in unknown),
+        num_records=sum(expected.values()) + sum(records_of_absent.values()),
         num_lost=sum(max(0, expected[attempt.id] - attempt.num_records) for attempt in attempts)
-        + sum(last.after.get(id_, 0) for id_ in unknown),
+        + sum(records_of_absent.values()),
     )
-
-
-def _expected(attempt: _Attempt, last: _Attempt) -> int:
-    """Return the number of records an attempt had: by its receipt, by the last attempt that resumed from it, by its
-    lines."""
-    return max(attempt.expected, last.after.get(attempt.id, 0), attempt.num_lines)
 
 
 def _warn_of_loss(stage: str, attempt: str, lost: int, records: int) -> None:

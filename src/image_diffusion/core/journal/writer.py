@@ -2,7 +2,7 @@
 
 A stage writes here and nowhere else, so no server can slow it down or stop it; `track` sends what is here to MLflow,
 now or later, as often as one likes. Nothing is ever taken back: when a stage resumes, its new attempt says from which
-step, and what the attempts before it wrote past that step is superseded when the journal is read (`core.history`).
+step, and what the attempts before it wrote past that step is superseded when `core.journal.reader` reads the journal.
 
 A receipt of each attempt lies beside the folder of journals: `.journal/<stage>/attempt-0001.json` holds the header, the
 parameters, the number of records and the ending. A reader compares the two, so that records that were lost from a
