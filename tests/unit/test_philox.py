@@ -58,7 +58,7 @@ def test_the_kernel_draws_the_numbers_of_a_cpu(tmp_path: Path) -> None:
     assert done.stdout == "same\n", done.stderr
 
 
-@pytest.mark.parametrize("kind", philox_gpu._KINDS)
+@pytest.mark.parametrize("kind", philox_cpu.KINDS)
 def test_the_kernel_only_reads_ids_and_writes_numbers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +70,7 @@ def test_the_kernel_only_reads_ids_and_writes_numbers(
     source = ASTSource(
         fn=philox_gpu._draw,
         signature=types | numbers | {"KIND": "constexpr", "LANES": "constexpr"},
-        constexprs={"KIND": philox_gpu._KINDS[kind], "LANES": philox_gpu._LANES},
+        constexprs={"KIND": philox_cpu.KINDS[kind], "LANES": philox_gpu._LANES},
         attrs=aligned,
     )
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm["ptx"]

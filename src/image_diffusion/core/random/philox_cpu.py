@@ -19,7 +19,7 @@ Kind = Literal["uniform", "normal", "gumbel", "integers"]
 
 
 _COMPILED = library_path(__name__, "philox.compiled")  # by setup.py
-_KINDS: dict[Kind, int] = {"uniform": 0, "normal": 1, "gumbel": 2, "integers": 3}
+KINDS: dict[Kind, int] = {"uniform": 0, "normal": 1, "gumbel": 2, "integers": 3}
 
 
 @cache
@@ -45,5 +45,5 @@ def draw(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor, count:
     ids = [tensor.to(torch.int64).contiguous() for tensor in (epoch, sample)]  # what C reads by address
     out = torch.empty((len(sample), count), dtype=torch.int64 if kind == "integers" else torch.float32)
     at = [tensor.data_ptr() for tensor in ids]
-    loaded.draw(_KINDS[kind], *key, *at, len(sample), count, high, out.data_ptr())
+    loaded.draw(KINDS[kind], *key, *at, len(sample), count, high, out.data_ptr())
     return out

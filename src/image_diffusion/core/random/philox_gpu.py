@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from image_diffusion.core.random.philox_cpu import Kind
+from image_diffusion.core.random.philox_cpu import KINDS, Kind
 
 _LANES = 256  # counters that a program evaluates at once; each gives four words
-_UNIFORM, _NORMAL, _GUMBEL, _INTEGERS = (tl.constexpr(number) for number in range(4))
-_KINDS: dict[Kind, int] = {"uniform": 0, "normal": 1, "gumbel": 2, "integers": 3}
+_UNIFORM, _NORMAL, _GUMBEL, _INTEGERS = (tl.constexpr(number) for number in KINDS.values())
 _TURN = tl.constexpr(2.0 * math.pi * 2.0**-32)
 
 
@@ -35,7 +34,7 @@ def draw(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor, count:
         seed -= (seed >> 63) << 64  # the same bits as a signed number
         grid = (triton.cdiv(rows * lanes, _LANES),)
         arguments = epoch.contiguous(), sample.contiguous(), seed, high, count, lanes, rows
-        _draw[grid](out, *arguments, _KINDS[kind], _LANES, enable_fp_fusion=False)  # rounded as on a CPU
+        _draw[grid](out, *arguments, KINDS[kind], _LANES, enable_fp_fusion=False)  # rounded as on a CPU
     return out
 
 
