@@ -131,8 +131,8 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def resolved(results: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the result of `resolve` where Snakemake was started, and for which experiments and studies, as `wanted`
-    has them: for a job on another machine."""
+    """Return the result of `resolve` where Snakemake was started, and for which experiments and studies, as
+    `requested` has them: for a job on another machine."""
     cached = read_json(_cache(results))
     return dict(cached["code"]), {"experiments": list(cached["experiments"]), "study": list(cached["studies"])}
 
