@@ -126,7 +126,7 @@ def read_journals(folder: Path) -> list[History]:
     of a file, is left out. A damaged one is left out with a warning. What identifies an attempt, its parameters and its
     ending are taken from its receipt where the journal has lost them.
     """
-    runs: list[list[_Attempt]] = []
+    runs: list[list[_AttemptRecord]] = []
     for attempt in _attempts_in(folder):
         alike = [run for run in reversed(runs) if run[-1].run == attempt.run]
         same = next(
@@ -159,7 +159,7 @@ def logged_stages(journals: Path) -> list[Path]:
 
 
 @dataclass
-class _Attempt:
+class _AttemptRecord:
     """An attempt. num_lines: lines of its file, also those that cannot be read. expected: records that its receipt
     counts."""
 
@@ -201,10 +201,10 @@ class _Attempt:
         return self.end is not None and self.end["status"] == "finished"
 
 
-def _attempts_in(folder: Path) -> list[_Attempt]:
+def _attempts_in(folder: Path) -> list[_AttemptRecord]:
     """Return the attempts of a stage by their numbers, of the journal and of the receipts."""
     receipts = _receipts(receipts_of(folder))
-    attempts: dict[int, _Attempt] = {}
+    attempts: dict[int, _AttemptRecord] = {}
     for path in folder.glob("attempt-*.jsonl"):
         attempt = _read_attempt(path, receipts)
         if attempt is not None:
@@ -214,14 +214,14 @@ def _attempts_in(folder: Path) -> list[_Attempt]:
     return [attempts[number] for number in sorted(attempts)]
 
 
-def _receipts(folder: Path) -> dict[int, _Attempt]:
+def _receipts(folder: Path) -> dict[int, _AttemptRecord]:
     """Return the attempts by their numbers as their receipts describe them: without a single record."""
     receipts = {}
     for path in sorted(folder.glob("attempt-*.json")):
         try:
             content = read_json(path)
             header, end = content["header"], content["end"]
-            receipts[attempt_number(path)] = _Attempt(
+            receipts[attempt_number(path)] = _AttemptRecord(
                 header, False, 0, 0, content["records"], content["params"], end=end, last_time=(end or header)["time"]
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -229,7 +229,7 @@ def _receipts(folder: Path) -> dict[int, _Attempt]:
     return receipts
 
 
-def _read_attempt(path: Path, receipts: Mapping[int, _Attempt]) -> _Attempt | None:
+def _read_attempt(path: Path, receipts: Mapping[int, _AttemptRecord]) -> _AttemptRecord | None:
     """Return the attempt in a file; None where neither its first line nor a receipt identifies it."""
     with path.open("rb") as file:
         alive = _is_locked(file.fileno())
@@ -252,7 +252,7 @@ def _read_attempt(path: Path, receipts: Mapping[int, _Attempt]) -> _Attempt | No
     if records and records[0]["type"] == "attempt":
         header = records[0]
         described = (deepcopy(receipt) for receipt in receipts.values() if receipt.id == header["id"])
-        attempt = next(described, None) or _Attempt(header, alive, 0, 0)
+        attempt = next(described, None) or _AttemptRecord(header, alive, 0, 0)
     elif attempt_number(path) in receipts:
         attempt = deepcopy(receipts[attempt_number(path)])
     else:
@@ -298,7 +298,7 @@ def _record(line: bytes, sealed: bool) -> dict[str, Any]:
     return record
 
 
-def _merge(attempts: list[_Attempt]) -> History:
+def _merge(attempts: list[_AttemptRecord]) -> History:
     """Merge the attempts of one run, in order, into one history. Each attempt holds up to the lowest step resumed from
     after it; the attempts that the last one resumes from hold up to the lowest step resumed from among them, whatever
     began elsewhere since."""
