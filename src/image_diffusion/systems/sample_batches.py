@@ -41,7 +41,7 @@ def write_part(
     title, one: of the progress, and what one sample is called in it. labels: of the samples, to be written with them.
     """
     rows = rows_of_part(settings.num_samples, settings.batch_size, part)
-    count = sum(batch.stop - batch.start for batch in rows)
+    count: int = sum(batch.stop - batch.start for batch in rows)
     with Progress(title, count, one) as progress:
         stream_samples(output, with_progress(cached_batches(maker, rows), progress), count, labels)
     return count
