@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -228,9 +229,20 @@ def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
     return DataSpec(channels=channels, resolution=resolution_of(*size), num_classes=images.num_classes)
 
 
-def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, pixels: int) -> Tensor:
+def sample_posterior(stored: Tensor, streams: Streams) -> Tensor:
+    """Draw latents, float32 [B, c, h, w], from their stored mean and deviation, [B, 2, c, h, w]; from [B, 1, c, h, w]
+    nothing is drawn: the latents are certain, or others have drawn them, once."""
+    stored = stored.to(torch.float32)
+    latent = stored[:, 0]
+    if stored.shape[1] > 1:
+        latent = latent + stored[:, 1] * streams.normal("posterior", tuple(latent.shape[1:]))
+    return latent
+
+
+def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, downsampling: int) -> Tensor:
     """Decode a batch [B, c, h, w] in slices of about a million pixels, for which a float32 autoencoder of Stable
-    Diffusion's size takes about 3 GiB. pixels: of one image."""
+    Diffusion's size takes about 3 GiB. downsampling: pixels along an edge for each element of the latent."""
+    pixels = downsampling**2 * latent.shape[2] * latent.shape[3]
     return torch.cat([decode(part) for part in latent.split(max(1, _PIXELS_AT_ONCE // pixels))])
 
 
@@ -266,6 +278,50 @@ def to_x(images: Tensor, levels: Levels | None) -> Tensor:
 def to_images(x: Tensor, levels: Levels | None) -> Tensor:
     """Convert pixels in [-1, 1] -> pictures, uint8, or arrays of `levels.dtype`."""
     return to_uint8(x) if levels is None else levels.restore(x)
+
+
+@dataclass(frozen=True)
+class ScaledCodec(Generic[N]):
+    """Base of the codecs whose latents are multiplied with one factor.
+
+    identity: says which weights these are. load: gives the network, in evaluation mode, on the device it is to run on;
+    called once, when an image is first encoded or decoded. scale: what a latent is multiplied with to become x, so that
+    x has a standard deviation near 1. levels: of the arrays that it was trained on; None for pictures.
+    """
+
+    identity: dict[str, Any]
+    load: Callable[[], N]
+    scale: float
+    levels: Levels | None = None
+
+    @cached_property
+    def network(self) -> N:
+        return self.load()
+
+    @property
+    def bounded(self) -> bool:
+        """Return False: latents have no range."""
+        return False
+
+    def compile_encoder(self) -> None:
+        encoder: Any = self.network.encoder
+        encoder.compile()
+
+    def normalise(self, latent: Tensor) -> Tensor:
+        return latent * self.scale
+
+    def packed(self) -> Packed:
+        return Packed({"identity": self.identity, "scale": self.scale, **packed_levels(self.levels)}, self.network)
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        settings = packed.settings
+        return cls(
+            identity=settings["identity"],
+            load=lambda: cast("N", packed.network),
+            scale=settings["scale"],
+            levels=unpacked_levels(settings),
+        )
 
 
 def packed_levels(levels: Levels | None) -> dict[str, Any]:

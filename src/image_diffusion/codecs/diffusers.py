@@ -11,7 +11,16 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, from_uint8, in_slices, to_uint8
+from image_diffusion.codecs.base import (
+    Codec,
+    CodecSettings,
+    LatentShape,
+    Packed,
+    from_uint8,
+    in_slices,
+    sample_posterior,
+    to_uint8,
+)
 from image_diffusion.codecs.diffusers_families import (
     Decoder,
     Factors,
@@ -116,7 +125,7 @@ class DiffusersCodec:
     """An autoencoder and how its latents are normalised.
 
     scale: of `Diffusers.scale_of`; None while encoding: latents are then x. decoder: decodes in place of its own.
-    given: the autoencoder, if it is loaded already.
+    loaded: the autoencoder, if it is loaded already.
     """
 
     settings: Diffusers
@@ -169,11 +178,7 @@ class DiffusersCodec:
         return self.kind.encode(self.vae, self.pixels(images)).to(torch.float32)
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
-        stored = stored.to(torch.float32)
-        latent = stored[:, 0]
-        if stored.shape[1] > 1:
-            latent = latent + stored[:, 1] * streams.normal("posterior", tuple(latent.shape[1:]))
-        return self._factors.normalise(latent)
+        return self.normalise(sample_posterior(stored, streams))
 
     def normalise(self, latent: Tensor) -> Tensor:
         return self._factors.normalise(latent)
@@ -198,8 +203,7 @@ class DiffusersCodec:
             assert self.scale is not None
             return self.decoder(Factors(**self.scale["declared"]).normalise(latent))
         latent = latent.to(self.device, self.dtype)
-        pixels = self.kind.downsampling**2 * latent.shape[2] * latent.shape[3]
-        return in_slices(lambda part: self.shown(self.kind.decode(self.vae, part)), latent, pixels)
+        return in_slices(lambda part: self.shown(self.kind.decode(self.vae, part)), latent, self.kind.downsampling)
 
     def pixels(self, images: Tensor) -> Tensor:
         """Convert uint8 [B, C, H, W] -> the input of the autoencoder."""

@@ -1,13 +1,12 @@
 """Autoencoders of diffusers: the content of their config.json, how they are called, and their decoders alone.
 
-One class of diffusers, one class here; its name in `KINDS`.
+One class of diffusers, one class here, listed in `KINDS`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from image_diffusion.codecs.base import in_slices, latent_spec, to_uint8
 from image_diffusion.codecs.hub_files import load_pretrained, settings_of
@@ -71,11 +71,13 @@ def far_off(mean: float, std: float) -> bool:
     return abs(mean) > _FAR or abs(std - 1) > _FAR
 
 
-class Kind(ABC):
+class Kind:
     """A class of autoencoders. settings: the config.json. where: its folder, for errors."""
 
-    is_certain: ClassVar[bool] = True
-    """True if an image has one latent; else a mean and a standard deviation."""
+    source: ClassVar[str]
+    """Name of the class of diffusers, after that of its module in diffusers.models.autoencoders."""
+    widths: ClassVar[str] = "block_out_channels"
+    """Key of the channels at each resolution."""
     resolution: int | None = None
     """Resolution, the only one that it decodes to; None: any that the downsampling divides."""
 
@@ -83,7 +85,7 @@ class Kind(ABC):
         self._settings, self._where = settings, where
         self.image_channels = int(self._get("in_channels"))
         self.channels = int(self._get("latent_channels"))
-        self.downsampling = int(2 ** (len(self._get("block_out_channels")) - 1))
+        self.downsampling = int(2 ** (len(self._get(self.widths)) - 1))
 
     def _get(self, name: str) -> Any:
         if name not in self._settings:
@@ -105,15 +107,17 @@ class Kind(ABC):
             )
         return latent_spec(images, self.channels, self.downsampling)
 
-    @staticmethod
-    @abstractmethod
-    def network() -> Any:
+    @classmethod
+    def network(cls) -> Any:
         """Return the class in diffusers, which takes seconds to import."""
+        module, name = cls.source.split(".")
+        return getattr(importlib.import_module(f"diffusers.models.autoencoders.{module}"), name)
 
-    @abstractmethod
     def encode(self, vae: Any, images: Tensor) -> Tensor:
         """Encode images in [-1, 1] -> [B, 2, c, h, w], mean and standard deviation; [B, 1, c, h, w] where it is
         certain."""
+        latent: Tensor = vae.encode(images)[0]
+        return latent[:, None]
 
     def decode(self, vae: Any, latent: Tensor) -> Tensor:
         """Decode latents [B, c, h, w] -> images in [-1, 1]."""
@@ -123,9 +127,6 @@ class Kind(ABC):
     def declared(self, vae: Any) -> Factors:
         """Return the factors that its author gives: diffusers' scaling_factor and shift_factor, or latents_mean and
         latents_std (x = (latent - latents_mean) * scaling_factor / latents_std, as its pipelines have it)."""
-        return self._in_config()
-
-    def _in_config(self) -> Factors:
         scaling = float(self._settings.get("scaling_factor") or 1.0)
         shift = float(self._settings.get("shift_factor") or 0.0)
         mean, std = self._settings.get("latents_mean"), self._settings.get("latents_std")
@@ -134,27 +135,26 @@ class Kind(ABC):
         return Factors([float(value) for value in mean], [float(value) / scaling for value in std])
 
 
+def _posterior(vae: Any, images: Tensor) -> Tensor:
+    """Encode images -> mean and standard deviation, [B, 2, c, h, w]."""
+    posterior = vae.encode(images).latent_dist
+    return torch.stack([posterior.mean, posterior.std], dim=1)
+
+
 class Kl(Kind):
     """Rombach et al. 2022: Stable Diffusion, SDXL, SD3, FLUX.1, …: a posterior of 4, 16, … channels."""
 
-    is_certain = False
-
-    @staticmethod
-    def network() -> Any:
-        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-
-        return AutoencoderKL
+    source = "autoencoder_kl.AutoencoderKL"
 
     def encode(self, vae: Any, images: Tensor) -> Tensor:
-        posterior = vae.encode(images).latent_dist
-        return torch.stack([posterior.mean, posterior.std], dim=1)
+        return _posterior(vae, images)
 
 
 class KlFlux2(Kind):
     """Autoencoder of FLUX.2. Its latents are the ones its pipeline works on: each patch of 2 x 2 elements is one of
     four times as many channels, normalised by the running statistics of a batch norm that lies among the weights."""
 
-    is_certain = False
+    source = "autoencoder_kl_flux2.AutoencoderKLFlux2"
 
     def __init__(self, settings: Mapping[str, Any], where: str) -> None:
         super().__init__(settings, where)
@@ -164,19 +164,11 @@ class KlFlux2(Kind):
         self.channels *= math.prod(self._patch)
         self.downsampling *= self._patch[0]
 
-    @staticmethod
-    def network() -> Any:
-        from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
-
-        return AutoencoderKLFlux2
-
     def encode(self, vae: Any, images: Tensor) -> Tensor:
-        posterior = vae.encode(images).latent_dist
-        both = torch.stack([posterior.mean, posterior.std], dim=1)  # [B, 2, c, h, w]
-        return torch.nn.functional.pixel_unshuffle(both, self._patch[0])  # channel c p² + row p + column
+        return F.pixel_unshuffle(_posterior(vae, images), self._patch[0])  # channel c p² + row p + column
 
     def decode(self, vae: Any, latent: Tensor) -> Tensor:
-        return super().decode(vae, torch.nn.functional.pixel_shuffle(latent, self._patch[0]))
+        return super().decode(vae, F.pixel_shuffle(latent, self._patch[0]))
 
     def declared(self, vae: Any) -> Factors:
         norm = vae.bn
@@ -187,23 +179,15 @@ class KlFlux2(Kind):
 class Dc(Kind):
     """Deep compression autoencoder (Chen et al. 2024): 32 pixels along an edge to one and more, without a posterior."""
 
-    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
-        super().__init__({**settings, "block_out_channels": settings.get("encoder_block_out_channels", [])}, where)
-
-    @staticmethod
-    def network() -> Any:
-        from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
-
-        return AutoencoderDC
-
-    def encode(self, vae: Any, images: Tensor) -> Tensor:
-        latent: Tensor = vae.encode(images).latent
-        return latent[:, None]
+    source = "autoencoder_dc.AutoencoderDC"
+    widths = "encoder_block_out_channels"
 
 
 class Rae(Kind):
     """Features of a pretrained vision transformer, with a decoder for them (Zheng et al. 2025). It normalises its
     latents itself, by statistics among its weights."""
+
+    source = "autoencoder_rae.AutoencoderRAE"
 
     def __init__(self, settings: Mapping[str, Any], where: str) -> None:
         self._settings, self._where = settings, where
@@ -217,17 +201,14 @@ class Rae(Kind):
                 f"{where}/config.json has reshape_to_2d false. Set it to true: latents are [c, h, w] here."
             )
 
-    @staticmethod
-    def network() -> Any:
+    @classmethod
+    def network(cls) -> Any:
         if importlib.util.find_spec("transformers") is None:
             raise ValueError("AutoencoderRAE needs the package transformers. Run: python -m pip install transformers.")
-        from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
-
-        return AutoencoderRAE
+        return super().network()
 
     def encode(self, vae: Any, images: Tensor) -> Tensor:
-        latent: Tensor = vae.encode((images + 1) / 2).latent  # it reads [0, 1]
-        return latent[:, None]
+        return super().encode(vae, (images + 1) / 2)  # it reads [0, 1]
 
     def decode(self, vae: Any, latent: Tensor) -> Tensor:
         return super().decode(vae, latent) * 2 - 1
@@ -239,38 +220,20 @@ class Rae(Kind):
 class Tiny(Kind):
     """TAESD and its kin: small and fast, for the latents of another autoencoder as its pipeline scales them."""
 
-    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
-        super().__init__({**settings, "block_out_channels": settings.get("encoder_block_out_channels", [])}, where)
-
-    @staticmethod
-    def network() -> Any:
-        from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
-
-        return AutoencoderTiny
-
-    def encode(self, vae: Any, images: Tensor) -> Tensor:
-        latent: Tensor = vae.encode(images).latents
-        return latent[:, None]
+    source = "autoencoder_tiny.AutoencoderTiny"
+    widths = "encoder_block_out_channels"
 
 
 class Vq(Kind):
     """A vector-quantised autoencoder (van den Oord et al. 2017; Rombach et al. 2022). Its latents are those before
     they are quantised, which decoding does; its codes are tokens."""
 
+    source = "vq_model.VQModel"
+
     def __init__(self, settings: Mapping[str, Any], where: str) -> None:
         super().__init__(settings, where)
         self.channels = int(settings.get("vq_embed_dim") or self.channels)
         self.num_tokens = int(self._get("num_vq_embeddings"))
-
-    @staticmethod
-    def network() -> Any:
-        from diffusers.models.autoencoders.vq_model import VQModel
-
-        return VQModel
-
-    def encode(self, vae: Any, images: Tensor) -> Tensor:
-        latent: Tensor = vae.encode(images).latents
-        return latent[:, None]
 
     def codes(self, vae: Any, images: Tensor) -> Tensor:
         """Encode images in [-1, 1] -> int64 [B, h, w], the nearest entry of the codebook."""
@@ -287,14 +250,7 @@ class Vq(Kind):
         return images
 
 
-KINDS: dict[str, type[Kind]] = {
-    "AutoencoderKL": Kl,
-    "AutoencoderKLFlux2": KlFlux2,
-    "AutoencoderDC": Dc,
-    "AutoencoderRAE": Rae,
-    "AutoencoderTiny": Tiny,
-    "VQModel": Vq,
-}
+KINDS: dict[str, type[Kind]] = {kind.source.split(".")[1]: kind for kind in (Kl, KlFlux2, Dc, Rae, Tiny, Vq)}
 
 
 def kind_of(settings: Mapping[str, Any], where: str) -> Kind:
@@ -333,8 +289,7 @@ class Decoder:
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         latent = self.kind.declared(self.vae).restore(x.to(self.device, torch.float32))
-        pixels = self.kind.downsampling**2 * latent.shape[2] * latent.shape[3]
-        return in_slices(lambda part: to_uint8(self.kind.decode(self.vae, part)), latent, pixels)
+        return in_slices(lambda part: to_uint8(self.kind.decode(self.vae, part)), latent, self.kind.downsampling)
 
 
 def check_decoder(key: str, weights: str, channels: int, downsampling: int) -> None:

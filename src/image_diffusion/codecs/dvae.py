@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.base import Packed, packed_levels, to_images, to_x, unpacked_levels
-from image_diffusion.core.levels import Levels
+from image_diffusion.codecs.base import ScaledCodec, to_images, to_x
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.networks.dvae import DVAE
 
 
 @dataclass(frozen=True)
-class DVAECodec:
-    """A discrete VAE and its scale.
-
-    identity: says which weights these are. load: gives the network, in evaluation mode, on the device it is to run on;
-    called once, when an image is first encoded or decoded. scale: what a latent is multiplied with to become x. levels:
-    of the arrays that it was trained on; None for pictures.
-    A latent is certain: its standard deviation is stored as 0, and nothing is drawn.
-    """
-
-    identity: dict[str, Any]
-    load: Callable[[], DVAE]
-    scale: float
-    levels: Levels | None = None
-
-    @cached_property
-    def network(self) -> DVAE:
-        return self.load()
-
-    @property
-    def bounded(self) -> bool:
-        """Return False: latents have no range."""
-        return False
-
-    def compile_encoder(self) -> None:
-        self.network.encoder.compile()
+class DVAECodec(ScaledCodec[DVAE]):
+    """A discrete VAE and its scale. A latent is certain: its standard deviation is stored as 0, and nothing is
+    drawn."""
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
@@ -51,25 +26,9 @@ class DVAECodec:
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
         return stored[:, 0].to(torch.float32) * self.scale
 
-    def normalise(self, latent: Tensor) -> Tensor:
-        return latent * self.scale
-
     def with_decoder(self, weights: str, device: torch.device) -> DVAECodec:
         """Raise ValueError: a discrete VAE has one decoder."""
         raise ValueError(f"sample.decoder is {weights}, but a discrete VAE has one decoder only. Leave it out.")
-
-    def packed(self) -> Packed:
-        return Packed({"identity": self.identity, "scale": self.scale, **packed_levels(self.levels)}, self.network)
-
-    @classmethod
-    def unpacked(cls, packed: Packed) -> Self:
-        settings = packed.settings
-        return cls(
-            identity=settings["identity"],
-            load=lambda: cast("DVAE", packed.network),
-            scale=settings["scale"],
-            levels=unpacked_levels(settings),
-        )
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:

@@ -56,10 +56,9 @@ def load_pretrained(
     network: Any, weights: str, subfolder: str | None, device: torch.device, dtype: torch.dtype, key: str
 ) -> Any:
     """Load an autoencoder of a class of diffusers, in evaluation mode. Raises ValueError when it is not available."""
-    folder = Path(weights).expanduser()
-    options = {} if subfolder is None else {"subfolder": subfolder}
+    place = str(folder_of(weights) or weights)
     try:
-        vae = network.from_pretrained(str(folder) if folder.is_dir() else weights, torch_dtype=dtype, **options)
+        vae = network.from_pretrained(place, torch_dtype=dtype, subfolder=subfolder)
     except (OSError, ValueError, RuntimeError) as error:
         raise not_at_hand(weights, key, error) from None
     return placed(vae, device)

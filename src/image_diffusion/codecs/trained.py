@@ -60,19 +60,18 @@ class Trained(CodecSettings):
         if weights is None:
             raise ValueError(f"The codec of experiment {self.experiment} needs its weights folder.")
         model = read_model(weights)
-        kind = model["system"]["type"]
+        kind, where = model["system"]["type"], f"{weights}/model.json"
+        spec: DataSpec = parse(DataSpec, model["spec"], where)
 
         def load(config: type[AutoencoderConfig] | type[DVAEConfig]) -> nn.Module:
-            where = f"{weights}/model.json"
-            spec: DataSpec = parse(DataSpec, model["spec"], where)
             network: nn.Module = parse(config, model["system"]["network"], where).build(spec)
             network.load_state_dict(read_weights(weights)[0])
             return placed(network.to(dtype), device)
 
-        scale, levels = self.scale or scale or 1.0, parse(DataSpec, model["spec"], f"{weights}/model.json").levels
+        scale, levels = self.scale or scale or 1.0, spec.levels
         if kind == "autoencoder":
             identity = {"type": "kl", "sha256": model["sha256"]}
-            return KlCodec(identity, lambda: cast("Autoencoder", load(AutoencoderConfig)).vae, scale, levels=levels)
+            return KlCodec(identity, lambda: cast("Autoencoder", load(AutoencoderConfig)).vae, scale, levels)
         if kind == "dvae":
             identity = {"type": "dvae", "sha256": model["sha256"]}
             return DVAECodec(identity, lambda: cast("DVAE", load(DVAEConfig)), scale, levels)

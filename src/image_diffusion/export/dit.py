@@ -53,7 +53,7 @@ def write_dit(system: DiTSystem, model: TrainedNetwork, codec: Codec, folder: Pa
         scheduler = flow_scheduler(process.time_scale, prediction)
     else:
         scheduler = ddim_scheduler(process.build().betas, prediction)
-    write_dit_pipeline(folder, model.network, codec.vae, codec.scale, scheduler, model.classes)
+    write_dit_pipeline(folder, model.network, codec.network, codec.scale, scheduler, model.classes)
     return CardUse("unconditional-image-generation", "DiTPipeline", _CODE)
 
 
