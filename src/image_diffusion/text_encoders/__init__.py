@@ -1,10 +1,29 @@
 """Captions -> numbers. One text encoder, one file; its name in `TextEncoderConfig`."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
+from image_diffusion.core.config.base import parse
+from image_diffusion.text_encoders.base import TextEncoder
 from image_diffusion.text_encoders.hashing import HashedText
 from image_diffusion.text_encoders.pretrained import AutoText, ClipText, SiglipText, T5Text
 
 TextEncoderConfig = Annotated[HashedText | ClipText | SiglipText | T5Text | AutoText, Field(discriminator="type")]
+
+
+def encoder_of(pairs: Mapping[str, Any], device: torch.device) -> TextEncoder:
+    """Rebuild the text encoder of captions. pairs: the content of their manifest.
+
+    Raises ValueError if the encoder loaded now is another one.
+    """
+    config = parse(TextEncoderConfig, pairs["encoder"], "model.json: pairs: encoder")
+    encoder: TextEncoder = config.build(device, pairs["num_tokens"])
+    if encoder.identity != pairs["text"]:
+        raise ValueError(
+            f"The captions were encoded by {pairs['text']}, but the text encoder is now {encoder.identity}. Restore "
+            f"the one that encoded them, or train again."
+        )
+    return encoder

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.files.weights import content_digest
 from image_diffusion.text_encoders.base import TextEncoder
-from image_diffusion.text_encoders.transformers import Pool, load_text, mean_of_tokens, pooled
 
 
 class PretrainedText(Config):
-    """A text encoder that transformers loads. A subclass names the model class and how a caption is pooled."""
+    """A text encoder that transformers loads. A subclass names the model class."""
 
     type: str
     weights: str = Field(min_length=1)
@@ -21,15 +23,32 @@ class PretrainedText(Config):
 
     model_class: ClassVar[str]
     """Class of transformers."""
-    pool: ClassVar[Pool]
-    """Hidden states to one embedding per caption."""
+    has_pooler: ClassVar[bool] = False
+    """True if the model pools its hidden states to a caption's embedding; else that is the mean of its tokens."""
     max_length: ClassVar[int | None] = None
     """Tokens that the model always reads; None: as many as are stored."""
 
     def build(self, device: torch.device, num_tokens: int) -> TextEncoder:
-        """Load the encoder. Raises ValueError when the package or the weights are not available."""
-        kind = type(self)
-        return load_text(self.type, self.weights, kind.model_class, kind.pool, device, num_tokens, kind.max_length)
+        """Load the encoder. Raises ValueError when the package or the weights are missing or do not fit."""
+        try:
+            import transformers
+        except ImportError:
+            raise ValueError(
+                f"pairs.encoder.type is {self.type}, which needs the package transformers. Run: python -m pip install "
+                f"'image-diffusion[text]'. Or set it to hashed, which needs no package."
+            ) from None
+        folder = Path(self.weights).expanduser()
+        name = str(folder) if folder.is_dir() else self.weights
+        try:
+            model = getattr(transformers, self.model_class).from_pretrained(name)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # of the Hub, of files, of what the tokenizer needs: each raises its own
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"The text encoder '{self.weights}' could not be loaded: {reason} Without access to the Hugging Face "
+                f"Hub, copy the model's folder to this machine and set pairs.encoder.weights to its path."
+            ) from None
+        return TransformerText(self, model.to(device).eval(), tokenizer, num_tokens)
 
 
 class ClipText(PretrainedText):
@@ -40,7 +59,7 @@ class ClipText(PretrainedText):
     weights: str = Field("openai/clip-vit-large-patch14", min_length=1)
     """Name on the Hugging Face Hub, or path of a local folder in transformers' layout."""
     model_class: ClassVar[str] = "CLIPTextModel"
-    pool: ClassVar[Pool] = staticmethod(pooled)
+    has_pooler: ClassVar[bool] = True
     max_length: ClassVar[int | None] = 77
 
 
@@ -52,7 +71,7 @@ class SiglipText(PretrainedText):
     weights: str = Field("google/siglip-base-patch16-224", min_length=1)
     """Name on the Hugging Face Hub, or path of a local folder in transformers' layout."""
     model_class: ClassVar[str] = "SiglipTextModel"
-    pool: ClassVar[Pool] = staticmethod(pooled)
+    has_pooler: ClassVar[bool] = True
     max_length: ClassVar[int | None] = 64
 
 
@@ -64,7 +83,6 @@ class T5Text(PretrainedText):
     weights: str = Field("google/t5-v1_1-base", min_length=1)
     """Name on the Hugging Face Hub, or path of a local folder in transformers' layout."""
     model_class: ClassVar[str] = "T5EncoderModel"
-    pool: ClassVar[Pool] = staticmethod(mean_of_tokens)
 
 
 class AutoText(PretrainedText):
@@ -73,4 +91,49 @@ class AutoText(PretrainedText):
     type: Literal["auto"] = "auto"
     """Any AutoModel; a caption's embedding is the mean of its tokens."""
     model_class: ClassVar[str] = "AutoModel"
-    pool: ClassVar[Pool] = staticmethod(mean_of_tokens)
+
+
+class TransformerText:
+    """Frozen transformer that implements `TextEncoder`. Captions longer than it reads, or than is kept, are
+    truncated."""
+
+    def __init__(self, config: PretrainedText, model: nn.Module, tokenizer: Any, num_tokens: int) -> None:
+        self._model, self._tokenizer, self._has_pooler = model, tokenizer, config.has_pooler
+        self.num_tokens, self._length = num_tokens, config.max_length or num_tokens
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if num_tokens > self._length:
+            raise ValueError(
+                f"pairs.num_tokens is {num_tokens}, but '{config.weights}' reads {self._length} tokens. Set it to "
+                f"{self._length} or less."
+            )
+        self.identity: dict[str, Any] = {
+            "type": config.type,
+            "weights": config.weights,
+            "sha256": content_digest(model.state_dict()),
+            "num_tokens": num_tokens,
+        }
+        embedded, tokens = self(["a"])
+        self.dim = embedded.shape[1]
+        if tokens.shape[2] != self.dim:
+            raise ValueError(
+                f"'{config.weights}' encodes tokens in {tokens.shape[2]} dimensions but captions in {self.dim}. Choose "
+                f"another text encoder."
+            )
+
+    @torch.inference_mode()
+    def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        device = next(self._model.parameters()).device
+        read = self._tokenizer(
+            captions,
+            padding="max_length",  # always as many, so that no caption depends on those beside it
+            truncation=True,
+            max_length=self._length,
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(device)
+        output = self._model(input_ids=read["input_ids"], attention_mask=read["attention_mask"])
+        mask = read["attention_mask"].bool()  # [B, L]
+        tokens = output.last_hidden_state.float() * mask[..., None]
+        embedding = output.pooler_output.float() if self._has_pooler else tokens.sum(1) / mask.sum(1, keepdim=True)
+        return embedding.cpu(), tokens[:, : self.num_tokens].cpu()

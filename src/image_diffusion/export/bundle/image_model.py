@@ -15,8 +15,8 @@ from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT
 from image_diffusion.export.bundle.base import ExportedModel, named
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig, requested_labels
+from image_diffusion.text_encoders import encoder_of
 from image_diffusion.text_encoders.base import encode_captions
-from image_diffusion.text_encoders.rebuild import encoder_of
 
 CODEC = "codec"
 """The name of the network of a codec that diffusers does not have."""
