@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.weights import Described, ForeignWeights
+from image_diffusion.foreign.weights import Described, ForeignWeights, checked_weights
 from image_diffusion.networks.prior import PriorConfig
-from image_diffusion.networks.weights.unet import check_fit
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.prior.prior import PriorSystem
@@ -34,23 +31,16 @@ def read_dalle2_prior(
     content: Mapping[str, Any], path: Path, codec: str, described: Described
 ) -> ForeignWeights | None:
     """Return a prior of DALLE2-pytorch, of a published name or as an experiment describes it."""
-    if not is_prior(content):
+    tensors = named_tensors(content)
+    if not tensors:
         return None
-    tensors, experiment = named_tensors(content), described(PriorSystem)
+    experiment = described(PriorSystem)
     system = PriorSystem(**published(tensors, path)) if experiment is None else experiment.system
-    spec = spec_of(tensors)
-    with torch.device("meta"):
-        expected = system.build_network(spec).state_dict()
-    check_fit(expected, tensors, path, "prior")
+    spec = DataSpec(channels=tensors[_QUERY].shape[0], resolution=1)
+    weights = checked_weights(system, spec, tensors, path, "prior")
     unread = tuple(name for name in content if name != average) if (average := entry_of(content)) else ()
     description = "a prior" if average is None else f"a prior, its entry {average}"
-    weights = {name: tensor.float() for name, tensor in tensors.items()}
-    return ForeignWeights(weights, system, spec, Rgb(), Rgb().identity, description, unread)
-
-
-def is_prior(content: Mapping[str, Any]) -> bool:
-    """True if a file's content is a prior: plain weights of `DiffusionPrior`, or a file of its trainer."""
-    return _QUERY in named_tensors(content)
+    return ForeignWeights(weights, system, spec, description, unread)
 
 
 def published(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
@@ -67,11 +57,6 @@ def published(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     network = network_of_shapes(tensors).model_copy(update=recipe["network"])
     process = Discrete(schedule=Cosine(), num_timesteps=network.num_timesteps or 1000)
     return {"network": network, "process": process, "objective": recipe["objective"]}
-
-
-def spec_of(tensors: Mapping[str, Tensor]) -> DataSpec:
-    """Return the embeddings that a prior's tensors are of."""
-    return DataSpec(channels=tensors[_QUERY].shape[0], resolution=1)
 
 
 def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
@@ -103,7 +88,8 @@ def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
 
 
 def named_tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of the network in a file's content, under its own names; of a trainer's file the average."""
+    """Return the tensors of the network in a file's content, under its own names: plain weights of `DiffusionPrior`, or
+    the average in a file of its trainer. Empty if it is no prior."""
     entry = entry_of(content)
     if entry is not None:
         return named_tensors(content[entry])

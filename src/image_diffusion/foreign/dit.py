@@ -27,7 +27,7 @@ def read_dit(content: Mapping[str, Any], path: Path, codec: str, described: Desc
     identity = vae.build(None, None, torch.device("cpu"), torch.float32).identity
     system = DiTSystem(network=weights.config, **parts)
     unread = tuple(name for name in content if name != "ema") if "ema" in content else ()
-    return ForeignWeights(weights.tensors, system, weights.spec, vae, identity, description, unread)
+    return ForeignWeights(weights.tensors, system, weights.spec, description, unread, vae, identity)
 
 
 def _read(

@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.weights import Described, ForeignWeights
+from image_diffusion.foreign.weights import Described, ForeignWeights, checked_weights
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.networks.weights.openai_dvae import is_openai_folder, read_openai
-from image_diffusion.networks.weights.unet import check_fit
 from image_diffusion.systems.codec.dvae import DVAESystem
 
 _SIZES = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
@@ -41,12 +38,9 @@ def read_dvae(content: Mapping[str, Any], path: Path, codec: str, described: Des
     else:
         return None
     system = DVAESystem(network=config)
-    with torch.device("meta"):
-        expected = system.build_network(spec).state_dict()
-    check_fit(expected, tensors, path, "discrete VAE")
+    weights = checked_weights(system, spec, tensors, path, "discrete VAE")
     unread = tuple(name for name in content if name not in ("hparams", "weights"))
-    weights = {name: tensor.float() for name, tensor in tensors.items()}
-    return ForeignWeights(weights, system, spec, Rgb(), Rgb().identity, "a discrete VAE", unread)
+    return ForeignWeights(weights, system, spec, "a discrete VAE", unread)
 
 
 def is_dvae(content: Mapping[str, Any]) -> bool:

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.weights import Described, ForeignWeights
-from image_diffusion.networks.weights.unet import check_fit, is_unet, num_label_rows, unet_of_shapes
+from image_diffusion.foreign.weights import Described, ForeignWeights, checked_weights
+from image_diffusion.networks.weights.unet import is_unet, num_label_rows, unet_of_shapes
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import LossSecondMoment
 from image_diffusion.process.discrete import Discrete
@@ -89,13 +87,10 @@ def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: De
         data = experiment.data
         images = DataSpec(channels=data.num_channels, resolution=data.resolution, num_classes=num_classes)
         spec = images.model_copy(update={"conditions": system.sampling().derived_conditions(images)})
-    with torch.device("meta"):
-        expected = system.build_network(spec).state_dict()
-    check_fit(expected, content, path)
+    tensors = checked_weights(system, spec, content, path, "U-Net")
     averages = sorted(file.name for file in path.parent.glob("ema_*.pt")) if path.stem.startswith("model") else []
     description = f"a U-Net; averages of it lie beside it: {', '.join(averages)}" if averages else "a U-Net"
-    tensors = {name: tensor.float() for name, tensor in content.items()}
-    return ForeignWeights(tensors, system, spec, Rgb(), Rgb().identity, description)
+    return ForeignWeights(tensors, system, spec, description)
 
 
 def published(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Any], DataSpec]:

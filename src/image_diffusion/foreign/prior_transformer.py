@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.foreign.weights import Described, Description, ForeignWeights
 from image_diffusion.networks.prior_transformer import STATISTICS, config_of_diffusers
 from image_diffusion.networks.weights.dit import folder_tensors
-from image_diffusion.networks.weights.unet import check_fit
+from image_diffusion.networks.weights.fit import check_fit
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.prior.prior import PriorSystem
@@ -25,10 +23,8 @@ def read_prior_transformer(
     content: Mapping[str, Any], path: Path, codec: str, described: Described
 ) -> ForeignWeights | None:
     """Return a prior in a folder of diffusers."""
-    if not path.is_dir() or (folder := folder_of(path)) is None:
-        return None
-    weights, parts, spec, description = read_folder(folder, described(PriorSystem))
-    return ForeignWeights(weights, PriorSystem(**parts), spec, Rgb(), Rgb().identity, description)
+    folder = folder_of(path) if path.is_dir() else None
+    return None if folder is None else read_folder(folder, described(PriorSystem))
 
 
 def folder_of(path: Path) -> Path | None:
@@ -41,10 +37,8 @@ def folder_of(path: Path) -> Path | None:
     return None
 
 
-def read_folder(
-    folder: Path, described: Description[PriorSystem] | None
-) -> tuple[dict[str, Tensor], dict[str, Any], DataSpec, str]:
-    """Read the weights, the parts of the system, the embeddings and a sentence on the recognized model.
+def read_folder(folder: Path, described: Description[PriorSystem] | None) -> ForeignWeights:
+    """Read the weights in a folder.
 
     The prior predicts x0 on the 1,000 cosine timesteps of Karlo and Kandinsky. Its unconditional input is an empty
     caption, so guidance is not available. described: an experiment with other settings. Raises ValueError for another
@@ -67,5 +61,5 @@ def read_folder(
     if described is not None:
         process, objective = described.system.process, described.system.objective
     statistics = {"mean": mean.tolist(), "std": std.tolist()}
-    parts = {"network": network, "process": process, "objective": objective, "image_statistics": statistics}
-    return tensors, parts, spec, f"diffusers' PriorTransformer of depth {network.depth}"
+    system = PriorSystem(network=network, process=process, objective=objective, image_statistics=statistics)
+    return ForeignWeights(tensors, system, spec, f"diffusers' PriorTransformer of depth {network.depth}")

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.weights import Described, ForeignWeights
-from image_diffusion.networks.weights.unet import check_fit
+from image_diffusion.foreign.weights import Described, ForeignWeights, checked_weights
 from image_diffusion.systems.diffusion.rin import RinSystem
 
 _KEY = "axial_pos_emb_height_mlp.1.weight"
@@ -32,13 +29,10 @@ def read_rin(content: Mapping[str, Any], path: Path, codec: str, described: Desc
             f"experiment file that describes it: --experiment."
         )
     spec = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution)
-    with torch.device("meta"):
-        expected = experiment.system.build_network(spec).state_dict()
-    check_fit(expected, tensors, path, "RIN")
+    weights = checked_weights(experiment.system, spec, tensors, path, "RIN")
     unread = tuple(name for name in content if name != entry) if entry else ()
     description = f"a RIN, its entry {entry}" if entry else "a RIN"
-    weights = {name: tensor.float() for name, tensor in tensors.items()}
-    return ForeignWeights(weights, experiment.system, spec, Rgb(), Rgb().identity, description, unread)
+    return ForeignWeights(weights, experiment.system, spec, description, unread)
 
 
 def rin_of(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Tensor]] | None:

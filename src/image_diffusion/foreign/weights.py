@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.codecs.base import CodecSettings
+from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
+from image_diffusion.networks.weights.fit import check_fit
 from image_diffusion.systems.base import System, name_of
 
 S = TypeVar("S", bound=System)
@@ -46,16 +49,27 @@ class Described(Protocol):
 
 @dataclass(frozen=True)
 class ForeignWeights:
-    """Weights trained by another project. tensors: by the network's names. codec: of the training data. description:
-    the recognised model. unread: other entries of the file, by name."""
+    """Weights trained by another project. tensors: by the network's names. description: the recognised model. unread:
+    other entries of the file, by name. codec, identity: of the training data."""
 
     tensors: Mapping[str, Tensor]
     system: System
     spec: DataSpec
-    codec: Config
-    identity: dict[str, Any]
     description: str
     unread: tuple[str, ...] = ()
+    codec: CodecSettings = field(default_factory=Rgb)
+    identity: dict[str, Any] = field(default_factory=lambda: Rgb().identity)
+
+
+def checked_weights(
+    system: System, spec: DataSpec, tensors: Mapping[str, Tensor], path: Path, network: str
+) -> dict[str, Tensor]:
+    """Return tensors as float32 if they are those of a system's network. network: its name in the message. Raises
+    ValueError as `check_fit` does."""
+    with torch.device("meta"):
+        expected = system.build_network(spec).state_dict()
+    check_fit(expected, tensors, path, network)
+    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 Reader = Callable[[Mapping[str, Any], Path, str, Described], ForeignWeights | None]

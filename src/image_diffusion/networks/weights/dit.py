@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,14 +26,11 @@ from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.files.weights import without_wrappers
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import SIZES, TIME_CHANNELS, DiT, DiTConfig
+from image_diffusion.networks.weights.fit import listed, misfits
 from image_diffusion.nn.positions import grid_positions, sinusoid
-
-TimeFrequencies = Literal["diffusers", "dit"]
-"""See `DiTConfig.time_frequencies`."""
 
 _TABLE = "y_embedder.embedding_table.weight"
 _WEIGHTS_FILE = "diffusion_pytorch_model"
-_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -53,28 +50,24 @@ class DiTWeights:
         return network.eval()
 
 
-def read_dit(
-    path: Path,
-    time_frequencies: TimeFrequencies | None = None,
-    num_heads: int | None = None,
-    content: Mapping[str, Any] | None = None,
-) -> DiTWeights:
+def read_dit(path: Path, num_heads: int | None = None, content: Mapping[str, Any] | None = None) -> DiTWeights:
     """A DiT from a file of the original or a folder of diffusers.
 
     path: the published `DiT-XL-2-256x256.pt` or another state dict under its names (`.pt`, `.safetensors`); a training
     checkpoint of the original, of which the "ema" entry is taken; a folder of a diffusers pipeline, or of its
-    transformer. time_frequencies: none for what the original computes with a file, and diffusers with a folder. (The
-    folders facebook/DiT-XL-2-* hold weights that were trained with "dit", though diffusers computes otherwise.)
-    num_heads: needed where a file is of none of the paper's widths, since shapes do not tell it. content: of the file,
-    where it was loaded already.
+    transformer. num_heads: needed where a file is of none of the paper's widths, since shapes do not tell it. content:
+    of the file, where it was loaded already.
+
+    Its time_frequencies are those that the original computes with a file, and diffusers with a folder. (The folders
+    facebook/DiT-XL-2-* hold weights that were trained with "dit", though diffusers computes otherwise.)
 
     Raises ValueError when the path does not exist, holds anything but tensors and plain data, or is not a DiT: with the
     names of what is missing, unexpected, or of another shape.
     """
     if path.is_dir():
-        return _read_folder(path, time_frequencies or "diffusers")
+        return _read_folder(path)
     tensors, arguments = _state_dict(content or load_tensors(path), path)
-    return _from_shapes(tensors, path, time_frequencies or "dit", num_heads or _heads_of(arguments))
+    return _from_shapes(tensors, path, "dit", num_heads or _heads_of(arguments))
 
 
 def is_dit(content: Mapping[str, Any]) -> bool:
@@ -204,21 +197,21 @@ def _state_dict(content: Mapping[str, Any], path: Path) -> tuple[dict[str, Tenso
     tensors = content["ema"] if isinstance(content.get("ema"), Mapping) else content
     if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise ValueError(
-            f"{path} is neither a state dict nor a training checkpoint: it holds {_list(content)}. "
+            f"{path} is neither a state dict nor a training checkpoint: it holds {listed(content)}. "
             f'Expected tensors by name, or an entry "ema" of them.'
         )
     return dict(tensors), content.get("args")
 
 
 def _from_shapes(
-    tensors: Mapping[str, Tensor], path: Path, time_frequencies: TimeFrequencies, num_heads: int | None
+    tensors: Mapping[str, Tensor], path: Path, time_frequencies: Literal["diffusers", "dit"], num_heads: int | None
 ) -> DiTWeights:
     """Return the network that tensors under the published names are of. Raises ValueError where they are of none."""
     needed = ("pos_embed", "x_embedder.proj.weight", "blocks.0.mlp.fc1.weight", "final_layer.linear.weight")
     absent = [name for name in needed if name not in tensors]
     if absent:
         raise ValueError(
-            f"{path} is not a DiT: {_list(absent)} missing; it holds {_list(tensors)}. "
+            f"{path} is not a DiT: {listed(absent)} missing; it holds {listed(tensors)}. "
             f"Expected the names of DiT-XL-2-256x256.pt, or a diffusers folder."
         )
     width, channels, patch, _ = tensors["x_embedder.proj.weight"].shape
@@ -240,43 +233,23 @@ def _from_shapes(
         num_classes=len(tensors[_TABLE]) - 1 if _TABLE in tensors else 0,
     )
     learned_variance = len(tensors["final_layer.linear.weight"]) == 2 * channels * patch**2
-    return _checked(config, spec, learned_variance, tensors, path)
-
-
-def _checked(
-    config: DiTConfig, spec: DataSpec, learned_variance: bool, tensors: Mapping[str, Tensor], path: Path
-) -> DiTWeights:
     with torch.device("meta"):
         expected = config.build(spec, learned_variance).state_dict()
-    misshapen = [
-        f"{name} {list(tensors[name].shape)} instead of {list(expected[name].shape)}"
-        for name in expected
-        if name in tensors and tensors[name].shape != expected[name].shape
-    ]
-    _complain(path, config, expected, tensors, misshapen)
+    _check(config, expected, tensors, path)
     return DiTWeights(config, spec, learned_variance, {name: tensors[name].float() for name in expected})
 
 
-def _complain(
-    path: Path, config: DiTConfig, expected: Iterable[str], tensors: Iterable[str], misshapen: list[str]
-) -> None:
-    """Raise ValueError unless the names are those expected and no shape is wrong."""
-    expected, tensors = dict.fromkeys(expected), dict.fromkeys(tensors)
-    problems = {
-        "missing": [name for name in expected if name not in tensors],
-        "unexpected": [name for name in tensors if name not in expected],
-        "of another shape": misshapen,
-    }
-    details = [f"{problem}: {_list(names)}" for problem, names in problems.items() if names]
-    if details:
+def _check(config: DiTConfig, expected: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise ValueError unless the names and shapes are those expected."""
+    if details := misfits(expected, tensors):
         depth, width, _, patch = config.shape
         raise ValueError(
-            f"{path} does not fit a DiT of depth {depth}, width {width} and patch {patch}. {'; '.join(details)}. "
+            f"{path} does not fit a DiT of depth {depth}, width {width} and patch {patch}. {details}. "
             f"Use weights of this architecture, from a complete file."
         )
 
 
-def _read_folder(folder: Path, time_frequencies: TimeFrequencies) -> DiTWeights:
+def _read_folder(folder: Path) -> DiTWeights:
     """A diffusers folder: of a pipeline, or of its transformer."""
     folder = folder / "transformer" if (folder / "model_index.json").is_file() else folder
     settings = read_json(folder / "config.json")
@@ -293,14 +266,14 @@ def _read_folder(folder: Path, time_frequencies: TimeFrequencies) -> DiTWeights:
     tensors = _published_names(theirs, config, folder)
     size = int(settings["sample_size"]) // patch
     tensors["pos_embed"] = grid_positions(num_heads * head_width, size)[None]
-    return _from_shapes(tensors, folder, time_frequencies, num_heads)
+    return _from_shapes(tensors, folder, "diffusers", num_heads)
 
 
 def _published_names(theirs: Mapping[str, Tensor], config: DiTConfig, folder: Path) -> dict[str, Tensor]:
     """Return diffusers' tensors under the published names. Raises ValueError where some are missing, unexpected or
     unequal."""
     names = diffusers_names(config.shape.depth)
-    _complain(folder, config, (name for places in names.values() for name in places), theirs, [])
+    _check(config, {name: None for places in names.values() for name in places}, theirs, folder)
     tensors = {}
     for ours, places in names.items():
         parts = [theirs[name] for name in places]
@@ -334,12 +307,6 @@ def _heads_of(arguments: Any) -> int | None:
     """Return the number of heads of the size that the original's training script was given to train."""
     size = SIZES.get(getattr(arguments, "model", None))  # type: ignore[arg-type]
     return size.num_heads if size else None
-
-
-def _list(names: Iterable[str]) -> str:
-    names = [str(name) for name in names]
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 _TIME, _OUT = "t_embedder.mlp.0.weight", "final_layer.linear"

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.networks.unet import MULTIPLIERS, UNetConfig
+from image_diffusion.networks.weights.fit import listed
 
 _LABELS = "label_emb.weight"
 _NEEDED = ("time_embed.0.weight", "input_blocks.0.0.weight", "input_blocks.1.0.out_layers.3.weight", "out.2.weight")
-_NAMES_SHOWN = 8
 
 
 def is_unet(names: Iterable[str]) -> bool:
@@ -35,7 +35,7 @@ def unet_of_shapes(
     """
     absent = [name for name in _NEEDED if name not in tensors]
     if absent:
-        raise ValueError(f"{path} is not a complete U-Net: {_list(absent)} missing. Use the complete file.")
+        raise ValueError(f"{path} is not a complete U-Net: {listed(absent)} missing. Use the complete file.")
     channels = tensors["time_embed.0.weight"].shape[1]
     num_blocks = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("output_blocks."))
     doubling = [match for name in tensors if (match := re.match(r"output_blocks\.(\d+)\.[12]\.(conv|in_layers)", name))]
@@ -77,29 +77,3 @@ def unet_of_shapes(
 def num_label_rows(tensors: Mapping[str, Tensor]) -> int:
     """Return the number of rows of the label table; 0 without one."""
     return len(tensors[_LABELS]) if _LABELS in tensors else 0
-
-
-def check_fit(
-    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path, network: str = "U-Net"
-) -> None:
-    """Raise ValueError naming missing, unexpected and wrongly shaped tensors, unless all fit a state dict."""
-    problems = {
-        "missing": [name for name in expected if name not in tensors],
-        "unexpected": [name for name in tensors if name not in expected],
-        "of another shape": [
-            f"{name} {list(tensors[name].shape)} instead of {list(expected[name].shape)}"
-            for name in expected
-            if name in tensors and tensors[name].shape != expected[name].shape
-        ],
-    }
-    details = [f"{problem}: {_list(names)}" for problem, names in problems.items() if names]
-    if details:
-        raise ValueError(
-            f"{path} does not fit the {network} described. {'; '.join(details)}. Use weights of this network, "
-            f"from a complete file."
-        )
-
-
-def _list(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
