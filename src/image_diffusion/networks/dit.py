@@ -69,6 +69,15 @@ SIZES: dict[SizeName, Size] = {
 }
 
 
+def check_rope(width: int, num_heads: int) -> None:
+    """Raise ValueError where rotary positions of two dimensions do not fit the channels of a head."""
+    if width // num_heads % 4:
+        raise ValueError(
+            f"rope turns pairs of channels for row and column, but width {width} over num_heads {num_heads} leaves "
+            f"{width // num_heads} a head, which 4 does not divide. Use other num_heads, or set rope to false."
+        )
+
+
 class DiTConfig(Config):
     """Network of DiT: a size by name, or depth, width, heads and patch, or a name with some of them changed."""
 
@@ -136,11 +145,8 @@ class DiTConfig(Config):
                 f"width {width} must be divisible by num_heads {num_heads} and by 4. "
                 f"Use a width such as {max(1, round(width / (4 * num_heads))) * 4 * num_heads}."
             )
-        if self.rope and width // num_heads % 4:
-            raise ValueError(
-                f"rope turns pairs of channels for row and column, but width {width} over num_heads {num_heads} leaves "
-                f"{width // num_heads} a head, which 4 does not divide. Use other num_heads, or set rope to false."
-            )
+        if self.rope:
+            check_rope(width, num_heads)
         if self.class_tokens_from >= self.shape.depth:
             raise ValueError(
                 f"class_tokens_from is {self.class_tokens_from}, but there are {self.shape.depth} blocks. Use a "
@@ -310,9 +316,8 @@ class Block(nn.Module):
         _, width, num_heads, _ = config.shape
         hidden = round(width * config.mlp_ratio)
         self.norm1 = _norm(config, width)
-        self.attn = SelfAttention(
-            width, num_heads, (lambda d: _head_norm(config, d)) if config.qk_norm else None, context=reads
-        )
+        head_norm = (lambda d: _norm(config, d, affine=True)) if config.qk_norm else None
+        self.attn = SelfAttention(width, num_heads, head_norm, context=reads)
         self.norm2 = _norm(config, width)
         self.mlp = SwiGlu(width, round(2 * hidden / 3)) if config.mlp == "swiglu" else Mlp(width, hidden)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), of_parts(Linear(width, 6 * width), 6))
@@ -439,11 +444,8 @@ def present(text: Tensor, num_patches: int) -> Tensor:
     return torch.cat([words, words.new_ones(len(words), num_patches)], dim=1)
 
 
-def _norm(config: DiTConfig, width: int) -> nn.Module:
+def _norm(config: DiTConfig, width: int, affine: bool = False) -> nn.Module:
+    """Build a normalisation. affine: whether a LayerNorm has a gain and a bias."""
     if config.norm == "rms_norm":
         return nn.RMSNorm(width, eps=1e-6)
-    return nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-
-
-def _head_norm(config: DiTConfig, width: int) -> nn.Module:
-    return nn.RMSNorm(width, eps=1e-6) if config.norm == "rms_norm" else nn.LayerNorm(width, eps=1e-6)
+    return nn.LayerNorm(width, elementwise_affine=affine, eps=1e-6)

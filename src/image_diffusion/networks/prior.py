@@ -10,6 +10,7 @@ all negative (`divide_by_maximum` brings that back, for weights that were traine
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Literal, cast
 
 import torch
@@ -298,26 +299,13 @@ class _Waves(nn.Module):
         return sinusoid(t, self.dim, endpoint=True).roll(self.dim // 2, dims=1)
 
 
-class _Mlp(nn.Module):
-    """Two hidden layers of twice the output's width, SiLU between them."""
-
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        first, second = nn.Linear(width, 2 * out), nn.Linear(2 * out, 2 * out)
-        self.net = nn.Sequential(
-            nn.Sequential(first, nn.SiLU()), nn.Sequential(second, nn.SiLU()), nn.Linear(2 * out, out)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
-
-
 def _time_embedding(dim: int, config: PriorConfig) -> nn.Module:
     out = dim * config.num_time_embeds
     if config.num_timesteps is not None:
         return nn.Embedding(config.num_timesteps, out)
-    return nn.Sequential(_Waves(dim), _Mlp(dim, out))
+    first, second = nn.Linear(dim, 2 * out), nn.Linear(2 * out, 2 * out)
+    layers = nn.Sequential(nn.Sequential(first, nn.SiLU()), nn.Sequential(second, nn.SiLU()), nn.Linear(2 * out, out))
+    return nn.Sequential(_Waves(dim), nn.Sequential(OrderedDict(net=layers)))
 
 
 def _several(dim: int, count: int) -> nn.Module:

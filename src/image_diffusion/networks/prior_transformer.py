@@ -8,6 +8,7 @@ sample whose caption or image is dropped sees zeros in their place.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -70,7 +71,10 @@ class PriorTransformer(nn.Module):
         super().__init__()
         dim, width = spec.channels, config.num_heads * config.head_width
         self.config, self.spec = config, spec
-        self.time_embedding = _TimeEmbedding(width, config.time_width or width)
+        hidden = config.time_width or width
+        self.time_embedding = nn.Sequential(
+            OrderedDict(linear_1=nn.Linear(width, hidden), act=nn.SiLU(), linear_2=nn.Linear(hidden, width))
+        )
         self.proj_in = nn.Linear(dim, width)
         self.embedding_proj_norm = nn.LayerNorm(dim) if config.norm_text else nn.Identity()
         self.embedding_proj = nn.Linear(dim, width)
@@ -133,23 +137,13 @@ class PriorTransformer(nn.Module):
         return out
 
 
-class _TimeEmbedding(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.linear_1, self.linear_2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, waves: Tensor) -> Tensor:
-        out: Tensor = self.linear_2(F.silu(self.linear_1(waves)))
-        return out
-
-
 class _Block(nn.Module):
     """Attention and a feed-forward layer, each behind a normalisation and beside a shortcut."""
 
     def __init__(self, config: PriorTransformerConfig, width: int) -> None:
         super().__init__()
         self.norm1, self.attn1 = nn.LayerNorm(width), _Attention(config, width)
-        self.norm3, self.ff = nn.LayerNorm(width), _FeedForward(width, config.dropout)
+        self.norm3, self.ff = nn.LayerNorm(width), _feed_forward(width, config.dropout)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         x = x + self.attn1(self.norm1(x), bias)
@@ -166,32 +160,17 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """Tokens [B, N, D], bias [B, 1, N, N] -> [B, N, D]."""
-        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in self._projections())
+        layers = (self.to_q, self.to_k, self.to_v)
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in layers)
         out = F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype)).transpose(1, 2).flatten(2)
         projected: Tensor = self.to_out(out)
         return projected
 
-    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.to_q, self.to_k, self.to_v
 
-
-class _FeedForward(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.net = nn.Sequential(_Gelu(width, 4 * width), nn.Dropout(dropout), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
-
-
-class _Gelu(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.proj(x))
+def _feed_forward(width: int, dropout: float) -> nn.Sequential:
+    """Build Linear, GELU, dropout, Linear, under the names of diffusers."""
+    proj = nn.Sequential(OrderedDict(proj=nn.Linear(width, 4 * width), gelu=nn.GELU()))
+    return nn.Sequential(OrderedDict(net=nn.Sequential(proj, nn.Dropout(dropout), nn.Linear(4 * width, width))))
 
 
 def config_of_diffusers(config: Mapping[str, Any], where: str) -> tuple[PriorTransformerConfig, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.nn.transformer import Mlp, SelfAttention
+from image_diffusion.networks.token_transformer import Block
 
 _DEPTH, _HEADS, _RATIO = 2, 4, 2
 
@@ -23,7 +23,7 @@ class TextTower(nn.Module):
         self.length = length
         self.words = nn.Embedding(num_words + 1, dim)
         self.places = nn.Parameter(0.02 * torch.randn(length, dim))
-        self.blocks = nn.ModuleList(_Block(dim) for _ in range(_DEPTH))
+        self.blocks = nn.ModuleList(Block(dim, _HEADS, _RATIO * dim, dropout=0.0) for _ in range(_DEPTH))
         self.norm = nn.LayerNorm(dim)
         self.projection = nn.Linear(dim, dim, bias=False)
         nn.init.normal_(self.words.weight, std=0.02)
@@ -35,15 +35,3 @@ class TextTower(nn.Module):
             x = block(x, said)
         x = self.norm(x) * said[..., None]
         return self.projection(x.sum(1) / said.sum(1, keepdim=True)), x
-
-
-class _Block(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(dim), SelfAttention(dim, _HEADS)
-        self.norm2, self.mlp = nn.LayerNorm(dim), Mlp(dim, _RATIO * dim)
-
-    def forward(self, x: Tensor, said: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x), mask=said)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out

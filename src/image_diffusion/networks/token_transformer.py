@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import TEXT, DataSpec
-from image_diffusion.networks.dit import LabelEmbedder, TextEmbedder
+from image_diffusion.networks.dit import LabelEmbedder, TextEmbedder, check_rope
 from image_diffusion.nn.linear import Linear
 from image_diffusion.nn.positions import rotary_angles
 from image_diffusion.nn.transformer import KeyValues, Mlp, SelfAttention
@@ -46,12 +46,8 @@ class TokenTransformerConfig(Config):
     def _heads_fit(self) -> Self:
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} must be divisible by num_heads {self.num_heads}. Change one of them.")
-        if self.rope and self.width // self.num_heads % 4:
-            raise ValueError(
-                f"rope turns pairs of channels for row and column, but width {self.width} over num_heads "
-                f"{self.num_heads} leaves {self.width // self.num_heads} a head, which 4 does not divide. Use other "
-                f"num_heads, or set rope to false."
-            )
+        if self.rope:
+            check_rope(self.width, self.num_heads)
         return self
 
     def build(self, spec: DataSpec, causal: bool = False) -> TokenTransformer:
@@ -85,7 +81,8 @@ class TokenTransformer(nn.Module):
             self.y_embedder = LabelEmbedder(spec.num_classes + 1, width)  # the last row stands for no label
         else:
             self.start = nn.Parameter(torch.empty(1, 1, width))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        hidden = round(width * config.mlp_ratio)
+        self.blocks = nn.ModuleList(Block(width, config.num_heads, hidden, config.dropout) for _ in range(config.depth))
         self.norm = nn.LayerNorm(width)
         self.head = Linear(width, spec.channels)
         self._initialise()
@@ -190,16 +187,16 @@ def _before(count: int, there: Tensor | None, device: torch.device) -> Tensor:
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside a shortcut."""
 
-    def __init__(self, config: TokenTransformerConfig) -> None:
+    def __init__(self, width: int, num_heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(config.width), SelfAttention(config.width, config.num_heads)
-        self.norm2, self.mlp = nn.LayerNorm(config.width), Mlp(config.width, round(config.width * config.mlp_ratio))
-        self.dropout = nn.Dropout(config.dropout)
+        self.norm1, self.attn = nn.LayerNorm(width), SelfAttention(width, num_heads)
+        self.norm2, self.mlp = nn.LayerNorm(width), Mlp(width, hidden)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValues | None = None
     ) -> Tensor:
-        """[B, M, D] -> [B, M, D]. mask, angles, seen: of `SelfAttention`."""
+        """[B, M, D] -> [B, M, D]. mask, angles, cache: of `SelfAttention`."""
         x = x + self.dropout(self.attn(self.norm1(x), mask=mask, angles=angles, cache=cache))
         out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
         return out
