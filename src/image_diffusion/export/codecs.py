@@ -8,18 +8,13 @@ from image_diffusion.codecs.base import Codec
 from image_diffusion.core.files.atomic import atomic_folder
 from image_diffusion.export.bundle.codec_model import ExportedTokens
 from image_diffusion.export.bundle.folder import trained, write_hub_folder
-from image_diffusion.export.model_card import CardUse
+from image_diffusion.export.model_card import PIPELINE, CardUse
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.interface import TrainedNetwork
 
-_CODE = (
-    "# pip install diffusers pydantic\n"
-    'pipeline = DiffusionPipeline.from_pretrained(".", custom_pipeline=".", trust_remote_code=True)\n'
-    "tokens = pipeline.encode([image])  # PIL -> int64 [1, h, w]\n"
-    "image = pipeline.decode(tokens)[0]"
-)
+_CODE = f"{PIPELINE}tokens = pipeline.encode([image])  # PIL -> int64 [1, h, w]\nimage = pipeline.decode(tokens)[0]"
 
 
 def write_dvae(system: DVAESystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:

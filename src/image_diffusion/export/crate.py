@@ -52,33 +52,30 @@ _PROFILES = {
 }
 _SNAKEMAKE = "https://w3id.org/workflowhub/workflow-ro-crate#snakemake"
 _RUN, _LICENCE = "#run", "#licence"
+_WORKFLOW, _DATASHEET = "crate/Snakefile", "crate/datasheet.md"
 
 Entity = dict[str, Any]
 
 
-def crate(folder: Path, workflow: str, inputs: Sequence[str], manifest: str) -> Entity:
+def crate(folder: Path, inputs: Sequence[str], manifest: str) -> Entity:
     """Return the metadata of a crate whose root is the folder of an experiment that has been made.
 
-    workflow: the copy of the Snakefile; inputs: what the run was given; manifest: that of them which describes the
-    images, as crate/datasheet.md does. All are paths from the folder. Raises ValueError if no stage left a journal.
+    inputs: what the run was given; manifest: that of them which describes the images, as crate/datasheet.md does. All
+    are paths from the folder. Raises ValueError if no stage left a journal.
     """
     plan, card = read_json(folder / "config" / "plan.json"), "diffusers/README.md"
     names = _results(folder)
     input_names, output_names = sorted({*inputs}), sorted(names)
-    datasheet = "crate/datasheet.md"
-    hashes = describe(folder, [folder / name for name in (workflow, datasheet, *input_names, *output_names)])
+    hashes = describe(folder, [folder / name for name in (_WORKFLOW, _DATASHEET, *input_names, *output_names)])
     files = {name: _file(folder, name, names.get(name, "Input of the run"), hashes[name]) for name in hashes}
-    files[workflow] |= {
+    files[_WORKFLOW] |= {
         "@type": ["File", "SoftwareSourceCode", "ComputationalWorkflow"],
         "name": "image-diffusion: from a folder of images to a scored, tracked image diffusion model",
         "programmingLanguage": {"@id": _SNAKEMAKE},
         "version": __version__,
         "license": "https://spdx.org/licenses/MIT",
     }
-    files[datasheet] |= {
-        "name": "Datasheet of the images",
-        "about": {"@id": quote(manifest)},
-    }
+    files[_DATASHEET] |= {"name": "Datasheet of the images", "about": {"@id": quote(manifest)}}
     if card in files:
         files[card] |= {"about": {"@id": f"{used_weights(folder).relative_to(folder)}/weights.safetensors"}}
     started, ended = _times(folder)
@@ -91,14 +88,14 @@ def crate(folder: Path, workflow: str, inputs: Sequence[str], manifest: str) -> 
         "license": {"@id": _LICENCE},
         "conformsTo": _references(_PROFILES),
         "hasPart": _references(files),
-        "mainEntity": {"@id": quote(workflow)},
+        "mainEntity": {"@id": _WORKFLOW},
         "mentions": {"@id": _RUN},
     }
     run: Entity = {
         "@id": _RUN,
         "@type": "CreateAction",
         "name": f"Run of the experiment {folder.name}",
-        "instrument": {"@id": quote(workflow)},
+        "instrument": {"@id": _WORKFLOW},
         "object": _references(input_names),
         "result": _references(output_names),
         "startTime": started,
@@ -194,8 +191,8 @@ def write_crate(folder: Path, snakefile: Path, inputs: Sequence[Path]) -> None:
         if not inside:
             shutil.copyfile(path, goal)
         names[path] = goal.relative_to(folder).as_posix()
-    shutil.copyfile(snakefile, copies / "Snakefile")
+    shutil.copyfile(snakefile, folder / _WORKFLOW)
     source = read_json(folder / "config" / "plan.json")["source"]
-    write_text(copies / "datasheet.md", summary(read_json(manifest), source))
-    metadata = crate(folder, "crate/Snakefile", list(names.values()), names[manifest])
+    write_text(folder / _DATASHEET, summary(read_json(manifest), source))
+    metadata = crate(folder, list(names.values()), names[manifest])
     write_text(folder / "ro-crate-metadata.json", f"{json.dumps(metadata, indent=2, ensure_ascii=False)}\n")

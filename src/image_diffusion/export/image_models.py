@@ -11,7 +11,7 @@ from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT, DataSpec
 from image_diffusion.export.bundle.folder import Network, place_of, trained, write_hub_folder
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
 from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
-from image_diffusion.export.model_card import CardUse
+from image_diffusion.export.model_card import PIPELINE, CardUse
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainedNetwork
@@ -77,8 +77,4 @@ _TOLD = {
 def _code(spec: DataSpec) -> str:
     words = "".join(_TOLD[name] for name in spec.conditions)
     condition = (", class_labels=[0]" if spec.num_classes else "") + words
-    return (
-        "# pip install diffusers pydantic\n"
-        'pipeline = DiffusionPipeline.from_pretrained(".", custom_pipeline=".", trust_remote_code=True)\n'
-        f"image = pipeline(seeds=[0]{condition}).images[0]"
-    )
+    return f"{PIPELINE}image = pipeline(seeds=[0]{condition}).images[0]"

@@ -22,6 +22,12 @@ class CardUse:
     code: str
 
 
+PIPELINE = (
+    "# pip install diffusers pydantic\n"
+    'pipeline = DiffusionPipeline.from_pretrained(".", custom_pipeline=".", trust_remote_code=True)\n'
+)
+"""First lines of the code that uses a folder with its own pipeline.py."""
+
 _USE = """```python
 from diffusers import {pipeline}
 

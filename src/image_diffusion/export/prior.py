@@ -11,17 +11,13 @@ from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import atomic_folder
 from image_diffusion.export.bundle.embedding_model import ExportedPrior
 from image_diffusion.export.bundle.folder import trained, write_hub_folder
-from image_diffusion.export.model_card import CardUse
+from image_diffusion.export.model_card import PIPELINE, CardUse
 from image_diffusion.networks.prior_transformer import PriorTransformer, to_diffusers_prior
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.prior.prior import PriorSystem
 
-_CODE = (
-    "# pip install diffusers pydantic\n"
-    'pipeline = DiffusionPipeline.from_pretrained(".", custom_pipeline=".", trust_remote_code=True)\n'
-    "image_embeds = pipeline(text_embed)  # float [N, dim] -> [N, dim]"
-)
+_CODE = f"{PIPELINE}image_embeds = pipeline(text_embed)  # float [N, dim] -> [N, dim]"
 _TRANSFORMER_CODE = (
     'prior = PriorTransformer.from_pretrained(".")\n'
     "# x: noisy embeddings, normalised; tokens: of a caption, [N, L, dim], and which of them there are, [N, L]\n"

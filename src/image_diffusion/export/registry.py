@@ -27,20 +27,16 @@ from image_diffusion.systems.tokens.tokens import TokensSystem
 S = TypeVar("S", bound=System)
 
 
-def _fits(system: System, experiment: Sections, others: Others) -> None:
-    """Accept every experiment."""
-
-
 @dataclass(frozen=True)
 class Export(Generic[S]):
     """One export format of a type of system.
 
     write: write a model of the system and its codec to a folder; returns what the model card says of it. check: raise
-    ValueError for an experiment whose model does not fit the format, before any work.
+    ValueError for an experiment whose model does not fit the format, before any work; None: every model fits.
     """
 
     write: Callable[[S, TrainedNetwork, Codec, Path], CardUse]
-    check: Callable[[S, Sections, Others], None] = _fits
+    check: Callable[[S, Sections, Others], None] | None = None
 
 
 def _formats(system: type[S], **exports: Export[S]) -> tuple[type, dict[str, Export[Any]]]:
@@ -89,5 +85,5 @@ def export_of(system: System, format_: str) -> Export[Any]:
 def check_export(experiment: Sections, others: Others) -> None:
     """Raise ValueError for an experiment whose model does not fit its `export.format`."""
     format_ = experiment.section("export").format
-    if format_ != "none":
-        export_of(experiment.system, format_).check(experiment.system, experiment, others)
+    if format_ != "none" and (check := export_of(experiment.system, format_).check) is not None:
+        check(experiment.system, experiment, others)

@@ -25,7 +25,7 @@ from torch import Tensor
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.files.weights import without_wrappers
 from image_diffusion.core.types import DataSpec
-from image_diffusion.networks.dit import SIZES, TIME_CHANNELS, DiT, DiTConfig
+from image_diffusion.networks.dit import SIZES, TIME_CHANNELS, DiTConfig
 from image_diffusion.networks.weights.fit import listed, misfits
 from image_diffusion.nn.positions import grid_positions, sinusoid
 
@@ -41,13 +41,6 @@ class DiTWeights:
     spec: DataSpec
     learned_variance: bool
     tensors: dict[str, Tensor]
-
-    def build(self) -> DiT:
-        """Build the network with these weights, in evaluation mode; it shares their memory."""
-        with torch.device("meta"):
-            network = self.config.build(self.spec, self.learned_variance)
-        network.load_state_dict(self.tensors, assign=True)
-        return network.eval()
 
 
 def read_dit(path: Path, num_heads: int | None = None, content: Mapping[str, Any] | None = None) -> DiTWeights:
