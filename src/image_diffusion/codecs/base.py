@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,27 +24,25 @@ N = TypeVar("N", bound=nn.Module)
 
 
 class LatentShape(Protocol):
-    """Settings of an autoencoder's configuration that decide the shape of its latents."""
+    """Settings of an autoencoder's configuration that decide the shape of its latents.
+
+    latent_channels: of a latent. downsampling: number of pixels along an edge of the image for each element along an
+    edge of the latent.
+    """
 
     @property
-    def latent_channels(self) -> int:
-        """Return the number of channels of a latent."""
-        ...
+    def latent_channels(self) -> int: ...
 
     @property
-    def downsampling(self) -> int:
-        """Return the number of pixels along an edge of the image for each element along an edge of the latent."""
-        ...
+    def downsampling(self) -> int: ...
 
 
 @runtime_checkable
 class TokenShape(LatentShape, Protocol):
-    """Settings that decide the shape of the latents of an autoencoder that has tokens."""
+    """Settings that decide the shape of the latents of an autoencoder that has tokens, num_tokens different ones."""
 
     @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens."""
-        ...
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -294,14 +292,11 @@ class ScaledCodec(Generic[N]):
     scale: float
     levels: Levels | None = None
 
+    bounded: ClassVar[bool] = False
+
     @cached_property
     def network(self) -> N:
         return self.load()
-
-    @property
-    def bounded(self) -> bool:
-        """Return False: latents have no range."""
-        return False
 
     def compile_encoder(self) -> None:
         encoder: Any = self.network.encoder
@@ -320,15 +315,10 @@ class ScaledCodec(Generic[N]):
             identity=settings["identity"],
             load=lambda: cast("N", packed.network),
             scale=settings["scale"],
-            levels=unpacked_levels(settings),
+            levels=Levels(**settings["levels"]) if "levels" in settings else None,
         )
 
 
 def packed_levels(levels: Levels | None) -> dict[str, Any]:
     """Return the levels as a part of the settings of a packed codec; nothing for pictures."""
     return {} if levels is None else {"levels": dump(levels)}
-
-
-def unpacked_levels(settings: Mapping[str, Any]) -> Levels | None:
-    """Return the levels in the settings of a packed codec; None for pictures."""
-    return Levels(**settings["levels"]) if "levels" in settings else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -56,7 +56,6 @@ class Diffusers(CodecSettings):
 
     @property
     def name(self) -> str:
-        """Return the name of the folder of the latents."""
         place = Path(self.weights).name or Path(self.weights).resolve().name
         parts = [place, *([self.subfolder.replace("/", "-")] if self.subfolder else [])]
         return "-".join([*parts, "unit"] if self.pixels == "unit" else parts)
@@ -135,6 +134,8 @@ class DiffusersCodec:
     decoder: Decoder | None = None
     loaded: Any = None
 
+    bounded: ClassVar[bool] = False
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return plain data that distinguishes this codec from every other: the content of its folder."""
@@ -157,11 +158,6 @@ class DiffusersCodec:
     @cached_property
     def _factors(self) -> Factors:
         return Factors([0.0], [1.0]) if self.scale is None else Factors(self.scale["mean"], self.scale["std"])
-
-    @property
-    def bounded(self) -> bool:
-        """Return False: latents have no range."""
-        return False
 
     def declared(self) -> dict[str, Any]:
         """Return the factors that the autoencoder's author gives, as plain data for the manifest: {"mean", "std"}."""
@@ -224,7 +220,6 @@ class VqTokens:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return plain data that distinguishes these tokens from all others."""
         return {**self.codec.identity, "type": "vq_tokens", "num_tokens": self.num_tokens}
 
     @property

@@ -53,7 +53,6 @@ class DVAETokens:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return plain data that distinguishes these tokens from all others."""
         return {**self.codec.identity, "type": "dvae_tokens", "num_tokens": self.num_tokens}
 
     def compile_encoder(self) -> None:

@@ -42,7 +42,13 @@ def settings_of(weights: str, subfolder: str | None, key: str) -> Mapping[str, A
             raise ValueError(f"{key} is {where}, which holds no config.json.{advice} Use the folder of an autoencoder.")
         text = (folder / "config.json").read_text(encoding="utf-8")
     else:
-        text = _fetched(weights, subfolder, key)
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = hf_hub_download(weights, "config.json", subfolder=subfolder)
+        except (OSError, ValueError) as error:
+            raise not_at_hand(weights, key, error) from None
+        text = Path(path).read_text(encoding="utf-8")
     try:
         settings = json.loads(text)
     except ValueError as error:
@@ -92,16 +98,6 @@ def _weights_in(folder: Path) -> list[Path]:
 @lru_cache
 def _sha256(path: Path, size: int, time: int) -> str:
     return sha256_file(path)
-
-
-def _fetched(weights: str, subfolder: str | None, key: str) -> str:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        path = hf_hub_download(weights, "config.json", subfolder=subfolder)
-    except (OSError, ValueError) as error:
-        raise not_at_hand(weights, key, error) from None
-    return Path(path).read_text(encoding="utf-8")
 
 
 def not_at_hand(weights: str, key: str, error: Exception) -> ValueError:

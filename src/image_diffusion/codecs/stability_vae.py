@@ -31,7 +31,6 @@ class StabilityVae(CodecSettings):
 
     @property
     def name(self) -> str:
-        """Return the name of the folder of the latents."""
         return Path(self.weights).name
 
     @property

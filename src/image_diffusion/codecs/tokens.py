@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, assert_never
+from typing import Annotated, Any, ClassVar, Literal, Self, assert_never
 
 import torch
 from pydantic import Field
@@ -85,15 +85,11 @@ class TokenCodec:
 
     tokens: Tokens
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return plain data that distinguishes these tokens from all others."""
-        return self.tokens.identity
+    bounded: ClassVar[bool] = False
 
     @property
-    def bounded(self) -> bool:
-        """Return False: tokens have no range."""
-        return False
+    def identity(self) -> dict[str, Any]:
+        return self.tokens.identity
 
     def compile_encoder(self) -> None:
         self.tokens.compile_encoder()

@@ -31,7 +31,6 @@ class Trained(CodecSettings):
 
     @property
     def name(self) -> str:
-        """Return the name of the folder of the latents."""
         return self.experiment
 
     @property
@@ -43,8 +42,6 @@ class Trained(CodecSettings):
         return self.experiment
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """Return the shapes that the data fix for a network on these latents. Raises ValueError when the images do not
-        fit."""
         if autoencoder is None:
             raise ValueError(
                 f"codec.experiment is {self.experiment}, which trains no autoencoder. Name an experiment that does."

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from image_diffusion.codecs.base import Codec
-from image_diffusion.core.config.base import dump
 from image_diffusion.core.types import DataSpec
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.unet import UNet
@@ -28,23 +26,23 @@ _CODE = (
 def check_unet(system: IddpmSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for settings that diffusers' DDPMPipeline does not support."""
     classes = experiment.data.source.known_classes() or []
-    _check(system, dump(experiment.codec), spec_of(experiment, others.codec), len(classes))
+    _check(system, experiment.codec.type, spec_of(experiment, others.codec), len(classes))
 
 
 def write_unet(system: IddpmSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder that `DDPMPipeline.from_pretrained` loads. Raises ValueError for settings that it does not
     support."""
     assert isinstance(model.network, UNet)
-    process = _check(system, model.codec["config"], model.spec, model.spec.num_classes).build()
+    process = _check(system, model.codec["config"]["type"], model.spec, model.spec.num_classes).build()
     times = process.network_time(torch.arange(process.num_timesteps))
     scheduler = ddpm_scheduler(process.betas, system.objective.prediction, system.objective.variance)
     write_ddpm_pipeline(folder, to_diffusers_unet(model.network, times), scheduler)
     return CardUse("unconditional-image-generation", "DDPMPipeline", _CODE)
 
 
-def _check(system: IddpmSystem, codec: dict[str, Any], spec: DataSpec, num_classes: int) -> Discrete:
-    """Return the process of the system. codec: its configuration, as plain data."""
-    if codec["type"] != "rgb":
+def _check(system: IddpmSystem, codec_type: str, spec: DataSpec, num_classes: int) -> Discrete:
+    """Return the process of the system."""
+    if codec_type != "rgb":
         raise ValueError(
             "Diffusers' DDPMPipeline works on pixels, but this model on latents. Set export.format to pipeline."
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -49,15 +49,10 @@ class PriorTransformerConfig(Config):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout behind attention and inside the feed-forward layers."""
 
-    @property
-    def self_cond(self) -> bool:
-        """Return False: the network does not take an earlier estimate."""
-        return False
-
-    @property
-    def num_timesteps(self) -> None:
-        """Return None: the network does not have a table of times."""
-        return
+    self_cond: ClassVar[bool] = False
+    """The network takes no earlier estimate."""
+    num_timesteps: ClassVar[None] = None
+    """The network has no table of times."""
 
     def build(self, spec: DataSpec) -> PriorTransformer:
         """Build the network for embeddings of this dimension, freshly initialised from torch's global generator."""
