@@ -38,19 +38,16 @@ class Factors:
 
     def normalise(self, latent: Tensor) -> Tensor:
         """Normalise latents [B, c, h, w] -> x."""
-        mean, std = self._like(latent)
-        return (latent - mean) / std
+        return (latent - _like(latent, self.mean)) / _like(latent, self.std)
 
     def restore(self, x: Tensor) -> Tensor:
         """Restore x [B, c, h, w] -> latents."""
-        mean, std = self._like(x)
-        return x * std + mean
+        return x * _like(x, self.std) + _like(x, self.mean)
 
-    def _like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = (
-            torch.tensor(value, dtype=x.dtype, device=x.device).view(-1, 1, 1) for value in (self.mean, self.std)
-        )
-        return mean, std
+
+def _like(x: Tensor, values: Sequence[float]) -> Tensor:
+    """Return a number for each channel, or one for all, as a tensor that fits x [B, c, h, w]."""
+    return torch.tensor(values, dtype=x.dtype, device=x.device).view(-1, 1, 1)
 
 
 def as_declared(statistics: Mapping[str, Any], declared: Factors) -> tuple[float, float]:
