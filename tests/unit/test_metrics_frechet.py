@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from image_diffusion.metrics.distances.frechet import frechet_distance, frechet_estimate, frechet_infinity
 from image_diffusion.metrics.distances.jackknife import jackknife, mean_estimate
-from image_diffusion.metrics.distances.moments import NUM_BLOCKS, BlockMoments, Gaussian, Moments, block_of_each, merged
+from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments, block_of_each, merged
 
 
 def generator(seed: int) -> torch.Generator:
@@ -25,13 +24,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def spd(dimension: int, seed: int, rank: int | None = None) -> Tensor:
     half = randn(dimension, rank or 2 * dimension, seed=seed)
     return half @ half.T / half.shape[1]
-
-
-def blocks_of(features: Tensor, batch: int = 64) -> list[Moments]:
-    moments = BlockMoments(features.shape[1], len(features))
-    for index in torch.arange(len(features)).split(batch):
-        moments.update(features[index], index)
-    return moments.finish()
 
 
 def test_frechet_distance_of_commuting_gaussians():
@@ -93,24 +85,16 @@ def test_small_distance_between_ill_conditioned_gaussians_keeps_its_digits():
     assert frechet_distance(Gaussian(zero, first), Gaussian(zero, second)) == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_blocks_do_not_depend_on_batch_or_processes(batch: int, processes: int):
+def test_blocks_hold_each_sample_once_and_leave_out_one_at_a_time():
     features = (randn(211, 6, seed=10) + 100).float()
-    shares = [BlockMoments(6, 211) for _ in range(processes)]
-    for number, index in enumerate(torch.arange(211).split(batch)):
-        shares[number % processes].update(features[index], index)
-    for other in shares[1:]:
-        shares[0].merge(other)
     reference = Moments.from_features(randn(100, 6, seed=11) + 100).gaussian
-    expected = frechet_estimate(
-        [Moments.from_features(features[block_of_each(211) == b]) for b in range(20)], reference
-    )
-    estimate = frechet_estimate(shares[0].finish(), reference)
-    assert estimate.value == pytest.approx(expected.value, rel=1e-10)
+    estimate = frechet_estimate(block_moments(features), reference)
     assert estimate.value == pytest.approx(
         frechet_distance(Moments.from_features(features).gaussian, reference), rel=1e-10
     )
+    block = block_of_each(211)
+    left_out = [frechet_distance(Moments.from_features(features[block != b]).gaussian, reference) for b in range(20)]
+    expected = jackknife(estimate.value, left_out, 211, low=0.0)
     assert estimate.debiased == pytest.approx(expected.debiased, rel=1e-9)
     assert estimate.interval == pytest.approx(expected.interval, rel=1e-9)
 
@@ -125,14 +109,6 @@ def test_moments_merge_and_take_apart_at_a_large_offset():
     assert left.count == 350
     torch.testing.assert_close(left.gaussian.covariance, expected.T.cov(), rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(left.mean, expected.mean(0), rtol=1e-14, atol=0)
-
-
-def test_block_moments_survive_a_file(tmp_path: Path):
-    moments = BlockMoments(4, 50)
-    moments.update(randn(50, 4), torch.arange(50))
-    moments.save(tmp_path / "moments.safetensors")
-    again = BlockMoments.load(tmp_path / "moments.safetensors", 50)
-    assert merged(again.finish()).m2.equal(merged(moments.finish()).m2)
 
 
 def test_blocks_are_equal_in_size_and_blind_to_the_order_of_classes():
@@ -153,7 +129,7 @@ def test_jackknife_interval_covers_and_debiasing_removes_the_bias(
     reference = Gaussian(torch.zeros(D, dtype=torch.float64), torch.eye(D, dtype=torch.float64))
     truth = float((scale - 1).square().sum()) + D * shift**2
     draws = [randn(N, D, seed=1000 * N + repeat) * scale + shift for repeat in range(repeats)]
-    estimates = [frechet_estimate(blocks_of(draw), reference) for draw in draws]
+    estimates = [frechet_estimate(block_moments(draw), reference) for draw in draws]
     covered = sum(e.interval[0] <= truth <= e.interval[1] for e in estimates) / repeats
     assert 0.90 <= covered <= 0.98
     bias = sum(e.value for e in estimates) / repeats - truth
@@ -163,43 +139,35 @@ def test_jackknife_interval_covers_and_debiasing_removes_the_bias(
 
 def test_too_few_samples_give_no_interval_and_the_word_biased():
     reference = Moments.from_features(randn(500, 8)).gaussian
-    few = frechet_estimate(blocks_of(randn(39, 8)), reference)
+    few = frechet_estimate(block_moments(randn(39, 8)), reference)
     assert few.interval is None and few.debiased is None and "biased" in few.note and "39" in few.note
-    assert frechet_estimate(blocks_of(randn(40, 8)), reference).interval is not None
+    assert frechet_estimate(block_moments(randn(40, 8)), reference).interval is not None
 
 
 def test_no_distance_is_said_to_be_below_zero():
     """That of a set to itself is zero, and grows whatever is left out: debiased it would be less."""
     features = randn(200, 4)
-    found = frechet_estimate(blocks_of(features), Moments.from_features(features).gaussian)
+    found = frechet_estimate(block_moments(features), Moments.from_features(features).gaussian)
     assert found.debiased == 0 and found.interval is not None and found.interval[0] == 0
 
 
 def test_frechet_infinity_undoes_the_bias():
     D = 6
     reference = Gaussian(torch.zeros(D, dtype=torch.float64), torch.eye(D, dtype=torch.float64))
-    values = [frechet_infinity(blocks_of(randn(300, D, seed=s)), reference).value for s in range(60)]
-    biased = [frechet_estimate(blocks_of(randn(300, D, seed=s)), reference).value for s in range(60)]
+    values = [frechet_infinity(block_moments(randn(300, D, seed=s)), reference).value for s in range(60)]
+    biased = [frechet_estimate(block_moments(randn(300, D, seed=s)), reference).value for s in range(60)]
     assert abs(sum(values)) < sum(biased) / 4
-    one = frechet_infinity(blocks_of(randn(300, D)), reference)
+    one = frechet_infinity(block_moments(randn(300, D)), reference)
     assert one.interval is not None and one.debiased == one.value  # which is extrapolated already
 
 
 def test_jackknife_of_a_mean_is_the_textbook_interval():
     each = randn(400, seed=3)
-    estimate = mean_estimate(each, block_of_each(400))
+    estimate = mean_estimate(each)
     assert estimate.value == pytest.approx(float(each.mean())) and estimate.debiased == pytest.approx(estimate.value)
     half = (estimate.interval[1] - estimate.interval[0]) / 2
     assert half == pytest.approx(2.09 * float(each.std()) / 20, rel=0.35)
-    assert mean_estimate(each[:50], block_of_each(50)).interval is None
-
-
-def test_a_mean_over_a_part_of_the_samples_may_lack_a_block():
-    each, block = randn(400, seed=3), block_of_each(400)
-    kept = block < NUM_BLOCKS - 1
-    estimate = mean_estimate(each[kept], block[kept])
-    assert estimate.value == pytest.approx(float(each[kept].mean()))
-    assert estimate.interval[0] < estimate.value < estimate.interval[1]
+    assert mean_estimate(each[:50]).interval is None
 
 
 def test_jackknife_cuts_at_the_range_of_the_statistic():
@@ -215,9 +183,3 @@ def test_mistakes_are_told():
         frechet_distance(Moments.from_features(good).gaussian, Moments.from_features(randn(30, 5)).gaussian)
     with pytest.raises(ValueError, match="at least 2 samples"):
         _ = Moments.from_features(good[:1]).gaussian
-    moments = BlockMoments(4, 30)
-    moments.update(good[:29], torch.arange(29))
-    with pytest.raises(ValueError, match="29 samples were measured, but the set has 30"):
-        moments.finish()
-    with pytest.raises(ValueError, match="set of 31"):
-        moments.merge(BlockMoments(4, 31))

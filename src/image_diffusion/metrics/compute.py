@@ -20,7 +20,7 @@ from image_diffusion.metrics.distances.frechet import frechet_estimate, frechet_
 from image_diffusion.metrics.distances.inception_score import inception_score_estimate
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance
-from image_diffusion.metrics.distances.moments import BlockMoments, Gaussian, Moments
+from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates
 from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
 from image_diffusion.metrics.features.base import Detected, Detector
@@ -62,11 +62,10 @@ def measure(
     for name, features in (("fd", detected.features), ("spatial_fd", detected.spatial)):
         if features is None or name not in reference.gaussians:
             continue
-        moments = BlockMoments(features.shape[1], len(features))
-        moments.update(features, torch.arange(len(features)))
-        estimates[name] = frechet_estimate(moments.finish(), reference.gaussians[name])
+        blocks = block_moments(features)
+        estimates[name] = frechet_estimate(blocks, reference.gaussians[name])
         if settings.infinity and name == "fd":
-            estimates["fd_infinity"] = frechet_infinity(moments.finish(), reference.gaussians[name])
+            estimates["fd_infinity"] = frechet_infinity(blocks, reference.gaussians[name])
     if detected.logits is not None and not classes:
         estimates["score"] = inception_score_estimate(detected.logits, settings.score_split)
     if reference.detected is not None:

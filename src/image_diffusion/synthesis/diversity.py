@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, jackknife, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
-from image_diffusion.metrics.distances.precision_recall import squared_distances
+from image_diffusion.metrics.distances.precision_recall import neighbour_radii, squared_distances
 
 
 def bandwidth(features: Tensor) -> float:
@@ -24,10 +24,7 @@ def bandwidth(features: Tensor) -> float:
     features: float32 [N, D]; NaN for fewer than two."""
     if len(features) < 2:
         return math.nan
-    nearest = [
-        squared.topk(2, largest=False).values[:, 1].cpu() for _, squared in squared_distances(features, features)
-    ]
-    return float(torch.cat(nearest).clamp(min=0).sqrt().median())
+    return float(neighbour_radii(features, 1).cpu().sqrt().median())
 
 
 def effective_number(features: Tensor, sigma: float) -> Estimate:
@@ -43,7 +40,7 @@ def effective_number(features: Tensor, sigma: float) -> Estimate:
     block = block_of_each(n)
     sums = torch.zeros(NUM_BLOCKS, NUM_BLOCKS, dtype=torch.float64)  # of k², by the blocks of both images
     for rows, squared in squared_distances(features, features):
-        similar = torch.exp(-squared.to(torch.float64).cpu().clamp(min=0) / sigma**2)
+        similar = torch.exp(-squared.cpu() / sigma**2)
         places = torch.arange(n)[rows]
         similar[torch.arange(len(places)), places] = 0  # an image with itself is no pair
         of_rows = torch.zeros(len(places), NUM_BLOCKS, dtype=torch.float64).index_add_(1, block, similar)
@@ -52,8 +49,8 @@ def effective_number(features: Tensor, sigma: float) -> Estimate:
     if total == 0:
         return Estimate(math.nan, n, note="not measured: no two images are alike")
     value = n * (n - 1) / total
-    if not enough(n):
-        return Estimate(value, n, note=too_few(n))
+    if few := too_few(n):
+        return Estimate(value, n, note=few)
     left = n - torch.bincount(block, minlength=NUM_BLOCKS)
     without = sums.sum() - sums.sum(dim=0) - sums.sum(dim=1) + sums.diagonal()
     # Of the mean of k², whose interval is symmetric and free of bias, and not of its inverse.

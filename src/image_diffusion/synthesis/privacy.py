@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, mean_estimate, share_estimate, too_few
-from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate, share_estimate
 from image_diffusion.metrics.distances.precision_recall import squared_distances
 from image_diffusion.metrics.images.memorization import LEAST_HELD_OUT
 
@@ -69,6 +68,4 @@ def nearest_ratio(samples: Tensor, train: Tensor) -> Estimate:
     copies of single images. samples, train: [N, D] and [M, D]."""
     first, second = nearest_distances(samples, train, 2).unbind(dim=1)
     ratio = torch.where(second > 0, first / second, torch.zeros_like(first))
-    if not enough(len(ratio)):
-        return Estimate(float(ratio.mean()), len(ratio), note=too_few(len(ratio)))
-    return mean_estimate(ratio, block_of_each(len(ratio)), 0, 1)
+    return mean_estimate(ratio, 0, 1)

@@ -23,7 +23,6 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.base import System
 from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
@@ -135,7 +134,7 @@ class GaussianEvaluation(Evaluation):
             with torch.no_grad():
                 parts.append(Nats()(inputs.model.network, Batch(x, {"kind": label}, streams)).loss.double())
         each = torch.cat(parts)
-        entry = mean_estimate(each, block_of_each(len(each))).as_dict()
+        entry = mean_estimate(each).as_dict()
         how = {"data": data.digest, "settings": dump(settings)}
         protocol = {**how, "digest": digest(how), "num_samples": len(each)}
         return {"metrics": {"nats": entry}, "curve": [], "classes": {}, "protocol": protocol}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.distances.frechet import SAMPLES_PER_DIMENSION, frechet_distance
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, jackknife, mean_estimate
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, mean_estimate, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, Gaussian, Moments, block_of_each
 
 _MISSING = 0.1
@@ -14,7 +14,7 @@ _MISSING = 0.1
 
 def agreement(recognised: Tensor, labels: Tensor) -> Estimate:
     """Return the share of samples recognised as the class that was requested. Both: int64 [N]."""
-    return mean_estimate((recognised == labels).to(torch.float64), block_of_each(len(labels)), 0, 1)
+    return mean_estimate((recognised == labels).to(torch.float64), 0, 1)
 
 
 def missing_classes(recognised: Tensor, labels: Tensor, classes: list[str]) -> Estimate:
@@ -49,7 +49,7 @@ def class_frechet(features: Tensor, labels: Tensor, reference: Tensor, reference
     smallest = min(int((labels == c).sum()) for c in both)
     left_out = len(both) < len(labels.unique())
     note = f"over {len(both)} of {len(labels.unique())} classes" if left_out else ""
-    if smallest < SAMPLES_PER_DIMENSION * features.shape[1] or not enough(len(labels)):
+    if smallest < SAMPLES_PER_DIMENSION * features.shape[1] or too_few(len(labels)):
         few = f"biased: the smallest class has {smallest:,} samples, fewer than 5 a dimension"
         return Estimate(value, len(labels), note="; ".join(filter(None, (few, note))))
     block = block_of_each(len(labels))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
-from image_diffusion.metrics.distances.moments import BlockMoments, Gaussian, Moments, merged
+from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments, merged
 
 _ACCURACY = 1e-10  # relative
 SAMPLES_PER_DIMENSION = 5  # from here on the jackknife's interval covers as it says; at 1.5 it covers 67 %
@@ -67,9 +67,7 @@ def frechet_estimate(blocks: Sequence[Moments], reference: Gaussian) -> Estimate
 
 def frechet_between(features: Tensor, reference: Tensor) -> Estimate:
     """Return `frechet_estimate` of features [N, D] to those of a reference [M, D]."""
-    moments = BlockMoments(features.shape[1], len(features))
-    moments.update(features, torch.arange(len(features)))
-    return frechet_estimate(moments.finish(), Moments.from_features(reference).gaussian)
+    return frechet_estimate(block_moments(features), Moments.from_features(reference).gaussian)
 
 
 def frechet_infinity(blocks: Sequence[Moments], reference: Gaussian) -> Estimate:

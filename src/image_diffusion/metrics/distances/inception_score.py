@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.jackknife import Estimate, bias_note, enough, jackknife, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, bias_note, jackknife, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 
 
@@ -28,8 +28,8 @@ def inception_score_estimate(logits: Tensor, split_size: int = 5000) -> Estimate
     probabilities = logits.to(torch.float64).softmax(dim=1)
     n, block = len(probabilities), block_of_each(len(probabilities))
     value = inception_score(probabilities, split_size)
-    if not enough(n):
-        return Estimate(value, n, note=too_few(n))
+    if few := too_few(n):
+        return Estimate(value, n, note=few)
     sizes = torch.bincount(block, minlength=NUM_BLOCKS)
     information = torch.zeros(NUM_BLOCKS, dtype=torch.float64).index_add_(0, block, _information(probabilities))
     marginal = torch.zeros(NUM_BLOCKS, probabilities.shape[1], dtype=torch.float64).index_add_(0, block, probabilities)

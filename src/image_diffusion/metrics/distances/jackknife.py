@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.moments import NUM_BLOCKS
+from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 
 SMALLEST_BLOCK = 5
 
@@ -33,7 +33,7 @@ class Estimate:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """An entry of metrics.json, without a floor yet (`panel.with_floor`)."""
+        """An entry of metrics.json, without a floor yet (`compute.with_floor`)."""
         return {
             "value": self.value,
             "debiased": self.debiased,
@@ -91,16 +91,17 @@ def bias_note(value: float, debiased: float, interval: tuple[float, float]) -> s
     return "" if inside else f"the interval is of {debiased:.4g}, without bias"
 
 
-def mean_estimate(values: Tensor, block: Tensor, low: float = -math.inf, high: float = math.inf) -> Estimate:
-    """Return the mean of one number per sample. values: [N]; block: int64 [N], from `block_of_each`."""
+def mean_estimate(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Estimate:
+    """Return the mean of one number per sample, [N]. low, high: bounds of the numbers."""
     values = values.to("cpu", torch.float64)
+    value, n = float(values.mean()), len(values)
+    if few := too_few(n):
+        return Estimate(value, n, note=few)
+    block = block_of_each(n)
     sums = torch.zeros(NUM_BLOCKS, dtype=torch.float64).index_add_(0, block, values)
     counts = torch.bincount(block, minlength=NUM_BLOCKS)
-    value = float(values.mean())
-    if not enough(len(values)):
-        return Estimate(value, len(values), note=too_few(len(values)))
-    left_out = ((sums.sum() - sums) / (counts.sum() - counts)).tolist()
-    return jackknife(value, left_out, len(values), low, high)
+    left_out = ((sums.sum() - sums) / (n - counts)).tolist()
+    return jackknife(value, left_out, n, low, high)
 
 
 def share_estimate(hits: Tensor) -> Estimate:
@@ -121,19 +122,11 @@ def jackknife_deviation(interval: Sequence[float] | None) -> float | None:
     return None if interval is None else (interval[1] - interval[0]) / 2 / float(stdtrit(NUM_BLOCKS - 1, 0.975))
 
 
-def enough(n: int) -> bool:
-    """True if n samples fill the blocks well enough for an interval."""
-    return n >= SMALLEST_BLOCK * NUM_BLOCKS
-
-
-def enough_reference(m: int) -> bool:
-    """Return whether m images of a reference fill its blocks: two in each."""
-    return m >= 2 * NUM_BLOCKS
-
-
 def too_few(n: int, m: int | None = None) -> str:
-    """Return the note that replaces an interval. m: number of reference images, if blocks of the reference are left out
-    too."""
-    if enough(n) and m is not None:
+    """Return the note that replaces an interval where n samples do not fill the blocks; empty where they do. m: number
+    of reference images, if blocks of the reference, of two images at least, are left out too."""
+    if n < SMALLEST_BLOCK * NUM_BLOCKS:
+        return f"no interval: {n:,} samples are fewer than {SMALLEST_BLOCK * NUM_BLOCKS}"
+    if m is not None and m < 2 * NUM_BLOCKS:
         return f"no interval: {m:,} reference images are fewer than {2 * NUM_BLOCKS}"
-    return f"no interval: {n:,} samples are fewer than {SMALLEST_BLOCK * NUM_BLOCKS}"
+    return ""

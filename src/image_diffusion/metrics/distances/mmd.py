@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, enough_reference, jackknife, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 
 _ROWS = 1024
@@ -49,8 +49,8 @@ def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None =
         across_reference.index_add_(0, block_of_reference, pairs.sum(dim=0))
     outer = across.sum()
     value = _distance(inner, among, outer, n, m)
-    if not enough(n) or not enough_reference(m):
-        return Estimate(value, n, note=too_few(n, m))
+    if few := too_few(n, m):
+        return Estimate(value, n, note=few)
     sizes, of_reference = (
         torch.bincount(blocks, minlength=NUM_BLOCKS).tolist() for blocks in (block, block_of_reference)
     )

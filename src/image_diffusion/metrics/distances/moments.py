@@ -1,8 +1,8 @@
 """Mean and covariance of features, in float64, block by block, merged exactly.
 
 Twenty blocks instead of one sum: leaving out a block at a time gives the interval of every Fréchet distance
-(intervals.py) without keeping a single feature. A sample's block depends on its index alone, so neither the batch size
-nor the number of processes that computed the features can change a result.
+(jackknife.py). A sample's block depends on its index alone, so neither the batch size nor the number of processes that
+computed the features can change a result.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor
-
-from image_diffusion.core.files.atomic import write_bytes
 
 NUM_BLOCKS = 20
 _BUFFERED_ROWS = 4096
@@ -122,87 +118,21 @@ class Moments:
         return Gaussian(self.mean, self.m2 / (self.count - 1), self.count)
 
 
-class BlockMoments:
-    """Moments in blocks, accumulated from batches in any order and by any number of processes. total: number of samples
-    of the whole set, which with a sample's index determines the sample's block.
-    """
-
-    def __init__(self, dimension: int, total: int, num_blocks: int = NUM_BLOCKS) -> None:
-        self.total = total
-        self.blocks = [Moments.empty(dimension) for _ in range(num_blocks)]
-        self._assigned = block_of_each(total, num_blocks)
-        self._rows: list[Tensor] = []
-        self._index: list[Tensor] = []
-        self._pending = 0
-
-    def update(self, features: Tensor, index: Tensor) -> None:
-        """Add rows [B, D]; index: int64 [B], which sample of the whole set each row is."""
-        if len(features) != len(index):
-            raise ValueError(f"Got {len(features)} rows of features for {len(index)} sample indices.")
-        self._rows.append(features.detach().cpu())
-        self._index.append(index.detach().cpu())
-        self._pending += len(index)
-        if self._pending >= _BUFFERED_ROWS:
-            self._flush()
-
-    def merge(self, other: BlockMoments) -> None:
-        """Add the moments of another process's share of the same set."""
-        if other.total != self.total or len(other.blocks) != len(self.blocks):
-            raise ValueError(
-                f"Cannot merge blocks of a set of {other.total:,} samples into those of a set of {self.total:,}."
-            )
-        self._flush()
-        other._flush()
-        self.blocks = [own.merge(added) for own, added in zip(self.blocks, other.blocks, strict=True)]
-
-    def finish(self) -> list[Moments]:
-        """Return the blocks. Raises ValueError unless each of the `total` samples was added once."""
-        self._flush()
-        count = sum(block.count for block in self.blocks)
-        if count != self.total:
-            raise ValueError(f"{count:,} samples were measured, but the set has {self.total:,}.")
-        return self.blocks
-
-    def _flush(self) -> None:
-        if not self._rows:
-            return
-        rows, index = torch.cat(self._rows), torch.cat(self._index)
-        self._rows, self._index, self._pending = [], [], 0
-        assigned = self._assigned[index]
-        for number in range(len(self.blocks)):
-            chosen = rows[assigned == number]
-            if len(chosen):
-                self.blocks[number] = self.blocks[number].merge(Moments.from_features(chosen))
-
-    def save(self, path: Path) -> None:
-        """Write the blocks as one safetensors file, atomically."""
-        self._flush()
-        tensors = {
-            "count": torch.tensor([block.count for block in self.blocks]),
-            "mean": torch.stack([block.mean for block in self.blocks]),
-            "m2": torch.stack([block.m2 for block in self.blocks]),
-        }
-        write_bytes(path, save(tensors, {"total": str(self.total)}))
-
-    @classmethod
-    def load(cls, path: Path, total: int) -> BlockMoments:
-        """Load a file of `save`, for a set of `total` samples."""
-        tensors = load_file(path)
-        moments = cls(tensors["mean"].shape[1], total, len(tensors["count"]))
-        parts = zip(tensors["count"].tolist(), tensors["mean"], tensors["m2"], strict=True)
-        moments.blocks = [Moments(count, mean, m2) for count, mean, m2 in parts]
-        return moments
-
-
 def merged(parts: Iterable[Moments]) -> Moments:
     """Return the moments of all parts together."""
     return reduce(Moments.merge, parts)
 
 
-def block_of_each(total: int, num_blocks: int = NUM_BLOCKS) -> Tensor:
+def block_of_each(total: int) -> Tensor:
     """Return the block of every sample, int64 [total]. Sizes differ by one at most; the order of the set plays no
     part."""
-    return torch.from_numpy(np.random.default_rng(0).permutation(total) % num_blocks)
+    return torch.from_numpy(np.random.default_rng(0).permutation(total) % NUM_BLOCKS)
+
+
+def block_moments(features: Tensor) -> list[Moments]:
+    """Return the moments of each block of a set's rows [N, D]."""
+    block = block_of_each(len(features))
+    return [Moments.from_features(features[block == number]) for number in range(NUM_BLOCKS)]
 
 
 def check_finite(features: Tensor) -> Tensor:

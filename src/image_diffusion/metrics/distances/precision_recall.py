@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.devices import best_device
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, jackknife, mean_estimate, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, mean_estimate, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 
 _ROWS = 1024
@@ -47,11 +47,11 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
     others = covered_by.sum(dim=1, keepdim=True) - covered_by.to(torch.int64)
     covered = torch.cat([covered_by.any(dim=1, keepdim=True), others > 0], dim=1)
     n = len(features)
-    samples_inside, recalled, covered, block = (tensor.cpu() for tensor in (samples_inside, recalled, covered, block))
+    samples_inside, recalled, covered = (tensor.cpu() for tensor in (samples_inside, recalled, covered))
     return {
-        "precision": mean_estimate((samples_inside > 0).to(torch.float64), block, 0, 1),
+        "precision": mean_estimate((samples_inside > 0).to(torch.float64), 0, 1),
         "recall": _share(recalled, n),
-        "density": mean_estimate(samples_inside / k, block, 0),
+        "density": mean_estimate(samples_inside / k, 0),
         "coverage": _share(covered, n),
     }
 
@@ -101,6 +101,6 @@ def _share(hit: Tensor, n: int) -> Estimate:
     1/N.
     """
     shares = hit.to(torch.float64).mean(dim=0).tolist()
-    if not enough(n):
-        return Estimate(shares[0], n, note=too_few(n))
+    if few := too_few(n):
+        return Estimate(shares[0], n, note=few)
     return jackknife(shares[0], shares[1:], n, 0, 1, centre="value")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, enough_reference, jackknife, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 
 _DIRECTIONS, _OF_INTERVAL = 1000, 100
@@ -26,21 +26,21 @@ def monge_distance(features: Tensor, reference: Tensor) -> Estimate:
     n, m, dimension = len(features), len(reference), features.shape[1]
     if n < 2 or m < 2:
         raise ValueError(f"A Monge distance needs at least 2 samples on each side; got {n} and {m}.")
-    along = []
+    along, few = [], too_few(n, m)
     left_out, reference_left_out = torch.zeros(2, NUM_BLOCKS, dtype=torch.float64)  # changes, where a block is left out
     for some in _directions(dimension).split(_OF_INTERVAL):
         x, order = (features.to(torch.float64) @ some.T).T.sort(dim=1)  # [directions, N]
         y, reference_order = (reference.to(torch.float64) @ some.T).T.sort(dim=1)
         along.append(float(_squared(x, y).mean()))
-        if len(along) == 1 and enough(n) and enough_reference(m):
+        if len(along) == 1 and not few:
             of_block, of_reference_block = block_of_each(n)[order], block_of_each(m)[reference_order]
             for b in range(NUM_BLOCKS):
                 left_out[b] = _squared(x[of_block != b].view(len(some), -1), y).mean() - along[0]
                 remaining = y[of_reference_block != b].view(len(some), -1)
                 reference_left_out[b] = _squared(x, remaining).mean() - along[0]
     value = 3 * dimension * float(np.mean(along))
-    if not enough(n) or not enough_reference(m):
-        return Estimate(value, n, note=too_few(n, m))
+    if few:
+        return Estimate(value, n, note=few)
     values, of_reference = ((value + 3 * dimension * change).tolist() for change in (left_out, reference_left_out))
     return jackknife(value, values, n, low=0.0, reference_left_out=of_reference)
 

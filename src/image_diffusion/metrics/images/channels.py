@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, jackknife, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 from image_diffusion.metrics.features.base import ImageSet
 
@@ -139,6 +139,6 @@ def evaluate_channels(
 
 
 def _estimate(value: float, left_out: list[float], reference: list[float], n: int, num_real: int) -> Estimate:
-    if not enough(min(n, num_real)):
-        return Estimate(value, n, note=too_few(min(n, num_real)))
+    if few := too_few(min(n, num_real)):
+        return Estimate(value, n, note=few)
     return jackknife(value, left_out, n, low=0, reference_left_out=reference)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from image_diffusion.data.sources.slanted_digits import COLUMNS, RANGES, drawn, is_held_out, measured_numbers
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.base import Detector
 from image_diffusion.metrics.samples import Samples
 
@@ -76,5 +75,5 @@ def _of_real(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _entry(errors: NDArray[np.float64], real: NDArray[np.float64]) -> dict[str, Any]:
     decided, floor = errors[~np.isnan(errors)], real[~np.isnan(real)]
-    entry = mean_estimate(torch.from_numpy(decided), block_of_each(len(decided)), 0).as_dict()
+    entry = mean_estimate(torch.from_numpy(decided), 0).as_dict()
     return entry | ({"floor": float(floor.mean()), "floor_n": len(floor)} if len(floor) else {})

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 
 _EPS = 1e-6
 
@@ -97,4 +96,4 @@ def other_captions(text: Tensor) -> NDArray[np.int64] | None:
 
 def similarity_estimates(similarities: dict[str, Tensor]) -> dict[str, Estimate]:
     """Return the means of similarities, with intervals."""
-    return {name: mean_estimate(values, block_of_each(len(values)), -2, 2) for name, values in similarities.items()}
+    return {name: mean_estimate(values, -2, 2) for name, values in similarities.items()}

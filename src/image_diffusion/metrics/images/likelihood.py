@@ -23,7 +23,6 @@ from image_diffusion.core.files.partial_results import Arrays, batches
 from image_diffusion.core.plots import new_figure, save_figure
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.base import ImageSet
 from image_diffusion.process.likelihood import BitsPerDim
 
@@ -101,14 +100,14 @@ def measure_likelihood(
             for name in sums:
                 sums[name] += torch.from_numpy(measured[name])
             progress.advance(len(rows))
-    terms_per_image, block = torch.cat(parts), block_of_each(count)
+    terms_per_image = torch.cat(parts)
     bits = {
         "bits_per_dim": terms_per_image.sum(1),
         "bits_prior": terms_per_image[:, 0],
         "bits_steps": terms_per_image[:, 1],
         "bits_pixels": terms_per_image[:, 2],
     }
-    entries = {name: mean_estimate(value, block, 0).as_dict() for name, value in bits.items()}
+    entries = {name: mean_estimate(value, 0).as_dict() for name, value in bits.items()}
     by_timestep = {"timestep": timesteps} | {name: (total / count).tolist() for name, total in sums.items()}
     if report is not None:
         plot_terms(by_timestep, report / "likelihood.png")

@@ -28,7 +28,6 @@ from image_diffusion.data.sources.scikit_digits import (
     painted,
 )
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.base import Detector, detect
 from image_diffusion.metrics.samples import Samples
 
@@ -98,5 +97,5 @@ def _painted(requested: list[Attributes]) -> Samples:
 
 def _entry(right: NDArray[np.float64], real: NDArray[np.float64]) -> dict[str, Any]:
     decided, floor = right[~np.isnan(right)], real[~np.isnan(real)]
-    estimate = mean_estimate(torch.from_numpy(decided), block_of_each(len(decided)), 0, 1)
+    estimate = mean_estimate(torch.from_numpy(decided), 0, 1)
     return estimate.as_dict() | {"floor": float(floor.mean()), "floor_n": len(floor)}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.base import Detector, detect
 from image_diffusion.metrics.features.pretrained import Transformers
 from image_diffusion.metrics.images.embedding_similarity import cosine, other_captions
@@ -85,8 +84,7 @@ def evaluate_prompted(samples: Samples, encoder: PromptEncoder) -> dict[str, Any
     pairs = {"prompt_similarity": texts[number]}
     if (others := other_captions(number[:, None])) is not None:
         pairs["other_prompt_similarity"] = texts[number[torch.from_numpy(np.asarray(others))]]
-    block = block_of_each(len(features))
-    entries = {name: mean_estimate(cosine(features, text), block, -1, 1) for name, text in pairs.items()}
+    entries = {name: mean_estimate(cosine(features, text), -1, 1) for name, text in pairs.items()}
     retrievals = retrieval(features, number, texts, torch.arange(len(texts)), "prompts")
     entries |= {f"prompt_{name}": entry for name, entry in retrievals.items()}
     return {encoder.images.metric_name(name): entry.as_dict() for name, entry in entries.items()}

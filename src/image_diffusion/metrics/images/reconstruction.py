@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.metrics.distances.frechet import frechet_between
-from image_diffusion.metrics.distances.jackknife import Estimate, enough, jackknife, mean_estimate, too_few
-from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, mean_estimate, too_few
 from image_diffusion.metrics.features.base import Detected
 
 _WINDOW, _SIGMA = 11, 1.5
@@ -54,7 +53,7 @@ def reconstruction_estimates(original: Detected, decoded: Detected) -> dict[str,
     estimates = {"reconstruction_fd": frechet_between(decoded.features, original.features)}
     if original.logits is not None and decoded.logits is not None:
         same = original.logits.argmax(dim=1) == decoded.logits.argmax(dim=1)
-        estimates["same_class"] = mean_estimate(same.to(torch.float64), block_of_each(len(decoded)), 0, 1)
+        estimates["same_class"] = mean_estimate(same.to(torch.float64), 0, 1)
     return estimates
 
 
@@ -75,14 +74,14 @@ def codebook_use(counts: Tensor) -> dict[str, float]:
 
 
 def codebook_estimates(counts: Tensor, n: int) -> dict[str, Estimate]:
-    """Return `codebook_use` with intervals. counts: [blocks, K], by block of the n images (`block_of_each`).
+    """Return `codebook_use` with intervals. counts: [blocks, K], by block of the n images (`moments.block_of_each`).
 
     The number of codes in use only grows with the number of images, so its intervals lie around the value itself.
     """
     total = counts.sum(dim=0)
     values = codebook_use(total)
-    if not enough(n):
-        return {name: Estimate(value, n, note=too_few(n)) for name, value in values.items()}
+    if few := too_few(n):
+        return {name: Estimate(value, n, note=few) for name, value in values.items()}
     left_out = [codebook_use(total - block) for block in counts]
     limits = {"codebook_usage": (0, 1), "codebook_perplexity": (1, len(total)), "dead_codes": (0, len(total))}
     return {

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 
 RANKS = (1, 5)
 _AT_ONCE = 1024
@@ -33,9 +32,9 @@ def retrieval(
         own = group[:, None] == gallery_groups
         best = cosine.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
         before.append(((cosine >= best) & ~own).sum(1))
-    rank, block = torch.cat(before), block_of_each(len(query))
+    rank = torch.cat(before)
     note = f"among {len(gallery):,} {of}"
-    estimates = {f"retrieval_at_{k}": mean_estimate((rank < k).double(), block, 0, 1) for k in RANKS}
+    estimates = {f"retrieval_at_{k}": mean_estimate((rank < k).double(), 0, 1) for k in RANKS}
     return {
         name: replace(estimate, note="; ".join(filter(None, (note, estimate.note))))
         for name, estimate in estimates.items()

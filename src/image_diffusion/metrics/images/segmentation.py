@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.resolution import Size
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.classifier import convolved
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, fit
 
@@ -194,5 +193,5 @@ def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
 def _entry(values: Tensor, real: Tensor) -> dict[str, Any] | None:
     if not len(values):
         return None
-    entry = mean_estimate(values, block_of_each(len(values)), 0, 1).as_dict()
+    entry = mean_estimate(values, 0, 1).as_dict()
     return entry | ({"floor": float(real.mean()), "floor_n": len(real)} if len(real) else {})

@@ -95,13 +95,13 @@ def evaluate_codec(
     identities = [detector.identity for detector in detectors]
     identity = [identities, settings.lpips.identity if settings.lpips is not None else None, images.digest]
     quality, features, counts = _measure(network, images, detectors, looks, identity)
-    n, block = images.num_samples, block_of_each(images.num_samples)
+    n = images.num_samples
     tested = look_and_test(detectors, images)
     real: list[Detected] | None = None
     if split == "validation" and data.train.num_samples > 1:
         real = detect_each(detectors, data.train, "features of training images", limit=n)
     limits = {"psnr": (0.0, float("inf")), "ssim": (-1.0, 1.0), "lpips": (0.0, float("inf"))}
-    estimates = {name: mean_estimate(values, block, *limits[name.split("_")[0]]) for name, values in quality.items()}
+    estimates = {name: mean_estimate(values, *limits[name.split("_")[0]]) for name, values in quality.items()}
     if counts is not None:
         estimates |= codebook_estimates(counts, n)
     entries = with_floor(estimates, estimates, {})

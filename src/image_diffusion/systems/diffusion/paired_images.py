@@ -18,7 +18,6 @@ from image_diffusion.core.config.base import parse
 from image_diffusion.core.pictures import image_grid, save_picture
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.base import AT_ONCE
 from image_diffusion.metrics.images.reconstruction import psnr
 from image_diffusion.metrics.images.segmentation import evaluate_masks
@@ -99,8 +98,7 @@ def evaluate_paired(
         save_picture(image_grid(shown, min(_SHOWN, len(rows))), report / f"{condition.picture}.png")
     if labels and train is not None:
         return evaluate_masks(_AskedMasks(samples, originals, row_of_each), train, originals, labels)
-    block = block_of_each(len(rows))
-    return {name: mean_estimate(torch.cat(values), block).as_dict() for name, values in parts.items()}
+    return {name: mean_estimate(torch.cat(values)).as_dict() for name, values in parts.items()}
 
 
 @dataclass(frozen=True)

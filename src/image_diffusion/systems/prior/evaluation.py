@@ -24,7 +24,6 @@ from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.images.embedding_similarity import (
     baselines,
     nearest_captions,
@@ -134,9 +133,7 @@ def evaluate_prior(
     for kind, network in networks.items():
         for name, data in sets.items():
             losses = _losses(network, prior, data, settings)
-            estimates["_".join(filter(None, ("loss", kind, name)))] = mean_estimate(
-                losses, block_of_each(len(losses)), 0
-            )
+            estimates["_".join(filter(None, ("loss", kind, name)))] = mean_estimate(losses, 0)
     split, data = list(sets.items())[-1]
     text, image = _embeddings_of_split(prior, data, _count(data, settings))
     captions = same_rows(text)

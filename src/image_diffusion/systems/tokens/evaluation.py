@@ -17,7 +17,6 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.features.base import at_once, kept_together
 from image_diffusion.objectives.tokens.masked import hidden_bits, hide
 from image_diffusion.objectives.tokens.next_token import bits_of
@@ -88,7 +87,7 @@ def bits_per_token(model: TrainedNetwork, encoded: Path, causal: bool) -> tuple[
             parts.append(torch.from_numpy(once(str(chosen[0]), partial(measure, chosen))["bits"]))
             progress.advance(len(chosen))
     bits = torch.cat(parts).double()
-    entry = mean_estimate(bits, block_of_each(len(bits)), 0).as_dict()
+    entry = mean_estimate(bits, 0).as_dict()
     how = "exact" if causal else f"a bound, from {_STRATA} masks of each image"
     return {"bits_per_token": entry}, {"data": data.digest, "num_samples": len(bits), "how": how}
 
