@@ -46,8 +46,7 @@ class Reference:
 
 def gaussians_of(detected: Detected) -> dict[str, Gaussian]:
     """Return the Gaussians of a detector's features, by the metrics that compare them: "fd", perhaps "spatial_fd"."""
-    features = {"fd": detected.features, "spatial_fd": detected.spatial}
-    return {name: Moments.from_features(rows).gaussian for name, rows in features.items() if rows is not None}
+    return {name: Moments.from_features(rows).gaussian for name, rows in detected.compared.items()}
 
 
 def measure(
@@ -59,8 +58,8 @@ def measure(
     detector's logits if they are the data set's own classes, else empty.
     """
     estimates: dict[str, Estimate] = {}
-    for name, features in (("fd", detected.features), ("spatial_fd", detected.spatial)):
-        if features is None or name not in reference.gaussians:
+    for name, features in detected.compared.items():
+        if name not in reference.gaussians:
             continue
         blocks = block_moments(features)
         estimates[name] = frechet_estimate(blocks, reference.gaussians[name])

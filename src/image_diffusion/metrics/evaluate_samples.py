@@ -214,9 +214,8 @@ def _check_file(path: Path, samples: Samples, detectors: Sequence[Detector], lev
         return
     for detector in detectors:
         statistics = read_statistics(path, str(detector.identity["sha256"]))
-        first = detect(detector, samples, "first sample", limit=1)
-        for name, features in (("fd", first.features), ("spatial_fd", first.spatial)):
-            if features is not None and name in statistics and features.shape[1] != statistics[name].dimension:
+        for name, features in detect(detector, samples, "first sample", limit=1).compared.items():
+            if name in statistics and features.shape[1] != statistics[name].dimension:
                 raise ValueError(
                     f"The detector's features have {features.shape[1]} dimensions but the reference {path} has "
                     f"{statistics[name].dimension}. Measure both with the same detector."
@@ -317,8 +316,7 @@ def _in_shares(
     """
     reference, detected = comparison.reference, comparison.reference.detected
     assert detected is not None
-    features = {"fd": detected.features, "spatial_fd": detected.spatial}
-    gaussians = {name: gaussian_in_shares(rows, labels, shares) for name, rows in features.items() if rows is not None}
+    gaussians = {name: gaussian_in_shares(rows, labels, shares) for name, rows in detected.compared.items()}
     size = frechet_distance(gaussians["fd"], reference.gaussians["fd"])
     apart = f"{difference(shares, label_shares(labels, len(shares))):.0%} of the labels differ from the data's"
     # Gaussians can mix all images of the classes; metrics of single images need a subset with these shares

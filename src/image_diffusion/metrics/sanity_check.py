@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.metrics.compute import gaussians_of
 from image_diffusion.metrics.distances.frechet import frechet_distance
 from image_diffusion.metrics.distances.mmd import kernel_distance
+from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect_each
 
 MOST, LEAST = 2500, 20
@@ -91,7 +91,7 @@ def self_test(features: Iterable[tuple[Detector, Detected, Detected, Detected]])
     """
     scores: dict[str, dict[str, Any]] = {}
     for detector, first, second, third in features:
-        distances = _distances(first, second, third)
+        distances = _distances(first.features, second.features, third.features)
         scores |= {detector.metric_name(name): entry for name, entry in distances.items()}
         wrong = next((name for name, entry in distances.items() if not entry["passed"]), None)
         if wrong is not None and detector.doubt is None:
@@ -99,13 +99,12 @@ def self_test(features: Iterable[tuple[Detector, Detected, Detected, Detected]])
     return scores
 
 
-def _distances(first: Detected, second: Detected, third: Detected) -> dict[str, dict[str, Any]]:
+def _distances(first: Tensor, second: Tensor, third: Tensor) -> dict[str, dict[str, Any]]:
     pairs: dict[str, tuple[float, float]] = {}
-    if len(first) >= first.features.shape[1]:
-        one, two, three = (gaussians_of(Detected(features.features))["fd"] for features in (first, second, third))
+    if len(first) >= first.shape[1]:
+        one, two, three = (Moments.from_features(features).gaussian for features in (first, second, third))
         pairs["fd"] = frechet_distance(two, one), frechet_distance(three, one)
-    half, worse = (kernel_distance(features.features, first.features).value for features in (second, third))
-    pairs["kd"] = half, worse
+    pairs["kd"] = kernel_distance(second, first).value, kernel_distance(third, first).value
     return {
         name: {"half": half, "degraded": worse, "n": len(first), "passed": half < worse}
         for name, (half, worse) in pairs.items()

@@ -38,7 +38,7 @@ from image_diffusion.synthesis.layouts import UNLABELLED, SyntheticSet
 from image_diffusion.synthesis.request import requested
 from image_diffusion.synthesis.scorecard import Numbers, faults, measure_set, numbers_of
 from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
-from image_diffusion.synthesis.set_folder import ScoredSet, write_set
+from image_diffusion.synthesis.set_folder import write_set
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.sample_batches import joined, protocol, remove_stale_parts, write_part
@@ -122,7 +122,7 @@ def main() -> None:
         folder = output.with_name("quarantine") if wrong else output
         experiment = output.absolute().parent.name
         counts = selection.counts(drawn, UNLABELLED)
-        write_set(folder, images, config, ScoredSet(scores, wrong, counts), described, experiment, arguments.weights)
+        write_set(folder, images, config, scores, wrong, counts, described, experiment, arguments.weights)
         journal.metrics(numbers_of(scores), model.step)
         for picture in sorted(pictures.glob("*.png")):
             journal.image(picture.stem, picture, model.step)

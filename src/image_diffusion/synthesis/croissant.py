@@ -8,21 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _TERMS = (
-    *(
-        "citeAs",
-        "column",
-        "equivalentProperty",
-        "extract",
-        "field",
-        "fileObject",
-        "fileProperty",
-        "fileSet",
-        "format",
-        "includes",
-    ),
-    *("isLiveDataset", "jsonPath", "key", "md5", "parentField", "path", "recordSet", "references", "regex"),
-    *("repeated", "replace", "samplingRate", "separator", "source", "subField", "transform"),
-)
+    "citeAs", "column", "equivalentProperty", "extract", "field", "fileObject", "fileProperty", "fileSet", "format",
+    "includes", "isLiveDataset", "jsonPath", "key", "md5", "parentField", "path", "recordSet", "references", "regex",
+    "repeated", "replace", "samplingRate", "separator", "source", "subField", "transform",
+)  # fmt: skip
 _CONTEXT: dict[str, Any] = {
     "@language": "en",
     "@vocab": "https://schema.org/",

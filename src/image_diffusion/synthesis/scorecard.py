@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features.base import Detector, ImageSet, detect
-from image_diffusion.metrics.images.memorization import mirrored, reduced
+from image_diffusion.metrics.images.memorization import mirrored, reduced_rows
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.metrics.sanity_check import Part
 from image_diffusion.synthesis.config import RejectConfig, SynthesizeConfig
@@ -121,25 +120,28 @@ def numbers_of(scores: Scores) -> dict[str, float]:
 
 def _of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a score from an entry of metrics.json, whose floor is what held-out images get."""
-    low, high = entry["interval"] or (None, None)
     note = "; ".join(filter(None, (entry["note"], entry.get("doubt"))))
     value = entry["value"] if entry["debiased"] is None else entry["debiased"]
-    return {"value": value, "lower": low, "upper": high, "real": entry["floor"], "n": entry["n"], "note": note}
+    return _score(value, entry["interval"], entry["floor"], entry["n"], note)
 
 
 def score_of(estimate: Estimate, real: float | None) -> dict[str, Any]:
     """Return a score from an estimate. real: what real images get; None where they get nothing."""
     if math.isnan(estimate.value):
         return _missing(estimate.note)
-    low, high = estimate.interval or (None, None)
     real = None if real is None or math.isnan(real) else real
-    return {
-        "value": estimate.value, "lower": low, "upper": high, "real": real, "n": estimate.n, "note": estimate.note,
-    }  # fmt: skip
+    return _score(estimate.value, estimate.interval, real, estimate.n, estimate.note)
 
 
 def _missing(note: str) -> dict[str, Any]:
-    return {"value": None, "lower": None, "upper": None, "real": None, "n": 0, "note": note}
+    return _score(None, None, None, 0, note)
+
+
+def _score(
+    value: float | None, interval: Sequence[float] | None, real: float | None, n: int, note: str
+) -> dict[str, Any]:
+    low, high = interval or (None, None)
+    return {"value": value, "lower": low, "upper": high, "real": real, "n": n, "note": note}
 
 
 def _utility(synthetic: Samples, real: RealImages, config: SynthesizeConfig, numbers: Numbers | None) -> Scores:
@@ -225,5 +227,4 @@ def _nearest(images: Tensor, synthetic: Tensor) -> Tensor:
 def _pixels(images: ImageSet) -> Tensor:
     """Return a fixed random subset of images, reduced to 16 pixels: float32 [N, C * 16 * 16]."""
     rows = fixed_subset(images.num_samples, _MOST).numpy()
-    parts = np.array_split(rows, max(1, -(-len(rows) // 512)))
-    return torch.cat([reduced(images.gather(part)).features for part in parts]) if len(rows) else torch.empty(0, 0)
+    return reduced_rows(images, rows) if len(rows) else torch.empty(0, 0)

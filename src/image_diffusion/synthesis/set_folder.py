@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,28 +19,23 @@ from image_diffusion.synthesis.scorecard import Scores
 _LICENCE = "Not stated. What these images may be used for follows from the licence of the model's training images."
 
 
-@dataclass(frozen=True)
-class ScoredSet:
-    """Results of a set. scores: by name. wrong: a sentence for each condition of the requirement that does not hold.
-    counts: `Selection.counts`."""
-
-    scores: Scores
-    wrong: list[str]
-    counts: Mapping[str, Mapping[str, int]]
-
-
 def write_set(
     folder: Path,
     images: SyntheticSet,
     config: SynthesizeConfig,
-    result: ScoredSet,
+    scores: Scores,
+    wrong: list[str],
+    counts: Mapping[str, Mapping[str, int]],
     described: dict[str, Any],
     experiment: str,
     weights: Path,
 ) -> None:
-    """Write the folder of a set, complete or not at all. described: how the images were made. weights: of the model,
-    whose time is the date of the set."""
-    counts = {name: of_class for name, of_class in result.counts.items() if of_class["drawn"]}
+    """Write the folder of a set, complete or not at all.
+
+    wrong: a sentence for each condition of the requirement that does not hold. counts: `Selection.counts`. described:
+    how the images were made. weights: of the model, whose time is the date of the set.
+    """
+    counts = {name: of_class for name, of_class in counts.items() if of_class["drawn"]}
     filled = sum(of_class["kept"] > 0 for of_class in counts.values())
     with atomic_folder(folder) as unfinished:
         WRITERS[config.format](unfinished, images)
@@ -59,11 +53,11 @@ def write_set(
             numbers=tuple(images.numbers),
         )
         (unfinished / "croissant.json").write_text(to_json(croissant(facts, config.format)), encoding="utf-8")
-        card = data_card(facts, config.format, counts, result.scores, experiment)
+        card = data_card(facts, config.format, counts, scores, experiment)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
-        page = score_page(facts, result.scores, config.require, result.wrong, counts)
+        page = score_page(facts, scores, config.require, wrong, counts)
         write_page(unfinished / "index.html", page)
-        scorecard = {"scores": result.scores, "images": counts, "require": config.require, "faults": result.wrong}
+        scorecard = {"scores": scores, "images": counts, "require": config.require, "faults": wrong}
         write_json(unfinished / "scorecard.json", scorecard)
         write_json(unfinished / "provenance.json", described)
         write_checksums(unfinished)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,25 +58,24 @@ class Detected:
         """Return the first rows."""
         return self if count == len(self) else self.take(torch.arange(count))
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those of the three that there are, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    @property
+    def compared(self) -> dict[str, Tensor]:
+        """Return the features by the Fréchet distance that compares them: "fd", perhaps "spatial_fd"."""
+        return {"fd": self.features} if self.spatial is None else {"fd": self.features, "spatial_fd": self.spatial}
+
     def take(self, index: Tensor) -> Detected:
         """Return the rows at `index`."""
-        rows = (None if tensor is None else tensor[index] for tensor in (self.logits, self.spatial))
-        return Detected(self.features[index], *rows)
+        return Detected(**{name: rows[index] for name, rows in self.tensors.items()})
 
     @staticmethod
     def join(parts: Sequence[Detected]) -> Detected:
         """Return all rows of the parts, in order."""
-
-        def cat(name: str) -> Tensor | None:
-            rows = [getattr(part, name) for part in parts]
-            return None if rows[0] is None else torch.cat(rows)
-
-        features = cat("features")
-        assert features is not None
-        return Detected(features, cat("logits"), cat("spatial"))
-
-
-_PARTS = tuple(field.name for field in fields(Detected))
+        return Detected(**{name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors})
 
 
 class Detector(Protocol):
@@ -118,14 +117,16 @@ def kept_together(places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 def packed(features: Sequence[Detected]) -> dict[str, NDArray[Any]]:
     """Return the features of several detectors, as arrays."""
-    parts = ((f"{i}-{name}", getattr(part, name)) for i, part in enumerate(features) for name in _PARTS)
-    return {name: part.cpu().numpy() for name, part in parts if part is not None}
+    return {f"{i}-{name}": rows.cpu().numpy() for i, seen in enumerate(features) for name, rows in seen.tensors.items()}
 
 
 def unpacked(arrays: Arrays, count: int) -> list[Detected]:
     """Return the features of `count` detectors from packed arrays."""
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return [Detected(*(tensors.get(f"{i}-{name}") for name in _PARTS)) for i in range(count)]  # type: ignore[arg-type]
+    by_detector: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, array in arrays.items():
+        number, _, part = name.partition("-")
+        by_detector[int(number)][part] = torch.from_numpy(array)
+    return [Detected(**tensors) for tensors in by_detector]
 
 
 @torch.inference_mode()

@@ -66,7 +66,7 @@ def write_features(
         _join(parts, _description(detector, usable), usable, folder)
     for name, images in {} if parts else usable.items():
         for start, features in _look(detector, images, name, np.arange(images.num_samples)):
-            _write_all(folder, name, features, start, images.num_samples)
+            _write_all(folder, name, features.tensors, start, images.num_samples)
     gathered(True)  # all rows are written
     if not writes:
         return
@@ -86,16 +86,12 @@ def write_part(
     usable = _splits_with_statistics(splits)
     arrays: dict[str, NDArray[np.float32]] = {}
     for name, images in usable.items():
-        rows = [
-            np.arange(part_rows.start, part_rows.stop) for part_rows in rows_of_part(images.num_samples, AT_ONCE, part)
-        ]
-        chosen = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        places = [np.arange(some.start, some.stop) for some in rows_of_part(images.num_samples, AT_ONCE, part)]
+        chosen = np.concatenate(places) if places else np.empty(0, np.int64)
         shares = gathered([features for _, features in _look(detector, images, name, chosen)])
         if groups := [features for share in shares for features in share]:
             joined = Detected.join(groups)
-            arrays |= {
-                f"{name}-{which}": array.numpy() for which in _PARTS if (array := _rows(joined, which)) is not None
-            }
+            arrays |= {f"{name}-{which}": rows.numpy() for which, rows in joined.tensors.items()}
     if writes:
         about = np.frombuffer(to_json(_description(detector, usable)).encode(), np.uint8)
         with atomic_write(path) as file:
@@ -151,18 +147,13 @@ def _description(detector: Detector, splits: Mapping[str, ImageSet]) -> dict[str
 def _look(detector: Detector, images: ImageSet, split: str, rows: NDArray[np.int64]) -> Iterator[tuple[int, Detected]]:
     """Yield this process's features of some rows of a split, on the CPU, each time with the number of the first."""
     for chosen, (features,) in look([detector], images, rows, f"features of the {split} split"):
-        yield int(chosen[0]), Detected(**{which: _rows(features, which) for which in _PARTS})  # type: ignore[arg-type]
+        on_cpu = {which: rows.to("cpu", torch.float32).contiguous() for which, rows in features.tensors.items()}
+        yield int(chosen[0]), Detected(**on_cpu)
 
 
-def _rows(features: Detected, which: str) -> Tensor | None:
-    rows = getattr(features, which)
-    return None if rows is None else rows.to("cpu", torch.float32).contiguous()
-
-
-def _write_all(folder: Path, split: str, features: Detected, start: int, total: int) -> None:
-    for which in _PARTS:
-        if (rows := getattr(features, which)) is not None:
-            _write_rows(folder / f"{split}-{which}.npy", rows, start, total)
+def _write_all(folder: Path, split: str, features: Mapping[str, Tensor], start: int, total: int) -> None:
+    for which, rows in features.items():
+        _write_rows(folder / f"{split}-{which}.npy", rows, start, total)
 
 
 def _join(parts: Sequence[Path], about: Mapping[str, Any], splits: Mapping[str, ImageSet], folder: Path) -> None:
@@ -177,11 +168,11 @@ def _join(parts: Sequence[Path], about: Mapping[str, Any], splits: Mapping[str, 
             path.unlink(missing_ok=True)
             raise ValueError(f"{error} It is removed: run the same command again.") from None
         for name, images in splits.items():
-            stored = {which: arrays.get(f"{name}-{which}") for which in _PARTS}
-            if (features := stored["features"]) is not None:
-                rows = {key: None if array is None else torch.from_numpy(array.copy()) for key, array in stored.items()}
-                _write_all(folder, name, Detected(**rows), written[name], images.num_samples)  # type: ignore[arg-type]
-                written[name] += len(features)
+            keys = {which: f"{name}-{which}" for which in _PARTS}
+            stored = {which: torch.from_numpy(arrays[key].copy()) for which, key in keys.items() if key in arrays}
+            if stored:
+                _write_all(folder, name, stored, written[name], images.num_samples)
+                written[name] += len(stored["features"])
     if incomplete := [name for name, images in splits.items() if written[name] != images.num_samples]:
         raise ValueError(
             f"--made does not hold the whole {incomplete[0]} split. Name what every part wrote, once and in order."

@@ -30,7 +30,6 @@ _MOST_OTHERS = 2000
 """Number of training images, at most, that are compared with the others where too few images are held out."""
 _SAME = 0.1
 """Training images nearer to another than this share of the 90th percentile are the same image: they are left out."""
-Rows = NDArray[np.int64]
 Views = Callable[[int], tuple[Tensor, ...]]
 """Features of a block of training images from a position on, once for each view of them."""
 
@@ -59,6 +58,12 @@ def reduced(images: Tensor) -> Detected:
     return Detected(F.adaptive_avg_pool2d(images.to(torch.float32) / 255, _SIZE).flatten(1))
 
 
+def reduced_rows(images: ImageSet, chosen: NDArray[np.int64]) -> Tensor:
+    """Return the chosen images, at least one, `reduced`."""
+    parts = [reduced(images.gather(rows)).features for rows in np.array_split(chosen, -(-len(chosen) // _READ))]
+    return torch.cat(parts)
+
+
 def mirrored(features: Tensor) -> Tensor:
     """Return `reduced` images mirrored left to right, [B, D]."""
     return features.view(len(features), -1, _SIZE).flip(-1).flatten(1)
@@ -72,14 +77,14 @@ def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: 
     """
 
     def mirrored_too(start: int) -> tuple[Tensor, ...]:
-        plain = _reduced(train, np.arange(start, min(start + _AT_ONCE, train.num_samples)))
+        plain = reduced_rows(train, np.arange(start, min(start + _AT_ONCE, train.num_samples)))
         return plain, mirrored(plain)
 
     if held_out is not None and held_out.num_samples >= LEAST_HELD_OUT:
-        real, rows = _reduced(held_out, np.arange(held_out.num_samples)), None
+        real, rows = reduced_rows(held_out, np.arange(held_out.num_samples)), None
     else:
         rows = fixed_subset(train.num_samples, _MOST_OTHERS)
-        real = _reduced(train, rows.numpy())
+        real = reduced_rows(train, rows.numpy())
     return _nearest_views(samples, real, mirrored_too, train.num_samples, k, rows)
 
 
@@ -126,9 +131,3 @@ def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor,
             positions.append(torch.cat([index[rows], numbers], dim=1).gather(1, nearest.indices))
         best, index = torch.cat(values), torch.cat(positions)
     return best.sqrt().cpu(), index.cpu()
-
-
-def _reduced(images: ImageSet, chosen: Rows) -> Tensor:
-    """Return the chosen images, `reduced`."""
-    parts = [reduced(images.gather(rows)).features for rows in np.array_split(chosen, -(-len(chosen) // _READ))]
-    return torch.cat(parts)
