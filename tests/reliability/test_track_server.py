@@ -51,7 +51,7 @@ def test_lost_answers_leave_no_twins(
     server: Server, proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from image_diffusion.tracking.connection import Connection
-    from image_diffusion.tracking.models import About, Models
+    from image_diffusion.tracking.models import Models
     from image_diffusion.tracking.runs import Runs
 
     BreakingProxy.broken = 0.0
@@ -73,7 +73,7 @@ def test_lost_answers_leave_no_twins(
     write_model(tmp_path, 1)
     files = {name: tmp_path / "train" / name for name in ("model.json", "weights.safetensors")}
     model_id = models.log(FinalWeights("model", "twin", run_id, 1, 1000, {}, files))
-    models.register("twins", model_id, run_id, {}, 1.0, About("A model.", "A version."))
+    models.register("twins", model_id, run_id, {}, 1.0, "A model.", "A version.")
     assert lost == {"runs/create": 0, "logged-models": 0, "model-versions/create": 0}
     client = connection.client
     assert [run.info.run_id for run in client.search_runs([connection.experiment_id])] == [run_id]

@@ -24,7 +24,8 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.metrics.features.classifier import Classifier, InPipeDetector
-from image_diffusion.metrics.features.dinov2 import Dinov2, Dinov2Detector
+from image_diffusion.metrics.features.dinov2 import ClassToken, Dinov2
+from image_diffusion.metrics.features.pretrained import Encoder
 from image_diffusion.objectives.alignment import PROJECTOR, Alignment, Projector, target
 from image_diffusion.stages.train import Training, prepare_training
 from image_diffusion.systems.base import Others
@@ -142,9 +143,10 @@ def test_teachers_see_maps() -> None:
         def forward_features(self, x: Tensor) -> dict[str, Tensor]:
             return {"x_norm_patchtokens": F.avg_pool2d(x, 14).flatten(2).transpose(1, 2)}
 
-    seen = Dinov2Detector(Patches(), Dinov2(), "x", "cpu").maps(images)
+    teacher = Encoder(ClassToken(Patches()), Dinov2().metric_name, "dinov2_vitl14", "x", 224, "cpu")
+    seen = teacher.maps(images)
     assert seen.shape == (2, 3, 16, 16)
-    torch.testing.assert_close(seen.flip(-1), Dinov2Detector(Patches(), Dinov2(), "x", "cpu").maps(images.flip(-1)))
+    torch.testing.assert_close(seen.flip(-1), teacher.maps(images.flip(-1)))
 
 
 def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_anew(sets: Path, tmp_path: Path) -> None:

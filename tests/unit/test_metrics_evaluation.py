@@ -22,7 +22,7 @@ from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features import base as features
 from image_diffusion.metrics.features.base import Detected, detect, detect_each
-from image_diffusion.metrics.features.dinov2 import Dinov2, prepare
+from image_diffusion.metrics.features.dinov2 import Dinov2
 from image_diffusion.metrics.features.inception import Inception
 from image_diffusion.metrics.features.statistics_files import read_statistics, write_statistics
 from image_diffusion.metrics.images import memorization
@@ -351,7 +351,9 @@ def test_a_failed_download_says_what_to_bring(monkeypatch: pytest.MonkeyPatch):
         Dinov2().build()
 
 
-def test_dinov2_preparation_is_imagenet_normalization():
+def test_dinov2_preparation_is_imagenet_normalization(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.hub, "load", lambda *where, **options: torch.nn.Identity())
+    prepare = Dinov2().build()._prepared
     white = prepare(torch.full((1, 1, 32, 32), 255, dtype=torch.uint8))
     assert white.shape == (1, 3, 224, 224)
     assert white[0, :, 0, 0].tolist() == pytest.approx([2.2489, 2.4286, 2.64], abs=1e-3)

@@ -11,7 +11,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -40,14 +39,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).with_name("image_diffusion.zip")))
 from image_diffusion.tracking.pyfunc import _load_pyfunc
 '''
-
-
-@dataclass(frozen=True)
-class About:
-    """Description of a registered model and of one version of it, in a sentence each."""
-
-    model: str
-    version: str
 
 
 class Models:
@@ -101,10 +92,18 @@ class Models:
                 self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
 
     def register(
-        self, name: str, model_id: str, run_id: str, tags: Mapping[str, str], score: float | None, about: About
+        self,
+        name: str,
+        model_id: str,
+        run_id: str,
+        tags: Mapping[str, str],
+        score: float | None,
+        about: str,
+        about_version: str,
     ) -> None:
         """Make a logged model a version of the registered model `name`, and give the alias `best` to the version with
-        the lowest score; a version without a score is never the best. An existing description stays."""
+        the lowest score; a version without a score is never the best. about, about_version: descriptions; an existing
+        one stays."""
         score_tags = {} if score is None else {"score": repr(score)}
 
         def search() -> list[Any]:
@@ -114,7 +113,7 @@ class Models:
         def create() -> None:
             if not self._client.search_registered_models(f"name = '{name}'"):
                 try:
-                    self._client.create_registered_model(name, description=about.model)
+                    self._client.create_registered_model(name, description=about)
                 except MlflowException as error:  # somebody else did, or the answer to our first request was lost
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
@@ -125,7 +124,7 @@ class Models:
                 source,
                 run_id,
                 all_tags,
-                description=about.version,
+                description=about_version,
                 model_id=model_id,
                 await_creation_for=0,
             )
@@ -139,9 +138,9 @@ class Models:
                 if own.tags.get(key) != value:
                     self._write(self._client.set_model_version_tag, name, own.version, key, value)
             if not own.description:
-                self._write(self._client.update_model_version, name, own.version, about.version)
+                self._write(self._client.update_model_version, name, own.version, about_version)
             if not self._client.get_registered_model(name).description:
-                self._write(self._client.update_registered_model, name, about.model)
+                self._write(self._client.update_registered_model, name, about)
             self._show_version(model_id, name, str(own.version))
             with locked(self._connection.lock):
                 versions = self._client.search_model_versions(f"name = '{name}'")

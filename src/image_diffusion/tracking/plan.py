@@ -17,7 +17,7 @@ from typing import Any
 
 from image_diffusion.core.config import yaml12
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file
-from image_diffusion.core.journal.reader import History, Point, logged_stages, of_weights, read_journals
+from image_diffusion.core.journal.reader import Artifact, History, Point, logged_stages, of_weights, read_journals
 from image_diffusion.core.names import carried_files
 from image_diffusion.core.process.commands import module_of
 from image_diffusion.core.process.errors import log_line_once
@@ -56,23 +56,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class File:
-    """A file to show: its name in MLflow, where it lies, what it holds."""
-
-    name: str
-    path: Path
-    sha256: str
-
-
-@dataclass(frozen=True)
 class PlannedRun:
     """A run to hold in MLflow: a stage of the experiment, or of its data set, with all its attempts.
 
     history: its attempts, merged; history.id never changes and is the run's key. latest: True if the results folder is
     of this run. parent: the id of its parent's history. points, superseded: its own and the headline metrics of its
     children. params: its own and, of the latest training, those of its data and of its children's own sections;
-    changed: those that have got another value since. missing: names of recorded files that are gone or hold something
-    else now.
+    changed: those that have got another value since. files: to show. missing: names of recorded files that are gone or
+    hold something else now.
     """
 
     name: str
@@ -82,7 +73,7 @@ class PlannedRun:
     superseded: list[Point]
     params: Mapping[str, Any]
     changed: Mapping[str, Any]
-    files: list[File] = field(default_factory=list)
+    files: list[Artifact] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     parent: str | None = None
 
@@ -269,8 +260,9 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
                 histories[-1] = of_weights(histories[-1], model)
         for history in histories:
             latest = history is histories[-1]
-            intact = [file for file in _recorded(history) if file.path.is_file() and _sha256(file.path) == file.sha256]
-            missing = [file.name for file in _recorded(history) if file not in intact]
+            recorded = history.artifacts
+            intact = [file for file in recorded if file.path.is_file() and _sha256(file.path) == file.sha256]
+            missing = [file.name for file in recorded if file not in intact]
             files = [*intact, *(_results(folder, history, intact) if latest else ())]
             run = PlannedRun(
                 history.stage,
@@ -287,17 +279,13 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
     return sorted(planned, key=lambda run: (run.history.starts[0], run.history.id))
 
 
-def _recorded(history: History) -> list[File]:
-    return [File(artifact.name, artifact.path, artifact.sha256) for artifact in history.artifacts]
-
-
-def _results(folder: Path, history: History, intact: Sequence[File]) -> Iterator[File]:
+def _results(folder: Path, history: History, intact: Sequence[Artifact]) -> Iterator[Artifact]:
     """Yield the configuration and the results of the stage, as far as its journal does not name them."""
     listed = {file.path.resolve() for file in intact}
     for name in (f"config/{history.stage}.yaml", *_RESULTS.get(history.stage, ())):
         path = folder / name
         if path.is_file() and path.resolve() not in listed:
-            yield File(name, path, _sha256(path))
+            yield Artifact(name, path, path.stat().st_size, _sha256(path))
 
 
 def _sha256(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file
 from image_diffusion.tracking.connection import Connection, locked
-from image_diffusion.tracking.models import About, Models
+from image_diffusion.tracking.models import Models
 from image_diffusion.tracking.plan import (
     PARENT,
     TRACE,
@@ -133,12 +133,12 @@ def send(
             if weights is not None:
                 logged = models.log(weights)
                 name = registered_name(connection.project, used, request.best_metric)
-                about = About(
+                of_all = (
                     f"Trainings that can be compared, a version each: of one data set, {dataset or 'unnamed'}, by "
-                    f"{request.best_metric}. The alias `best` is the one where that is lowest.",
-                    sentence(request.experiment, dataset),
+                    f"{request.best_metric}. The alias `best` is the one where that is lowest."
                 )
-                models.register(name, logged, run_id, weights.tags, score_of(run, request.best_metric), about)
+                of_this, score = sentence(request.experiment, dataset), score_of(run, request.best_metric)
+                models.register(name, logged, run_id, weights.tags, score, of_all, of_this)
                 model = (history.id, logged)
         if history.stage == PARENT and run.latest:
             _send_card(runs, run_id, request, dataset, registered_name(connection.project, used, request.best_metric))

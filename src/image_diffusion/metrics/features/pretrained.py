@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -75,7 +76,8 @@ class Torchvision(EncoderConfig):
             ) from None
         sha256 = sha256_file(self.weights) if self.weights else "torchvision's own release"
         last = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
-        return Encoder(_GivenTo(network, last), self, self.model, sha256, self.resolution or 224, _MEAN, _STD, device)
+        side, antialiased = self.resolution or 224, self.resize == "antialiased"
+        return Encoder(_GivenTo(network, last), self.metric_name, self.model, sha256, side, device, antialiased)
 
 
 class Transformers(EncoderConfig):
@@ -127,34 +129,39 @@ class Transformers(EncoderConfig):
         mean, std = tuple(prepared.image_mean), tuple(prepared.image_std)
         sha256 = digest([content_digest(model.state_dict()), mean, std])
         tower = _Tower(model, self.weights)
-        side = self.resolution or _side(prepared) or tower.side
+        side, antialiased = self.resolution or _side(prepared) or tower.side, self.resize == "antialiased"
         model.eval().to(device)
-        return Encoder(tower, self, self.name, sha256, side, mean, std, device), model, where
+        encoder = Encoder(tower, self.metric_name, self.name, sha256, side, device, antialiased, mean, std)
+        return encoder, model, where
 
 
 class Encoder:
-    """Features: float32 [B, D] of uint8 images [B, C, H, W] with 1 or 3 channels."""
+    """Features: float32 [B, D] of uint8 images [B, C, H, W] with 1 or 3 channels.
+
+    network: images [B, 3, side, side], of `mean` and `std` -> features; its method `patches`, if any, gives maps.
+    """
 
     classes: list[str] = []  # noqa: RUF012 - not the data set's
     doubt: str | None = None
 
     def __init__(
         self,
-        network: _GivenTo | _Tower,
-        config: EncoderConfig,
+        network: nn.Module,
+        metric_name: Callable[[str], str],
         name: str,
         sha256: str,
-        resolution: int,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
+        side: int,
         device: str,
+        antialiased: bool = True,
+        mean: tuple[float, ...] = _MEAN,
+        std: tuple[float, ...] = _STD,
     ) -> None:
-        self._network, self._device = network.eval().requires_grad_(False).to(device), device
-        self._antialiased, self._resolution = config.resize == "antialiased", resolution
+        self._network: Any = network.eval().requires_grad_(False).to(device)
+        self._device, self._antialiased, self._side = device, antialiased, side
         self._mean, self._std = (torch.tensor(statistic).view(1, 3, 1, 1) for statistic in (mean, std))
-        self.metric_name = config.metric_name
-        how = "bicubic, antialiased" if self._antialiased else "bilinear, not antialiased"
-        self.identity: dict[str, Any] = {"name": name, "resize": f"{how}, {resolution}", "sha256": sha256}
+        self.metric_name = metric_name
+        how = "bicubic, antialiased" if antialiased else "bilinear, not antialiased"
+        self.identity: dict[str, Any] = {"name": name, "resize": f"{how}, {side}", "sha256": sha256}
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Detected:
@@ -164,13 +171,13 @@ class Encoder:
     def maps(self, images: Tensor) -> Tensor:
         """Return the features of a transformer for each patch of images uint8 [B, C, H, W]: [B, D, h, w], on the
         CPU."""
-        assert isinstance(self._network, _Tower)
-        return self._network.patches(self._prepared(images)).to("cpu", torch.float32)
+        maps: Tensor = self._network.patches(self._prepared(images)).to("cpu", torch.float32)
+        return maps
 
     def _prepared(self, images: Tensor) -> Tensor:
         x = images.expand(-1, 3, -1, -1).to(torch.float32) / 255
         mode = "bicubic" if self._antialiased else "bilinear"
-        x = F.interpolate(x, (self._resolution,) * 2, mode=mode, antialias=self._antialiased, align_corners=False)
+        x = F.interpolate(x, (self._side,) * 2, mode=mode, antialias=self._antialiased, align_corners=False)
         return ((x.clamp(0, 1) - self._mean) / self._std).to(self._device)
 
 
