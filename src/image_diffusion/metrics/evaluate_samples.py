@@ -133,12 +133,12 @@ def evaluate_samples(
     stored = read_features(references, detectors, data.looked_at)
     if reference_file is None:
         _check_split(samples, data, settings)
-        compare = partial(_compare_with_split, stored=stored)
+        compare = partial(_compare_with_split, settings=settings, stored=stored)
     else:
         _check_file(reference_file, samples, detectors, data.levels)
         compare = partial(_compare_with_file, path=reference_file)
     *features, pixels = detect_each([*detectors, reduced], samples, "features of samples")
-    comparisons, reference, tested = compare(features, samples, data, detectors, settings)
+    comparisons, reference, tested = compare(features, samples, data, detectors)
     entries: dict[str, dict[str, Any]] = {}
     points: dict[int, dict[str, Any]] = {}
     for comparison in comparisons:
@@ -337,7 +337,6 @@ def _compare_with_file(
     samples: Samples,
     data: RealImages,
     detectors: Sequence[Detector],
-    settings: EvaluateConfig,
     path: Path,
 ) -> tuple[list[Comparison], dict[str, Any], dict[str, dict[str, Any]]]:
     """Return comparisons with the statistics or the samples in a file, and what `_compare_with_split` returns."""
