@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ class Denoised:
     log_variance: Tensor | None = None
     mean: Tensor | None = None
 
+
+FixedVariance = Literal["fixed_small", "fixed_large"]
+"""Variance of p(x_s | x_t) that no network learns: the posterior's, or that of the forward step (beta)."""
 
 Denoiser = Callable[[Tensor, int], Denoised]
 """(x_t, i) -> Denoised, where x_t lies at point i of a grid."""
@@ -98,6 +102,12 @@ class Steps:
     def reverse_mean(self, denoised: Denoised, x_t: Tensor) -> Tensor:
         """Return the mean of p(x_s | x_t)."""
         return self.posterior_mean(denoised.x0, x_t) if denoised.mean is None else denoised.mean
+
+    def reverse_log_variance(self, denoised: Denoised, fixed: FixedVariance) -> Tensor:
+        """Return the logarithm of the variance of p(x_s | x_t). fixed: the one where the network has learned none."""
+        if denoised.log_variance is not None:
+            return denoised.log_variance
+        return self.log_large_variance if fixed == "fixed_large" else self.log_variance
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Steps:
         return Steps(**{field.name: function(getattr(self, field.name)) for field in fields(self)})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from image_diffusion.process.grid import Denoised, Denoiser, Grid, Steps
+from image_diffusion.process.grid import Denoiser, FixedVariance, Grid, Steps
 
 
 def approximate_normal_cdf(z: Tensor) -> Tensor:
@@ -77,7 +76,7 @@ def bits_per_dim(
     grid: Grid,
     x0: Tensor,
     noise: Callable[[int], Tensor],
-    variance: Literal["fixed_small", "fixed_large"] = "fixed_small",
+    variance: FixedVariance = "fixed_small",
 ) -> BitsPerDim:
     """Evaluate the bound for x0 [B, C, H, W], pixels in [-1, 1], with one noise for every step of the grid.
 
@@ -89,18 +88,12 @@ def bits_per_dim(
         x_t = step.alpha * x0 + step.sigma * eps
         denoised = denoiser(x_t, i)
         ends_clean = torch.full((len(x0),), bool(grid.steps.variance[i] <= 0), device=x0.device)
-        mean = step.reverse_mean(denoised, x_t)
-        terms.append(variational_bound(x0, x_t, step, mean, _log_variance(denoised, step, variance), ends_clean))
+        mean, log_variance = step.reverse_mean(denoised, x_t), step.reverse_log_variance(denoised, variance)
+        terms.append(variational_bound(x0, x_t, step, mean, log_variance, ends_clean))
         x0_mse.append((denoised.x0 - x0).square().flatten(1).mean(1))
         eps_mse.append((denoised.eps - eps).square().flatten(1).mean(1))
     stacked, prior = torch.stack(terms, 1), prior_bound(x0, grid)
     return BitsPerDim(stacked.sum(1) + prior, prior, stacked, torch.stack(x0_mse, 1), torch.stack(eps_mse, 1))
-
-
-def _log_variance(denoised: Denoised, step: Steps, variance: Literal["fixed_small", "fixed_large"]) -> Tensor:
-    if denoised.log_variance is not None:
-        return denoised.log_variance
-    return step.log_variance if variance == "fixed_small" else step.log_large_variance
 
 
 def _bits(nats: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal, Self
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.grid import Denoiser, FixedVariance, Grid
 from image_diffusion.process.parameterization import Variance
 from image_diffusion.samplers.base import NumSteps, Step, StepsFurther
 from image_diffusion.samplers.image_noise import step_noise
@@ -23,7 +23,7 @@ class Ddpm(StepsFurther):
 
     type: Literal["ddpm"] = "ddpm"
     num_steps: NumSteps = 250
-    variance: Literal["fixed_small", "fixed_large"] | None = None
+    variance: FixedVariance | None = None
     """Variance where the network has learned none: the posterior's, or that of the forward step (beta). Unset: as the
     objective says."""
 
@@ -39,9 +39,8 @@ class Ddpm(StepsFurther):
         """x_s = mean + std z; the mean alone where the step ends without noise."""
         for i in range(grid.num_steps):
             denoised, step = denoiser(x, i), grid.steps.at(i, x)
-            fixed = step.log_large_variance if self.variance == "fixed_large" else step.log_variance
-            log_variance = fixed if denoised.log_variance is None else denoised.log_variance
             x = step.reverse_mean(denoised, x)
             if step.variance > 0:
+                log_variance = step.reverse_log_variance(denoised, self.variance or "fixed_small")
                 x = x + (0.5 * log_variance).exp() * step_noise(streams, i, x)
             yield Step(x, denoised.x0)
