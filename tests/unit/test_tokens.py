@@ -21,7 +21,8 @@ from image_diffusion.networks.token_transformer import TokenTransformer, TokenTr
 from image_diffusion.objectives.tokens.masked import MaskedTokens, hide
 from image_diffusion.objectives.tokens.next_token import NextToken
 from image_diffusion.samplers import Autoregressive, Masked, image_streams
-from image_diffusion.samplers.tokens.base import Predictor, at_step, cut, drawn
+from image_diffusion.samplers.image_noise import at_step
+from image_diffusion.samplers.tokens.base import Predictor, cut, drawn
 from image_diffusion.samplers.tokens.maskgit import hidden_counts
 from image_diffusion.systems.tokens.evaluation import _bound
 from image_diffusion.systems.tokens.generator import TokenGenerator, TokenSampleConfig

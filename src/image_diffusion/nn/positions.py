@@ -17,32 +17,34 @@ from torch.nn import functional as F
 
 from image_diffusion.core.resolution import Size, height_width
 
+MAX_PERIOD = 10_000.0
 
-def sinusoid(t: Tensor, dim: int, max_period: float = 10_000.0, endpoint: bool = False) -> Tensor:
+
+def sinusoid(t: Tensor, dim: int, endpoint: bool = False) -> Tensor:
     """Times [B] -> float32 [B, dim]: [cos(t ω) | sin(t ω)], and a column of zeros when `dim` is odd.
 
-    ω falls geometrically from 1 towards 1 / max_period over half = dim // 2 values: ω_i = max_period^(-i / half), as
-    in improved-diffusion, guided-diffusion and DiT. With `endpoint` the last one is 1 / max_period itself:
-    ω_i = max_period^(-i / (half - 1)), as in diffusers.
+    ω falls geometrically from 1 towards 1 / MAX_PERIOD over half = dim // 2 values: ω_i = MAX_PERIOD^(-i / half), as
+    in improved-diffusion, guided-diffusion and DiT. With `endpoint` the last one is 1 / MAX_PERIOD itself:
+    ω_i = MAX_PERIOD^(-i / (half - 1)), as in diffusers.
     """
     half = dim // 2
     steps = torch.arange(half, dtype=torch.float32, device=t.device)
-    omega = torch.exp(-math.log(max_period) * steps / (half - 1 if endpoint else half))  # [half]
+    omega = torch.exp(-math.log(MAX_PERIOD) * steps / (half - 1 if endpoint else half))  # [half]
     angle = t[:, None].float() * omega  # [B, half]
     embedding = torch.cat([torch.cos(angle), torch.sin(angle)], dim=1)  # [B, 2 half]
     return F.pad(embedding, (0, dim - 2 * half))
 
 
-def grid_positions(dim: int, size: int | Size, max_period: float = 10_000.0) -> Tensor:
+def grid_positions(dim: int, size: int | Size) -> Tensor:
     """Return the place of each cell of a grid, row by row, float32 [H · W, dim]. size: H and W; one number
     for both. `dim` is divisible by 4.
 
     The first half of the channels tells the column, the second the row; each is [sin(p ω) | cos(p ω)] with
-    ω_i = max_period^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64, on
+    ω_i = MAX_PERIOD^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64, on
     the CPU wherever the network is built: the same bits everywhere.
     """
     quarter = dim // 4
-    omega = max_period ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)  # [dim / 4]
+    omega = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)  # [dim / 4]
     rows, columns = height_width(size)
     angle = torch.arange(max(rows, columns), dtype=torch.float64, device="cpu")[:, None] * omega  # [max(H, W), dim / 4]
     line = torch.cat([torch.sin(angle), torch.cos(angle)], dim=1)  # [max(H, W), dim / 2]
@@ -51,12 +53,12 @@ def grid_positions(dim: int, size: int | Size, max_period: float = 10_000.0) -> 
     return torch.cat([column, row], dim=2).flatten(0, 1).float()
 
 
-def rotary_angles(head_width: int, size: int | Size, device: torch.device, max_period: float = 10_000.0) -> Tensor:
+def rotary_angles(head_width: int, size: int | Size, device: torch.device) -> Tensor:
     """Return the angle by which each pair of channels turns in each cell of a grid, row by row, in radians, float32
     [H · W, head_width / 2]. size: H and W. head_width is divisible by 4; pair i of a half turns by
-    p max_period^(-4 i / head_width)."""
+    p MAX_PERIOD^(-4 i / head_width)."""
     quarter = head_width // 4
-    omega = max_period ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)  # [d / 4]
+    omega = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)  # [d / 4]
     rows, columns = height_width(size)
     line = torch.arange(max(rows, columns), dtype=torch.float32, device=device)[:, None] * omega  # [max(H, W), d / 4]
     row = line[:rows, None].expand(rows, columns, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -64,10 +64,14 @@ class Quad(_Ranged):
 
 
 class _Warmup(_Ranged):
-    def _rise(self, num_timesteps: int, fraction: float) -> Tensor:
+    rising: ClassVar[float]
+    """Share of the timesteps over which beta rises."""
+
+    def betas(self, num_timesteps: int) -> Tensor:
+        """Float64 [num_timesteps]."""
         start, end = self.ends(num_timesteps)
         betas = torch.full((num_timesteps,), end, dtype=torch.float64)
-        rise = int(num_timesteps * fraction)
+        rise = int(num_timesteps * self.rising)
         betas[:rise] = torch.linspace(start, end, rise, dtype=torch.float64)
         return betas
 
@@ -75,21 +79,17 @@ class _Warmup(_Ranged):
 class Warmup10(_Warmup):
     """beta_end throughout, but for a linear rise over the first tenth."""
 
-    type: Literal["warmup10"] = "warmup10"
+    rising: ClassVar[float] = 0.1
 
-    def betas(self, num_timesteps: int) -> Tensor:
-        """Float64 [num_timesteps]."""
-        return self._rise(num_timesteps, 0.1)
+    type: Literal["warmup10"] = "warmup10"
 
 
 class Warmup50(_Warmup):
     """beta_end throughout, but for a linear rise over the first half."""
 
-    type: Literal["warmup50"] = "warmup50"
+    rising: ClassVar[float] = 0.5
 
-    def betas(self, num_timesteps: int) -> Tensor:
-        """Float64 [num_timesteps]."""
-        return self._rise(num_timesteps, 0.5)
+    type: Literal["warmup50"] = "warmup50"
 
 
 class Const(Config):

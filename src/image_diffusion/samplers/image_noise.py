@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,5 +22,9 @@ def initial_noise(streams: Streams, shape: tuple[int, ...]) -> Tensor:
 
 def step_noise(streams: Streams, step: int, x: Tensor) -> Tensor:
     """Draw standard normal numbers in the shape and type of x [B, ...], which step number `step` adds to the images."""
-    at_step = dataclasses.replace(streams, epoch=torch.full_like(streams.sample, step))
-    return at_step.normal("sampler", tuple(x.shape[1:])).to(x)
+    return at_step(streams, step).normal("sampler", tuple(x.shape[1:])).to(x)
+
+
+def at_step(streams: Streams, step: int) -> Streams:
+    """Return the streams of a step, for each image its own."""
+    return replace(streams, epoch=torch.full_like(streams.sample, step))

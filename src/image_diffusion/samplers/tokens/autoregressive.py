@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.samplers.tokens.base import Predictor, TokenSampler, at_step, drawn
+from image_diffusion.samplers.image_noise import at_step
+from image_diffusion.samplers.tokens.base import Predictor, TokenSampler, drawn
 
 
 class Autoregressive(TokenSampler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -60,29 +59,20 @@ def drawn(p: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(sums, (uniform.double() * sums[..., -1])[..., None], right=True)[..., 0]
 
 
-def ranks(values: Tensor) -> Tensor:
-    """Return the place of each number in the order of its row, int64 [B, N]; of equal numbers, the first comes
-    first."""
-    return values.argsort(dim=1, stable=True).argsort(dim=1)
-
-
-def at_step(streams: Streams, step: int) -> Streams:
-    """Return the streams of a step, for each image its own."""
-    return dataclasses.replace(streams, epoch=torch.full_like(streams.sample, step))
-
-
 class Predictor:
     """A network of tokens, conditioned on a batch of images' conditions and guided.
 
     cond: its conditions, by name. null: what guidance leads away from; a condition that it does not name is kept.
     Logits are null + guidance_scale * (conditioned - null) (Ho & Salimans 2022, on logits as in Chang et al. 2023,
-    "Muse", section 2.7). count: of images.
+    "Muse", section 2.7). count: of images. hidden: the number that stands for a hidden token. device: of the network.
     """
 
     def __init__(
         self, network: Any, cond: Mapping[str, Tensor], null: Mapping[str, Tensor], guidance_scale: float, count: int
     ) -> None:
-        self._network, self._scale, self._count = network, guidance_scale, count
+        self._network, self._scale, self.count = network, guidance_scale, count
+        self.hidden = int(network.hidden)
+        self.device: torch.device = next(network.parameters()).device
         self._cond = dict(cond)
         if guidance_scale != 1:
             self._cond = {
@@ -90,29 +80,13 @@ class Predictor:
             }
         self._past: Any = None
 
-    @property
-    def hidden(self) -> int:
-        """Return the number that stands for a hidden token."""
-        return int(self._network.hidden)
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the network."""
-        device: torch.device = next(self._network.parameters()).device
-        return device
-
-    @property
-    def count(self) -> int:
-        """Return the number of images."""
-        return self._count
-
     def whole(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, N, K] of tokens [B, N]."""
         return self._guided(self._network(self._both(tokens), **self._cond))
 
     def begin(self) -> Tensor:
         """Return the logits of the first token, [B, K]."""
-        logits, self._past = self._network.begin(**self._cond, count=self._count)
+        logits, self._past = self._network.begin(**self._cond, count=self.count)
         return self._guided(logits)
 
     def go_on(self, token: Tensor, place: int) -> Tensor:

@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.samplers.tokens.base import Predictor, TokenSampler, at_step, drawn, ranks
+from image_diffusion.samplers.image_noise import at_step
+from image_diffusion.samplers.tokens.base import Predictor, TokenSampler, drawn
 
 
 class Masked(TokenSampler):
@@ -41,7 +42,8 @@ class Masked(TokenSampler):
             chance = self.confidence_noise * (1 - (step + 1) / self.num_steps)
             sure = p.gather(2, sampled[..., None])[..., 0].log() + chance * now.gumbel("confidence", (places,))
             sure = sure.masked_fill(~hidden, torch.inf)  # what is known stays
-            hidden = ranks(sure) < still_hidden
+            places_in_order = sure.argsort(dim=1, stable=True).argsort(dim=1)
+            hidden = places_in_order < still_hidden
             tokens = tokens.masked_fill(hidden, predictor.hidden)
             yield tokens
 
