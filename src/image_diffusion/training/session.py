@@ -104,10 +104,10 @@ def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: 
     """Return the state of a process where several write checkpoints. state: of the first. All processes call it
     together."""
     world = trainer.world
-    _, note = world.broadcast_small(None, f"{state.fingerprint} {state.token}" if isinstance(state, State) else "")
+    run = (state.fingerprint, state.token) if isinstance(state, State) else ("", "")
+    fingerprint, token = world.broadcast_object(run)
     if world.is_main or world.rank >= trainer.flat.writers:
         return state
-    fingerprint, token = note.split()
     return part_writer(root, fingerprint, token, hang_s)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,14 +23,7 @@ from image_diffusion.data.shards.reader import Shards
 from image_diffusion.nn.augmentation import add_augmentation
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint
-from image_diffusion.training.checkpoint.state_dict import (
-    Groups,
-    StateDict,
-    Stateful,
-    add_tensors,
-    load_in_place,
-    without_prefix,
-)
+from image_diffusion.training.checkpoint.state_dict import Groups, StateDict, Stateful, add_tensors, load_in_place
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.lora import written
 from image_diffusion.training.finetune.parameter_groups import tune
@@ -113,9 +105,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: TrainConfig, world: World) -> None:
         strict = config.deterministic == "strict"
-        sharded = config.spreads_weights and world.size > 1
         check_task(task, config, world)
-        layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
         factors = tune(task.network, config)
         for name, build in task.objective.layers.items():
@@ -128,24 +118,24 @@ class Trainer:
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
             world.broadcast(tensor)
-        self.network.to(memory_format=layout)
+        self.network.to(memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         if task.objective.teacher is not None:
             task.objective.teacher.network = _teacher(self.network, config)
         self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
-        self.precision = Precision(config.precision, world.device, self.flat.is_whole, not sharded)
+        self.precision = Precision(config.precision, world.device, self.flat.is_whole, not self.flat.sums_gradients)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
         self.gradients: Shared | Ordered = (
-            Ordered(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scale)
+            Ordered(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scaler.scale)
             if strict
-            else Shared(self.flat, world, config.global_batch, config.microbatch, self.precision.scale)
+            else Shared(self.flat, world, config.global_batch, config.microbatch, self.precision.scaler.scale)
         )
         self.averages = Averages(config.ema, self.flat.values)
         self.best = BestWeights(self.flat, self._copy_buffers)
         self.patience = Patience(config.steps, config.patience)
         self._components: dict[str, Stateful] = {
-            "meter": self.meter, "precision": self.precision, "best": self.best, "patience": self.patience,
+            "meter": self.meter, "precision": self.precision.scaler, "best": self.best, "patience": self.patience,
         }  # fmt: skip
         if task.objective.memory is not None:
             self._components["objective"] = task.objective.memory
@@ -293,18 +283,17 @@ class Trainer:
     def resume(self, checkpoint: Checkpoint | None) -> tuple[int, bool]:
         """Resume from the first process's checkpoint; return (step, True if its reports are due), or (0, False) without
         one."""
-        small, note = None, json.dumps(None)
+        small: tuple[int, bool, dict[str, Any], Groups] | None = None
         if checkpoint is not None:
-            groups = checkpoint.groups
-            small = {f"{group}/{name}": t for group in _WITH_TENSORS for name, t in groups[group].items()}
-            note = json.dumps([checkpoint.step, checkpoint.reports_due, checkpoint.extra])
-        small, note = self.world.broadcast_small(small, note)
+            tensors = {group: checkpoint.groups[group] for group in _WITH_TENSORS}
+            small = checkpoint.step, checkpoint.reports_due, checkpoint.extra, tensors
+        small = self.world.broadcast_object(small)
         if small is None:
             return 0, False
-        step, reports_due, extra = json.loads(note)
+        step, reports_due, extra, tensors = small
         for name, component in self._components.items():
             if name in _WITH_TENSORS:
-                component.load_state_dict(without_prefix(f"{name}/", small))
+                component.load_state_dict(tensors[name])
             elif name in extra:
                 component.load_state_dict(extra[name])
         for group, state in self._tensors().items():

@@ -65,7 +65,7 @@ class PartWriter(Background, NullState):
     """State of a process that writes its rows into the checkpoints that the first process completes."""
 
 
-class State:
+class State(Background):
     """`<root>/<fingerprint>/`: the checkpoints of one run, which `identity`, plain data, identifies.
 
     One process uses it, and only after `claim`. Checkpoints are written by a thread of their own. Where they have parts
@@ -86,7 +86,7 @@ class State:
         self.folder, self._root = root / self.fingerprint, root
         self._keep = keep
         self.token, self._num_steps, self._hang_s = "", num_steps, hang_s
-        self._background = Background(self._write)
+        super().__init__(self._complete)
         self._good: Path | None = None
 
     @property
@@ -172,17 +172,10 @@ class State:
         """
         self.wait()
         self.assert_owner()
-        self._background.save(checkpoint)
+        super().save(checkpoint)
 
-    def wait(self) -> None:
-        """Wait until the last checkpoint is on disk. Raises what `save` says."""
-        self._background.wait()
-
-    def check(self) -> None:
-        """Raise the error of the last write, if it has ended with one."""
-        self._background.check()
-
-    def _write(self, checkpoint: Checkpoint) -> None:
+    def _complete(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint, with the parts of all processes, and remove those that are not to be kept."""
         step = checkpoint.step
 
         def others(folder: Path, part: int) -> dict[str, Any]:

@@ -44,13 +44,11 @@ def load_in_place(state: StateDict, tensors: Mapping[str, Tensor] | None, world:
     processes call it together."""
     for name, value in state.items():
         if isinstance(value, Vector):
-            value.layout.fill(value.values, None if tensors is None else without_prefix(name, tensors), world)
+            own = None
+            if tensors is not None:
+                own = {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
+            value.layout.fill(value.values, own, world)
         else:
             if tensors is not None:
                 value.copy_(tensors[name])
             world.broadcast(value)
-
-
-def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -155,8 +155,12 @@ def memory_limit(device_memory: bool, requested_mb: int | None) -> float:
 
 def free_disk(folder: Path) -> float:
     """GiB free where a folder is, or will be."""
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    return float(psutil.disk_usage(str(existing)).free) / GIB
+    return float(psutil.disk_usage(str(_existing(folder))).free) / GIB
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
 
 
 def _train(trainer: Trainer, world: World, start: int, stop: int) -> None:
@@ -258,10 +262,9 @@ def _checkpoints_at_most(config: TrainConfig) -> int:
 def seconds_to_save(size: int, folder: Path) -> float:
     """Return the seconds that a checkpoint of a number of bytes takes in a folder, which may not exist yet: written, on
     the disk, and hashed, as `training.checkpoint` does it. Up to 256 MiB are written and removed. Raises OSError."""
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     probe = max(_BLOCK, min(size, _PROBE))
     block = os.urandom(_BLOCK)  # what a file system could not make smaller
-    with tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-") as file:
+    with tempfile.NamedTemporaryFile(dir=_existing(folder), prefix=".doctor-") as file:
         started = time.perf_counter()
         for _ in range(0, probe, _BLOCK):
             file.write(block)

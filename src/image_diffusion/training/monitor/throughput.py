@@ -15,6 +15,7 @@ from image_diffusion.nn.linear import linear, register_operations
 from image_diffusion.training.parallel.world import World
 
 LossesOf = Callable[[Examples, int], Losses]
+"""Examples and a number that no other part of the step has -> their losses."""
 
 _aten = torch.ops.aten
 _COUNTED_AS = {

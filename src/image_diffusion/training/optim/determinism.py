@@ -44,9 +44,9 @@ def switches(deterministic: Mode, allow_tf32: bool, compiled: bool) -> Iterator[
         torch.backends.cudnn.benchmark = not fixed
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
         torch.use_deterministic_algorithms(fixed)
-        if fixed:
-            _keep_variable(restored, _WORKSPACES)
-            os.environ.setdefault(_WORKSPACES, ":4096:8")
+        if fixed and _WORKSPACES not in os.environ:
+            os.environ[_WORKSPACES] = ":4096:8"
+            restored.callback(os.environ.pop, _WORKSPACES, None)
         if fixed and compiled:
             from torch._inductor import config as inductor  # takes seconds
 
@@ -78,12 +78,3 @@ def _keep_flags(restored: ExitStack) -> None:
     restored.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)  # type: ignore[attr-defined]
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     restored.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
-
-
-def _keep_variable(restored: ExitStack, name: str) -> None:
-    """Put an environment variable back in the end."""
-    before = os.environ.get(name)
-    if before is None:
-        restored.callback(os.environ.pop, name, None)
-    else:
-        restored.callback(os.environ.__setitem__, name, before)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from image_diffusion.core.devices import has_bf16
 from image_diffusion.core.process.errors import log_line
@@ -28,6 +27,7 @@ def dtype_of(name: Name) -> torch.dtype:
 class Precision:
     """Autocast and, for fp16, a loss scale that adapts itself without asking the device.
 
+    dtype: of the factors of a matrix product. scaler: of the loss; it does nothing in other precisions than fp16.
     sees_all: True if the gradient that a process sees is that of all parameters; if False, processes inform one another
     of overflows. keeps_weights: True if the network has the same weights from pass to pass. Where they are gathered
     anew, what autocast rounded in a pass without gradient must not serve a pass with one, whose gradients would be
@@ -35,37 +35,21 @@ class Precision:
     """
 
     def __init__(self, name: Name, device: torch.device, sees_all: bool = True, keeps_weights: bool = True) -> None:
-        self._dtype, self._device, self._caches = _DTYPES.get(name), device, keeps_weights
+        self.dtype = dtype_of(name)
+        self._device, self._caches = device, keeps_weights
         kind = torch.amp.GradScaler if sees_all else _Agreeing
         self.scaler = kind(device.type, enabled=name == "fp16")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the factors of a matrix product."""
-        return self._dtype or torch.float32
-
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of the network's forward pass."""
-        if self._dtype is None:
+        if self.dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self._device.type, self._dtype, cache_enabled=self._caches)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Scale a loss before it is differentiated."""
-        return self.scaler.scale(loss)
+        return torch.autocast(self._device.type, self.dtype, cache_enabled=self._caches)
 
     @property
     def skips_overflow(self) -> bool:
         """True if a gradient that is not finite is an overflow, whose step is left out, instead of a failure."""
         return self.scaler.is_enabled()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale as plain data, empty without one. Waits for the device."""
-        return dict(self.scaler.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from what `state_dict` returned."""
-        self.scaler.load_state_dict(state)
 
 
 class _Agreeing(torch.amp.GradScaler):

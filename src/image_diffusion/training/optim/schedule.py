@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,9 @@ from image_diffusion.core.config.base import Config
 
 
 class _Schedule(Config):
+    has_horizon: ClassVar[bool] = False
+    """True if the learning rate depends on the number of steps in all."""
+
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from zero, whatever it does afterwards."""
 
@@ -19,11 +22,6 @@ class _Schedule(Config):
         """Return the factor of the learning rate in the update after `step` updates, of `steps` in all."""
         warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         return warmup * self._after_warmup(step, steps)
-
-    @property
-    def has_horizon(self) -> bool:
-        """True if the learning rate depends on the number of steps in all."""
-        return False
 
     @abstractmethod
     def _after_warmup(self, step: int, steps: int) -> float: ...
@@ -42,14 +40,12 @@ class Constant(_Schedule):
 class Linear(_Schedule):
     """Straight down to `final` at the last step (Nichol and Dhariwal's lr_anneal_steps)."""
 
+    has_horizon: ClassVar[bool] = True
+
     type: Literal["linear"] = "linear"
     """Straight down to `final` at the last step."""
     final: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step."""
-
-    @property
-    def has_horizon(self) -> bool:
-        return True
 
     def _after_warmup(self, step: int, steps: int) -> float:
         return 1.0 - (1.0 - self.final) * min(step / steps, 1.0)
@@ -58,14 +54,12 @@ class Linear(_Schedule):
 class Cosine(_Schedule):
     """Half a cosine down to `final` at the last step (Loshchilov and Hutter 2017, equation 5, without restarts)."""
 
+    has_horizon: ClassVar[bool] = True
+
     type: Literal["cosine"] = "cosine"
     """Half a cosine down to `final` at the last step."""
     final: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step."""
-
-    @property
-    def has_horizon(self) -> bool:
-        return True
 
     def _after_warmup(self, step: int, steps: int) -> float:
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(step / steps, 1.0)))
@@ -89,6 +83,8 @@ class Wsd(_Schedule):
     """Warm up, stay, and fall at the end (Hu et al. 2024, "MiniCPM", arXiv:2404.06395; the shapes: Hägele et al. 2024,
     "Scaling laws and compute-optimal training beyond fixed training durations", arXiv:2405.18392)."""
 
+    has_horizon: ClassVar[bool] = True
+
     type: Literal["wsd"] = "wsd"
     """Warm up, stay, and fall at the end."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
@@ -97,10 +93,6 @@ class Wsd(_Schedule):
     """Shape of the fall, x being 0 where it begins and 1 at the last step: as 1 - sqrt(x), or as 1 - x."""
     final: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step."""
-
-    @property
-    def has_horizon(self) -> bool:
-        return True
 
     def _after_warmup(self, step: int, steps: int) -> float:
         length = self.decay_fraction * steps

@@ -21,11 +21,9 @@ from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
 from image_diffusion.data.shards.order import share
 from image_diffusion.training.monitor.meter import Waits
+from image_diffusion.training.monitor.throughput import LossesOf
 from image_diffusion.training.parallel.flat_parameters import Flat, Work
 from image_diffusion.training.parallel.world import World
-
-LossesOf = Callable[[Examples, int], Losses]
-"""Examples and a number that no other part of the step has -> their losses."""
 
 
 @dataclass
@@ -165,11 +163,9 @@ def gather_losses(losses: Losses, sizes: list[int], world: World) -> Losses:
     if world.size == 1:
         return joined([losses])
     rows = [losses.loss, *losses.parts.values(), *([] if losses.time is None else [losses.time])]
-    packed = torch.zeros(len(rows), max(sizes), dtype=torch.float64, device=losses.loss.device)
     own = sizes[world.rank] if world.rank < len(sizes) else 0
-    if own:
-        packed[:, :own] = torch.stack([row.detach().double() for row in rows])
-    every = torch.cat([part[:, :size] for part, size in zip(world.gather(packed), sizes, strict=False)], dim=1)
+    packed = torch.stack([row.detach().double()[:own] for row in rows], dim=1)
+    every = _rows(packed, sizes, world).T.contiguous()
     columns = [column.to(row.dtype) for column, row in zip(every, rows, strict=True)]
     time = None if losses.time is None else columns.pop()
     seen = {key: _rows(tensor[:own], sizes, world) for key, tensor in losses.seen.items()}

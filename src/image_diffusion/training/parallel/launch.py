@@ -131,15 +131,10 @@ def main() -> None:
         "--grace-s", type=int, default=parent_watch.GRACE_S, help="seconds to save and end after a signal (%(default)s)"
     )
     parser.add_argument("module", nargs="+", help="after --: the module to run, and its arguments")
-    arguments = parser.parse_args()
-    layout = Layout(
-        arguments.nodes,
-        arguments.processes_per_node,
-        arguments.threads_per_process,
-        arguments.logs,
-        arguments.grace_s,
-    )
-    line = command_line(layout, arguments.module, os.environ, own_name(os.environ))
+    arguments = vars(parser.parse_args())
+    module = arguments.pop("module")
+    layout = Layout(**arguments)
+    line = command_line(layout, module, os.environ, own_name(os.environ))
     threads = str(layout.threads_per_process)
     settings = recorder(layout, os.environ) | {
         "OMP_NUM_THREADS": threads,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from image_diffusion.core.devices import check_kernels, has_gpu
+
+T = TypeVar("T")
 
 HANG_S = 600.0
 """Seconds that a process waits for another, unless set otherwise."""
@@ -65,19 +65,13 @@ class World:
         if self.size > 1:
             dist.broadcast(tensor, src=0)
 
-    def broadcast_small(self, tensors: dict[str, Tensor] | None, note: str) -> tuple[dict[str, Tensor] | None, str]:
-        """Tensors and a string of rank 0, or None for its tensors, in every process. Through the CPU: small things."""
+    def broadcast_object(self, value: T) -> T:
+        """Return the value of rank 0 in every process. Through the CPU: small things."""
         if self.size == 1:
-            return tensors, note
-        data = safetensors.torch.save(tensors or {}, {"note": note, "given": str(tensors is not None)})
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, src=0, group=self.control)
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_main else None
-        buffer = torch.empty(int(length), dtype=torch.uint8) if buffer is None else buffer
-        dist.broadcast(buffer, src=0, group=self.control)
-        data = buffer.numpy().tobytes()
-        header = _metadata(data)
-        return (safetensors.torch.load(data) if header["given"] == "True" else None), header["note"]
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
     def any(self, flag: bool) -> bool:
         """Return True if the flag is set in any process. Waits for all of them."""
@@ -130,9 +124,3 @@ def join(timeout_s: float = HANG_S) -> Iterator[World]:
         yield World(rank, size, device, control, int(os.environ.get("LOCAL_WORLD_SIZE", size)), hosts=tuple(hosts))
     finally:
         dist.destroy_process_group()
-
-
-def _metadata(data: bytes) -> dict[str, str]:
-    length = int.from_bytes(data[:8], "little")
-    header: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
-    return header
