@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 from torch import Tensor
@@ -53,6 +53,9 @@ class SamplerConfig(Config):
     """Sampler, from noise to samples. Called as sampler(denoiser, grid, noise, streams); a sampler only defines its
     steps."""
 
+    asks_intervals: ClassVar[bool] = False
+    """True if the network has to know average velocities (`Grid.interval`)."""
+
     type: str
     """Which sampler."""
     num_steps: NumSteps = 50
@@ -64,11 +67,6 @@ class SamplerConfig(Config):
     @property
     def draws_noise(self) -> bool:
         """True if the steps add noise of their own; if not, the first noise decides the sample."""
-        return False
-
-    @property
-    def asks_intervals(self) -> bool:
-        """True if the network has to know average velocities (`Grid.interval`)."""
         return False
 
     @property

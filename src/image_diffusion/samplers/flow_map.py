@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
@@ -24,12 +24,10 @@ class FlowMap(SamplerConfig):
     """Sampler with one network call a step, each conditioned on the length of the step. Exact at any number of steps
     where the network is."""
 
+    asks_intervals: ClassVar[bool] = True
+
     type: Literal["flow_map"] = "flow_map"
     num_steps: NumSteps = 1
-
-    @property
-    def asks_intervals(self) -> bool:
-        return True
 
     def grid(self, process: Process) -> Grid:
         """Return the grid of points, as for every sampler, with the intervals. Raises ValueError for another process

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -55,16 +56,12 @@ class Guidance(Sparse):
         return dict(value) if isinstance(value, list | tuple) and all(map(_is_pair, value)) else value
 
     @model_validator(mode="after")
-    def _scales_stand_alone(self) -> Guidance:
+    def _fits_together(self) -> Guidance:
         if self.scales is not None and self.guidance_scale != 1:
             raise ValueError(
                 f"guidance_scale is {self.guidance_scale:g} and scales is set, each in place of the other. Leave one "
                 f"of the two out."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _interval_is_ordered(self) -> Guidance:
         if self.interval is not None and not 0 <= self.interval[0] < self.interval[1]:
             low, high = self.interval
             raise ValueError(f"The guidance interval is ({low}, {high}); expected 0 <= low < high, as sigma / alpha.")
@@ -85,7 +82,7 @@ class Guidance(Sparse):
     ) -> Network:
         """Return the guided network, to be sampled on `grid`. See `guided`."""
         times = None if self.interval is None else times_between(grid, *self.interval)
-        rise_at = None if self.power is None else _rising(self.power, grid.time[0].item())
+        rise_at = None if self.power is None else partial(_rise, self.power, grid.time[0].item())
         scale = self.guidance_scale if self.scales is None else self.scales
         return guided(network, scale, null_cond, self.channels, times, negative, rise_at)
 
@@ -94,11 +91,8 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str)
 
 
-def _rising(power: float, first: float) -> Callable[[Tensor], Tensor]:
-    def rise_at(t: Tensor) -> Tensor:
-        return (1 - torch.cos(math.pi * (1 - t / first) ** power)) / 2
-
-    return rise_at
+def _rise(power: float, first: float, t: Tensor) -> Tensor:
+    return (1 - torch.cos(math.pi * (1 - t / first) ** power)) / 2
 
 
 def guided(

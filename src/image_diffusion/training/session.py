@@ -4,7 +4,6 @@ declared."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.files.weights import read_model, read_weights
 from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.types import DataSpec
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import System
@@ -119,9 +119,9 @@ def _print_advice(trainer: Trainer, warm: WarmStart | None) -> None:
     if warm is not None:
         print(warm.summary, flush=True)
         for name in set(warm.class_tables) - {plain_name(parameter) for parameter in trainer.flat.parameters}:
-            print(f"warning: {name} is new for other classes, but frozen. {_THAW}", file=sys.stderr)
+            log_line(f"warning: {name} is new for other classes, but frozen. {_THAW}")
     for sentence in trainer.config.advice():
-        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+        log_line(f"warning: {sentence}")
 
 
 def _identity(train: dict[str, Any], model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:

@@ -392,9 +392,8 @@ def _teacher(network: nn.Module, config: TrainConfig) -> Network:
 
 def check_pairs(config: TrainConfig, world: World) -> None:
     """Raise ValueError if the neighbours of a global batch would be computed apart."""
-    strict = config.deterministic == "strict"
     sizes = {"train.global_batch": config.global_batch}
-    if strict:
+    if config.deterministic == "strict":
         sizes["train.strict_chunk"] = config.strict_chunk
     else:
         sizes |= {f"the share of process {i}": size for i, size in enumerate(shares(config.global_batch, world))}

@@ -22,6 +22,7 @@ from image_diffusion.core.files.atomic import digest, make_folder, read_json, re
 from image_diffusion.core.files.checksums import warn_about_previews
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.names import inside
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.out_of_resources import room_at
 from image_diffusion.training.checkpoint.async_writer import Background, appears
 from image_diffusion.training.checkpoint.checkpoint import (
@@ -122,11 +123,9 @@ class State(Background):
         Raises ValueError with the keys that differ when a checkpoint in here belongs to another configuration.
         """
         if later := [path.name for path in self._all() if path not in self.checkpoints()]:
-            print(
+            log_line(
                 f"note: {self.folder} also holds {', '.join(later)}, past the {self._num_steps:,} steps asked for. "
-                f"It is kept for a longer run.",
-                file=sys.stderr,
-                flush=True,
+                f"It is kept for a longer run."
             )
         for path in reversed(self.checkpoints()):
             try:
@@ -134,11 +133,9 @@ class State(Background):
             except Damaged as damage:
                 aside = self.folder / f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"
                 path.rename(aside)
-                print(
+                log_line(
                     f"warning: checkpoint {path} is damaged: {damage}. It is kept as {aside.name}; "
-                    "an older one is used.",
-                    file=sys.stderr,
-                    flush=True,
+                    "an older one is used."
                 )
                 continue
             if identity != self.identity:

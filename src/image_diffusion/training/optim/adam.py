@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
 
-from image_diffusion.training.optim.base import FlatOptimizer, OptimizerConfig, Probability, pieces
+from image_diffusion.training.optim.base import FlatOptimizer, Kind, OptimizerConfig, Piece, Probability, pieces
 from image_diffusion.training.parallel.flat_parameters import Flat
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -24,6 +24,10 @@ class AdamBase(OptimizerConfig):
     eps: float = Field(1e-8, gt=0, le=1)
     """Added to the root of the second moment."""
 
+    def _fused(self, kind: Kind, flat: Flat, cut: Sequence[Piece]) -> FlatOptimizer:
+        moments = dict.fromkeys(MOMENTS, flat)
+        return FlatOptimizer(flat, cut, moments, self.lr, kind, betas=self.betas, eps=self.eps, fused=True)
+
 
 class AdamW(AdamBase):
     """Adam with weight decay apart from the gradient (Loshchilov and Hutter 2019)."""
@@ -36,13 +40,7 @@ class AdamW(AdamBase):
     """True if biases and gains, parameters of fewer than two dimensions, decay as well."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
-        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
-        vectors = self.weight_decay if self.decay_vectors else 0.0
-        cut = pieces(flat, factors, (self.weight_decay, vectors))
-        kind = torch.optim.AdamW
-        return FlatOptimizer(
-            flat, cut, dict.fromkeys(MOMENTS, flat), self.lr, kind, betas=self.betas, eps=self.eps, fused=True
-        )
+        return self._fused(torch.optim.AdamW, flat, pieces(flat, factors, self.weight_decay, self.decay_vectors))
 
 
 class Adam(AdamBase):
@@ -52,9 +50,4 @@ class Adam(AdamBase):
     """Adam, without weight decay."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
-        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
-        cut = pieces(flat, factors, (0.0, 0.0))
-        kind = torch.optim.Adam
-        return FlatOptimizer(
-            flat, cut, dict.fromkeys(MOMENTS, flat), self.lr, kind, betas=self.betas, eps=self.eps, fused=True
-        )
+        return self._fused(torch.optim.Adam, flat, pieces(flat, factors))

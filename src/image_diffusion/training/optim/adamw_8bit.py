@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.training.optim.adam import MOMENTS, AdamBase
+from image_diffusion.training.optim.adam import MOMENTS, AdamW
 from image_diffusion.training.optim.base import FlatOptimizer, Piece, pieces
 from image_diffusion.training.parallel.flat_parameters import Flat, Vector
 
 BLOCK = 256  # numbers that share a scale: the size that the library's kernels have
 
 
-class AdamW8bit(AdamBase):
+class AdamW8bit(AdamW):
     """AdamW whose moments take a byte for each weight instead of four. Weights, gradients and averages stay in
     float32."""
 
@@ -25,19 +24,14 @@ class AdamW8bit(AdamBase):
         ("optimizer", "full", "machine"), "keeps the scales of its moments whole in every process"
     )
 
-    type: Literal["adamw_8bit"] = "adamw_8bit"
+    type: Literal["adamw_8bit"] = "adamw_8bit"  # type: ignore[assignment]
     """AdamW with moments of 8 bits, through the package bitsandbytes."""
-    weight_decay: float = Field(0.0, ge=0, le=1)
-    """Share of the weights, times the learning rate, that is taken away in each step."""
-    decay_vectors: bool = False
-    """True if biases and gains, parameters of fewer than two dimensions, decay as well."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
         """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises
         ValueError if the package cannot compute on their device."""
         check_library(flat.values.device)
-        vectors = self.weight_decay if self.decay_vectors else 0.0
-        return _Flat8bit(flat, pieces(flat, factors, (self.weight_decay, vectors)), self)
+        return _Flat8bit(flat, pieces(flat, factors, self.weight_decay, self.decay_vectors), self)
 
 
 class _Flat8bit(FlatOptimizer):

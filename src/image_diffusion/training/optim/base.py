@@ -51,10 +51,14 @@ class Piece(NamedTuple):
 
 
 def pieces(
-    flat: Flat, factors: Mapping[str, float] | None, decay: tuple[float, float], alone: Container[str] = ()
+    flat: Flat,
+    factors: Mapping[str, float] | None,
+    decay: float = 0.0,
+    decay_vectors: bool = False,
+    alone: Container[str] = (),
 ) -> list[Piece]:
-    """Return the layout cut where the factors of neighbours differ. decay: of matrices, and of the rest. alone:
-    parameters that are a piece of their own, by name."""
+    """Return the layout cut where the factors of neighbours differ. decay: of matrices, and of the rest if
+    `decay_vectors`. alone: parameters that are a piece of their own, by name."""
     factors = factors or {slot.name: 1.0 for slot in flat.slots}
     cuts = {
         b.start
@@ -69,7 +73,7 @@ def pieces(
             start,
             stop,
             factor=factors.get(name_at[start], 1.0),
-            decay=decay[start >= flat.matrices_end],
+            decay=decay if decay_vectors or start < flat.matrices_end else 0.0,
             is_matrix=start < flat.matrices_end,
         )
         for start, stop in pairwise(ends)

@@ -30,9 +30,7 @@ class Lion(OptimizerConfig):
     """True if biases and gains, parameters of fewer than two dimensions, decay as well."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
-        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
-        vectors = self.weight_decay if self.decay_vectors else 0.0
-        cut = pieces(flat, factors, (self.weight_decay, vectors))
+        cut = pieces(flat, factors, self.weight_decay, self.decay_vectors)
         return FlatOptimizer(flat, cut, {"exp_avg": flat}, self.lr, _Lion, betas=self.betas)
 
 

@@ -75,8 +75,6 @@ class Muon(OptimizerConfig):
             ) from error
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
-        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises
-        ValueError as `check` does."""
         self.check(flat.inner.keys() & flat.parameters.keys())
         return _FlatMuon(flat, self, factors)
 
@@ -87,7 +85,7 @@ class _FlatMuon(FlatOptimizer):
 
     def __init__(self, flat: Flat, config: Muon, factors: Mapping[str, float] | None) -> None:
         rest, inner = config.adamw, {slot.start: slot for slot in flat.slots if slot.name in flat.inner}
-        cut = pieces(flat, factors, (rest.weight_decay, 0.0), alone=flat.inner)
+        cut = pieces(flat, factors, rest.weight_decay, alone=flat.inner)
         ratio = 1.0 if rest.lr is None else rest.lr / config.lr
         others = [p._replace(stop=p.start) if p.start in inner else p._replace(factor=p.factor * ratio) for p in cut]
         settings: dict[str, Any] = {"betas": rest.betas, "eps": rest.eps}

@@ -8,7 +8,6 @@ more a run that was resumed adds in another order than one that was not.)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
 from image_diffusion.data.shards.order import share
@@ -107,11 +107,9 @@ class Ordered:
     ) -> None:
         num_chunks = -(-global_batch // chunk)
         if world.is_main and num_chunks < world.size:
-            print(
+            log_line(
                 f"warning: {world.size} processes share {num_chunks} chunks of {chunk} examples, so that "
-                f"{world.size - num_chunks} have nothing to do. Use fewer.",
-                file=sys.stderr,
-                flush=True,
+                f"{world.size - num_chunks} have nothing to do. Use fewer."
             )
         self._flat, self._world, self._scale = flat, world, scale
         self._global_batch, self._chunk = global_batch, chunk

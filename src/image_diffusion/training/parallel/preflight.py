@@ -6,7 +6,6 @@ and in any order of addition. No random numbers are drawn, and nothing of it sta
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from image_diffusion.core.devices import driver
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.nn.linear import linear
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.monitor.throughput import seconds_of
@@ -68,11 +68,9 @@ def check(world: World, dtype: torch.dtype) -> None:
     usual = median_low(result.product_s for result in results)
     for rank, result in enumerate(results):
         if result.product_s > _SLOW * usual:
-            print(
+            log_line(
                 f"warning: A product takes {result.product_s / usual:.1f} times as long as usual on "
-                f"{_named(results, [rank])}, and every step waits for it. Does something else run there, or is it hot?",
-                file=sys.stderr,
-                flush=True,
+                f"{_named(results, [rank])}, and every step waits for it. Does something else run there, or is it hot?"
             )
 
 
