@@ -58,18 +58,13 @@ def to_x0_and_eps(
             raise AssertionError("x0 from previous_x needs the step")
 
 
-def output_channels(channels: int, variance: Variance) -> int:
-    """Return the number of channels that a network returns for x of some channels: twice as many to learn a
-    variance."""
-    return 2 * channels if variance in LEARNED_VARIANCES else channels
-
-
 def split_output(output: Tensor, channels: int, variance: Variance) -> tuple[Tensor, Tensor | None]:
     """Return the prediction [B, C, …] and, of a learned variance, the raw values [B, C, …].
 
     Raises ValueError where the network's output has another number of channels.
     """
-    learned, expected = variance in LEARNED_VARIANCES, output_channels(channels, variance)
+    learned = variance in LEARNED_VARIANCES
+    expected = 2 * channels if learned else channels
     if output.shape[1] != expected:
         raise ValueError(
             f"The network returns {output.shape[1]} channels for x of {channels}, but variance {variance} needs "

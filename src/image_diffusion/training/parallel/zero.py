@@ -81,7 +81,6 @@ class SlicedFlat(Flat):
         self._untouched: set[str] = set()
 
     def begin(self) -> None:
-        """Prepare for the backward passes of a step, which add up to `local`."""
         self._untouched = {slot.name for slot in self.slots}
 
     def _add(self, slot: Slot, parameter: Tensor) -> None:
@@ -132,8 +131,6 @@ class SlicedFlat(Flat):
 
     @contextmanager
     def holding(self, vector: Tensor) -> Iterator[None]:
-        """Let the network have a vector of this layout for its weights meanwhile, whole in every process, so that each
-        may compute without the others. All processes begin it together."""
         self._show(self.views(self._whole(vector)))
         try:
             yield
