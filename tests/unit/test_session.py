@@ -28,8 +28,8 @@ from image_diffusion.stages import ema
 from image_diffusion.training.checkpoint.averaged_weights import weights_in
 from image_diffusion.training.checkpoint.stop_signal import SIGNALS
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.load_model import check_trained_by
 from image_diffusion.training.session import run
-from image_diffusion.training.trained_by import check_trained_by
 from image_diffusion.training.trainer import Task
 
 MODEL = {

@@ -35,9 +35,8 @@ from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.sampling import SamplingInputs
-from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.load_model import check_trained_by, load_codec, load_model
 from image_diffusion.training.parallel.world import join
-from image_diffusion.training.trained_by import check_trained_by
 
 
 def main() -> None:

@@ -35,8 +35,7 @@ from image_diffusion.metrics.published_results import PublishedResult
 from image_diffusion.networks.weights.dit import class_of, load_tensors
 from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.training.load_model import load_codec, load_model
-from image_diffusion.training.trained_by import check_trained_by
+from image_diffusion.training.load_model import check_trained_by, load_codec, load_model
 
 
 def write_model(model: Model, format_: str, codec_weights: Path | None, folder: Path) -> CardUse:

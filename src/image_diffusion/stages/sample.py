@@ -54,8 +54,7 @@ from image_diffusion.systems.sample_batches import (
     write_part,
 )
 from image_diffusion.systems.sampling import SamplesToWrite, SamplingInputs
-from image_diffusion.training.load_model import load_codec, load_model
-from image_diffusion.training.trained_by import check_trained_by
+from image_diffusion.training.load_model import check_trained_by, load_codec, load_model
 from image_diffusion.workflow.trained_files import TrainedFiles, find_trained
 
 _SHORT = {

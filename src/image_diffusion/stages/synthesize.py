@@ -43,8 +43,7 @@ from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.sample_batches import joined, protocol, remove_stale_parts, write_part
 from image_diffusion.systems.sampling import SamplingInputs
-from image_diffusion.training.load_model import load_codec, load_model
-from image_diffusion.training.trained_by import check_trained_by
+from image_diffusion.training.load_model import check_trained_by, load_codec, load_model
 
 SPLITS: tuple[Split, Split] = ("train", "validation")
 

@@ -1,15 +1,16 @@
-"""A trained model, rebuilt from its weights folder: network, system and codec."""
+"""A trained model, rebuilt from its weights folder: network, system and codec; and a check of its training."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import Codec
-from image_diffusion.core.config.base import parse
-from image_diffusion.core.files.weights import read_weights
+from image_diffusion.core.config.base import differing_keys, parse, read_yaml
+from image_diffusion.core.files.weights import read_model, read_weights
 from image_diffusion.core.types import DataSpec
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import Model, System
@@ -57,3 +58,22 @@ def load_codec(model: Model, weights: Path | None, device: torch.device) -> Code
             f"{codec.identity}. Train the model again, or restore that codec."
         )
     return codec
+
+
+def check_trained_by(folder: Path, config: Path | None) -> None:
+    """Raise ValueError naming what differs when a weights folder is not of the training of a file, train.yaml.
+
+    config: unset, nothing is asked. Numbers of steps, saves and logs count too: the file is all that a training is.
+    """
+    if config is None:
+        return
+    model = read_model(folder)
+    trained: dict[str, Any] = {
+        "train": model.get("train"), "system": model["system"], "codec": model["codec"]["config"],
+    }  # fmt: skip
+    described = read_yaml(config)
+    if differing := differing_keys({key: described.get(key) for key in trained}, trained):
+        raise ValueError(
+            f"{folder} holds weights of another training than {config} describes: {'; '.join(differing)}. "
+            f"Remove {folder / 'model.json'} and run the train stage again."
+        )
