@@ -33,7 +33,6 @@ class Linear(_Ranged):
 
     type: Literal["linear"] = "linear"
     scaled: bool = True
-    """Multiply both by 1000 / num_timesteps, so that the last timestep is as noisy at any number of timesteps."""
 
     def betas(self, num_timesteps: int) -> Tensor:
         """Float64 [num_timesteps]."""

@@ -78,11 +78,9 @@ class FromImages:
         if self.start is not None and first > 0:
             grid, denoiser = grid.starting_at(first), _shifted(denoiser, first)
             noise = _noisy(self.start, grid, noise)
-        if self.known is None or self.mask is None:
-            yield from sampler.trajectory(denoiser, grid, noise, streams)
-            return
-        denoiser = with_known(denoiser, grid, self.known, self.mask)
-        noise = torch.where(self.mask, _noisy(self.known, grid, noise), noise)
+        if self.known is not None and self.mask is not None:
+            denoiser = with_known(denoiser, grid, self.known, self.mask)
+            noise = torch.where(self.mask, _noisy(self.known, grid, noise), noise)
         if self.resamplings == 1:
             yield from sampler.trajectory(denoiser, grid, noise, streams)
         else:
