@@ -6,7 +6,6 @@ prediction goes with every variance.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.label_dropout import DropsParts, LabelDropout
+from image_diffusion.objectives.label_dropout import DropsParts
 from image_diffusion.objectives.timestep_sampling import AtTimes, TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
 from image_diffusion.process.base import NoiseProcess, broadcast
@@ -96,21 +95,11 @@ class DenoisingObjective(AtTimes):
                 f"Loss {config.loss} with prediction {config.prediction} needs a discrete process. "
                 "Use loss simple and prediction eps, x0 or v with this one."
             )
-        self._config, self._process = config, process
-        self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
-
-    def __call__(self, network: Network, batch: Batch) -> Losses:
-        """Draw a time for each sample and measure there (`at_times`)."""
-        return self.at_times(network, batch, self._process.draw(batch.streams))
-
-    def uniform(self) -> DenoisingObjective:
-        """Return the objective at times drawn uniformly."""
-        same = copy(self)
-        same._process = self._process.uniform()
-        return same
+        super().__init__(config, process, spec)
+        self._config = config
 
     def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        """Draw noise for each sample, drop labels. Raises ValueError where the network's channels do not fit."""
+        """Return the losses at times t [B]. Raises ValueError where the network's channels do not fit."""
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 

@@ -8,14 +8,14 @@ always of unit variance (`EdmProcess.preconditioned`).
 
 from __future__ import annotations
 
-from copy import copy
 from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.label_dropout import DropsParts, LabelDropout
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.objectives.label_dropout import DropsParts
+from image_diffusion.objectives.timestep_sampling import AtTimes
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.edm import EdmProcess
 from image_diffusion.process.parameterization import Prediction, Variance
@@ -44,24 +44,14 @@ class EdmDenoising(DropsParts):
         return EdmObjective(self, process, spec)
 
 
-class EdmObjective(Objective):
+class EdmObjective(AtTimes):
     """Objective that returns one loss per sample of a batch: the weighted squared error of x0."""
 
-    def __init__(self, config: EdmDenoising, process: EdmProcess, spec: DataSpec) -> None:
-        self._config, self._process = config, process
-        self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
+    _process: EdmProcess
 
-    def __call__(self, network: Network, batch: Batch) -> Losses:
-        """Draw a sigma and noise for each sample."""
-        t = self._process.draw(batch.streams)
+    def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
-
-    def uniform(self) -> EdmObjective:
-        """Return the objective with the logarithm of sigma drawn uniformly."""
-        same = copy(self)
-        same._process = self._process.uniform()
-        return same
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
         """Return the losses of x [B, C, …] at sigmas t [B] with noise like x: nothing is drawn."""

@@ -6,15 +6,15 @@ denoising generative models denoise" (JiT), found to work where patches have mor
 
 from __future__ import annotations
 
-from copy import copy
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.label_dropout import DropsParts, LabelDropout
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.objectives.label_dropout import DropsParts
+from image_diffusion.objectives.timestep_sampling import AtTimes
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.flow import FlowProcess
 from image_diffusion.process.parameterization import Variance, split_output, target
@@ -56,7 +56,7 @@ class FlowMatching(DropsParts):
         return FlowMatchingObjective(self, process, spec)
 
 
-class FlowMatchingObjective(Objective):
+class FlowMatchingObjective(AtTimes):
     """Objective with one loss per sample of a batch: the squared error of the quantity that `loss` names, and the
     contrastive term.
 
@@ -64,20 +64,18 @@ class FlowMatchingObjective(Objective):
     """
 
     def __init__(self, config: FlowMatching, process: FlowProcess, spec: DataSpec) -> None:
-        self._config, self._process = config, process
+        super().__init__(config, process, spec)
+        self._config = config
         self.pairs_samples = config.contrastive > 0
-        self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
 
-    def __call__(self, network: Network, batch: Batch) -> Losses:
-        """Draw a time and noise for each sample. Raises ValueError where the network's channels do not fit."""
-        t = self._process.draw(batch.streams)
+    def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
+        """Return the losses at times t [B]. Raises ValueError where the network's channels do not fit."""
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 
-    def uniform(self) -> FlowMatchingObjective:
+    def uniform(self) -> Self:
         """Return the squared error alone, at times drawn uniformly."""
-        same = copy(self)
-        same._process = self._process.uniform()
+        same = super().uniform()
         same._config = self._config.model_copy(update={"contrastive": 0.0})
         same.pairs_samples = False
         return same

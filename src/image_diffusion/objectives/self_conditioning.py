@@ -17,7 +17,6 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives.denoising import Denoising, DenoisingObjective
-from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.objectives.timestep_sampling import AtTimes
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.parameterization import clamp, to_x0_and_eps
@@ -53,13 +52,9 @@ class SelfConditionedObjective(AtTimes):
     """
 
     def __init__(self, config: SelfConditioning, denoising: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
-        self._config, self._prediction, self._process = config, denoising.prediction, process
+        super().__init__(denoising, process, spec)
+        self._config, self._prediction = config, denoising.prediction
         self._denoising = DenoisingObjective(denoising, process, spec)
-        self._drop_labels = LabelDropout(denoising.label_drop_probability, spec, denoising.drop_probabilities)
-
-    def __call__(self, network: Any, batch: Batch) -> Losses:
-        """Draw a time for each sample and measure there (`at_times`)."""
-        return self.at_times(network, batch, self._process.draw(batch.streams))
 
     def at_times(self, network: Any, batch: Batch, t: Tensor) -> Losses:
         """Draw noise for each sample, choose the samples that receive an estimate, and drop labels."""

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Literal
+from copy import copy
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -12,17 +13,32 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import Batch, Losses, Network, Objective
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
+from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.process.base import NoiseProcess
 from image_diffusion.process.discrete import DiscreteProcess
 
 
 class AtTimes(Objective):
-    """Objective that draws times uniformly, or uses the caller's times."""
+    """Objective on a process, at times that the process draws, or at the caller's. config: with
+    `label_drop_probability` and `drop_probabilities`."""
+
+    def __init__(self, config: Any, process: NoiseProcess, spec: DataSpec) -> None:
+        self._process = process
+        self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
+
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        """Draw a time for each sample and measure there (`at_times`)."""
+        return self.at_times(network, batch, self._process.draw(batch.streams))
+
+    def uniform(self) -> Self:
+        same = copy(self)
+        same._process = self._process.uniform()
+        return same
 
     @abstractmethod
     def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        """Return the losses at times t [B]."""
+        """Draw noise for each sample, drop labels, and return the losses at times t [B]."""
 
 
 class UniformTimesteps(Config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -22,10 +22,8 @@ class NextToken(Config):
     label_drop_probability: float = Field(0.1, ge=0, le=1)
     """Probability that a class or caption is left out, for guidance. Where the data have any."""
 
-    @property
-    def causal(self) -> bool:
-        """True if the network sees only the tokens before each token."""
-        return True
+    causal: ClassVar[bool] = True
+    """True if the network sees only the tokens before each token."""
 
     def build(self, spec: DataSpec) -> NextTokenObjective:
         """Return the objective for tokens of `spec`."""
