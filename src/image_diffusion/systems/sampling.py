@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,38 +154,32 @@ class SamplesToWrite:
     count: int
 
 
-class SampleFiles(Protocol):
+class SampleFiles(ABC):
     """Format of the samples of a system, and how they are written.
 
     kind: of the samples. one: what one of them is called. file: that the command names as its output.
     """
 
-    @property
-    def kind(self) -> Literal["images", "embeddings"]: ...
+    kind: ClassVar[Literal["images", "embeddings"]]
+    one: ClassVar[str]
+    file: ClassVar[str]
 
-    @property
-    def one(self) -> str: ...
-
-    @property
-    def file(self) -> str: ...
-
+    @abstractmethod
     def shown(self, settings: Any) -> int:
         """Return the number of samples that a person looks at first."""
-        ...
 
+    @abstractmethod
     def write(self, samples: SamplesToWrite) -> dict[str, Path]:
         """Write them, and what describes them; pictures of them, by name."""
-        ...
 
 
-@dataclass(frozen=True)
-class ImageFiles:
+class ImageFiles(SampleFiles):
     """Files of images: samples.npz, of all images or of the first ones; grid.png, other pictures that the maker draws,
     samples.json; of arrays samples.ome.tif; with `pictures` in the settings each image as a PNG."""
 
-    kind: Literal["images"] = "images"
-    one: str = "image"
-    file: str = "samples.npz"
+    kind: ClassVar = "images"
+    one: ClassVar = "image"
+    file: ClassVar = "samples.npz"
 
     def shown(self, settings: Any) -> int:
         """Return the number of images that the grid holds."""

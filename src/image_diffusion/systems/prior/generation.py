@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -170,13 +170,12 @@ class EmbeddingMaker:
         return {}
 
 
-@dataclass(frozen=True)
-class EmbeddingFiles:
+class EmbeddingFiles(SampleFiles):
     """Samples that are embeddings."""
 
-    kind: Literal["embeddings"] = "embeddings"
-    one: str = "embedding"
-    file: str = FILE
+    kind: ClassVar = "embeddings"
+    one: ClassVar = "embedding"
+    file: ClassVar = FILE
 
     def shown(self, settings: PriorSampleConfig) -> int:
         """Return the number of all embeddings, since they have no picture."""
