@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,11 +15,9 @@ from image_diffusion.core.config.base import load
 from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import WHITE, DataConfig
-from image_diffusion.data.crop.array_files import BadImage, Undecided
-from image_diffusion.data.crop.image import crop_image, quiet_pillow
-from image_diffusion.data.sources.base import read_image
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
+from image_diffusion.systems.pairs.images import ImageCropper
 
 _GREY = 128
 _KNOWN = 128  # the least grey level of a mask that stands for a known pixel
@@ -98,7 +95,7 @@ def read_pictures(
         )
     known, mask = (None, None) if inpainting is None else _known_part(inpainting, data, factor)
     return Pictures(
-        start=None if start is None else _read(key, _files(key, start.images), data)[0],
+        start=None if start is None else ImageCropper(data, {}).read(_files(key, start.images), key)[0],
         strength=1.0 if start is None else start.strength,
         known=known,
         mask=mask,
@@ -133,10 +130,10 @@ def _known_part(inpainting: Inpainting, data: DataConfig, factor: int) -> tuple[
             f"sample.given.mask holds {len(masks):,} masks that are not named like the {len(files):,} images of "
             f"{inpainting.images}. Give one mask for all images, or one of the same name for each."
         )
-    images, sizes = _read("sample.given.images", files, data)
+    images, sizes = ImageCropper(data, {}).read(files, "sample.given.images")
     # White bars of `data.crop.type: pad` are known, whatever the colour that the data set has there.
     grey = data.model_copy(update={"channels": 1, "background": WHITE})
-    levels, mask_sizes = _read("sample.given.mask", masks, grey)
+    levels, mask_sizes = ImageCropper(grey, {}).read(masks, "sample.given.mask")
     for i, size in enumerate(sizes):
         j = i % len(masks)
         if size != mask_sizes[j]:
@@ -166,18 +163,6 @@ def _files(key: str, named: str) -> list[Path]:
     for name, reason in listing.rejected:
         raise ValueError(f"{key}: {named}/{name} cannot be read: {reason}. Remove it, or replace it.")
     return [Path(named, str(item.address[0])) for item in listing.items]
-
-
-def _read(key: str, files: Iterable[Path], data: DataConfig) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return the crops of image files, uint8 [N, C, H, W], and the (width, height) of each image."""
-    crops = []
-    with quiet_pillow():
-        for path in files:
-            try:
-                crops.append(crop_image(read_image(path), data))
-            except (BadImage, Undecided, OSError) as error:
-                raise ValueError(f"{key}: {path} cannot be read: {error}. Remove it, or replace it.") from None
-    return torch.from_numpy(np.stack([crop.crops[0] for crop in crops])), [crop.size for crop in crops]
 
 
 def _by(size: tuple[int, int]) -> str:

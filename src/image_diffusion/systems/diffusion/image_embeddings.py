@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.core.files.atomic import read_json, sha256_file
@@ -21,9 +22,12 @@ from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 _DESCRIBED = "embeddings.json"
 
 
-def held_out(folders: Sequence[Path], key: str = "embeddings") -> Shards:
-    """Return held-out images with what lies beside them. folders: of each set beside them, and of the crops. key: that
-    of the section sample which is unset. Raises ValueError for too few folders, and without held-out images."""
+def held_out(folders: Shards | Sequence[Path], key: str = "embeddings") -> Shards:
+    """Return held-out images with what lies beside them. folders: of each set beside them, and of the crops; or the
+    images themselves. key: that of the section sample which is unset. Raises ValueError for too few folders, and
+    without held-out images."""
+    if isinstance(folders, Shards):
+        return folders
     if len(folders) < 2:
         raise ValueError(
             f"sample.{key} is not set, so held-out images provide the {key}. Name the folders of their pairs and of "
@@ -39,14 +43,19 @@ def held_out(folders: Sequence[Path], key: str = "embeddings") -> Shards:
     return crops
 
 
-def of_held_out(images: Shards, seeds: Tensor) -> SamplingRequest:
-    """Return the embeddings of held-out images for some seeds, int64 [N]: seed s has image s modulo their number."""
+def rows_of(images: Shards, seeds: Tensor) -> tuple[NDArray[np.int64], Tensor | None, dict[str, Any]]:
+    """Return the rows of held-out images for some seeds, int64 [N]: seed s has image s modulo their number. Also their
+    classes, where the data have any, and what samples.json says of their origin."""
     rows = (seeds % images.num_samples).numpy()
-    pairs = images.gather_of("pairs", rows)
     labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
-    source = {"split": "validation", "data": images.digest}
-    described = {"embeddings": source}
-    return SamplingRequest(conditions={EMBEDDING: pairs[:, IMAGE].float()}, labels=labels, described=described)
+    return rows, labels, {"split": "validation", "data": images.digest}
+
+
+def of_held_out(images: Shards, seeds: Tensor) -> SamplingRequest:
+    """Return the embeddings of held-out images for some seeds, int64 [N]."""
+    rows, labels, origin = rows_of(images, seeds)
+    image = images.gather_of("pairs", rows)[:, IMAGE].float()
+    return SamplingRequest(conditions={EMBEDDING: image}, labels=labels, described={"embeddings": origin})
 
 
 def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> SamplingRequest:

@@ -24,7 +24,6 @@ class CaptionPairs(BesideCrops):
     """Captions of the images, encoded once by a text encoder and stored next to the latents."""
 
     kind: ClassVar[str] = "captions"
-    """Kind of the shards."""
     type: Literal["captions"] = "captions"
     """Encoded captions of the crops; for system.condition text."""
     captions: Captions = ClassCaptions()
@@ -40,26 +39,21 @@ class CaptionPairs(BesideCrops):
 
     @property
     def name(self) -> str:
-        """Return the name of the folder of the encoded captions."""
         return f"captions-{self.encoder.type}"
 
     @property
     def needs_source(self) -> bool:
-        """True if files of the data's source are read."""
         return self.captions.type == "beside"
 
     @property
     def other_files(self) -> str | None:
-        """Return the table of captions, if any."""
         return self.captions.table
 
     @property
     def encoded_by(self) -> dict[str, Any]:
-        """Return the encoder as plain data, for the manifest of the captions."""
         return dump(self.encoder)
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set that encodes the captions. Raises ValueError for missing inputs."""
         if inputs.crops is None:
             raise ValueError("Captions are those of crops: give --data.")
         return EncodedCaptions(self, CaptionedCrops(inputs.crops, self.captions, inputs.source), inputs.device)

@@ -8,6 +8,7 @@ CLIP. `files` takes embeddings that others have computed.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -44,13 +45,16 @@ PARTS = ("image", "text")
 
 class _Pairs(PairSettings):
     kind: ClassVar[str] = "pairs"
-    """Kind of the shards."""
     splits: Splits = Splits()
     """Shares of train, validation and test, by the hash of a pair's id."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the stored embeddings."""
     num_tokens: int = Field(0, ge=0)
     """Number of token encodings stored for each caption, in addition to its embedding; 0: none."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{getattr(self, 'type')}"  # noqa: B009 - each class has one of its own
 
 
 class _OfCrops(_Pairs):
@@ -59,12 +63,10 @@ class _OfCrops(_Pairs):
 
     @property
     def needs_source(self) -> bool:
-        """True if files of the data's source are read."""
         return self.captions.type == "beside"
 
     @property
     def other_files(self) -> str | None:
-        """Return the table of captions, if any."""
         return self.captions.table
 
 
@@ -76,16 +78,9 @@ class HashedPairs(_OfCrops):
 
     @property
     def needs_detector(self) -> bool:
-        """True if the pairs need the detector of the data set: it embeds the images."""
-        return True
-
-    @property
-    def name(self) -> str:
-        """Return the name of the folder of the pairs."""
-        return "pairs-hashed"
+        return True  # it embeds the images
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set that makes the pairs. Raises ValueError for missing inputs."""
         if inputs.crops is None or inputs.detector is None:
             raise ValueError("Hashed pairs are made from crops and their detector: give --data and --detector.")
         images = _Detected(load_detector(inputs.detector, str(inputs.device)))
@@ -100,13 +95,7 @@ class ContrastivePairs(_OfCrops):
     training: ContrastiveTraining = ContrastiveTraining()
     """Settings of the contrastive training."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of the folder of the pairs."""
-        return "pairs-contrastive"
-
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set that makes the pairs, once the towers are trained. Raises ValueError for missing inputs."""
         if inputs.crops is None or inputs.output is None:
             raise ValueError("Contrastive pairs are made from crops, and trained where they are written: give --data.")
         crops = CaptionedCrops(inputs.crops, self.captions, inputs.source)
@@ -124,13 +113,7 @@ class ClipPairs(_OfCrops):
     clip: ClipConfig = ClipConfig()
     """Weights of the CLIP."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of the folder of the pairs."""
-        return "pairs-clip"
-
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set that makes the pairs. Raises ValueError for missing inputs."""
         if inputs.crops is None:
             raise ValueError("Pairs by a CLIP are made from crops: give --data.")
         clip = self.clip.build(inputs.device, self.num_tokens)
@@ -146,17 +129,10 @@ class FilePairs(_Pairs):
     """CLIP that embeds the captions where the files have no text embeddings, or num_tokens is not 0."""
 
     @property
-    def name(self) -> str:
-        """Return the name of the folder of the pairs."""
-        return "pairs-files"
-
-    @property
     def needs_source(self) -> bool:
-        """True if files of the data's source are read: these pairs have no other input."""
-        return True
+        return True  # these pairs have no other input
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set that makes the pairs. Raises ValueError for missing inputs."""
         source = inputs.source
         if not isinstance(source, Embeddings):
             raise ValueError("Pairs of files need their source. Set data.source.type to embeddings.")
@@ -289,7 +265,7 @@ class StoredPairs:
 
     def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:
         self._source, self._text = source, text
-        self._shard, self._kept = -1, np.empty(0, dtype=np.int64)  # of the shard that rows were asked of last
+        self._listed = lru_cache(maxsize=1)(self._list)  # a shard is read in many calls, and listing reads its captions
         self._parts = source.parts()
         self._starts = np.cumsum([0, *(part.num_rows for part in self._parts)]).tolist()
         self.dim = self._parts[0].dim
@@ -311,10 +287,10 @@ class StoredPairs:
         """Return the rows without a caption."""
         return self._listed(shard)[1]
 
-    def _listed(self, shard: int) -> tuple[list[Sample], list[Quarantined], list[int]]:
+    def _list(self, shard: int) -> tuple[list[Sample], list[Quarantined], list[int]]:
         """Return the pairs of a shard, the quarantined rows, and the rows of the pairs among all rows of all parts."""
         samples, missing, kept = list[Sample](), list[Quarantined](), list[int]()
-        for number, part, rows in self._pieces(*self._range(shard)):
+        for number, part, rows in self._pieces(shard):
             ids = self._source.ids(part, number)[rows]
             captions = self._source.captions(part)[rows] if part.metadata is not None else None
             for i, row in enumerate(range(rows.start, rows.stop)):
@@ -329,7 +305,7 @@ class StoredPairs:
     def made_from(self, shard: int) -> str:
         """Return the digest of the numbers and captions, which does not change if a file is touched or copied."""
         content = hashlib.sha256()
-        for number, part, rows in self._pieces(*self._range(shard)):
+        for number, part, rows in self._pieces(shard):
             for path in filter(None, (part.image, part.text)):
                 content.update(np.ascontiguousarray(open_rows(path)[rows]).tobytes())
             captions = self._source.captions(part)[rows] if part.metadata is not None else []
@@ -337,9 +313,7 @@ class StoredPairs:
         return content.hexdigest()
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
-        if shard != self._shard:  # a shard is read in many calls, and listing it reads its captions
-            self._shard, self._kept = shard, np.array(self._listed(shard)[2], dtype=np.int64)
-        chosen, arrays = self._kept[start:stop], []
+        chosen, arrays = np.array(self._listed(shard)[2][start:stop], dtype=np.int64), []
         for number, part in enumerate(self._parts):
             rows = chosen[(chosen >= self._starts[number]) & (chosen < self._starts[number + 1])] - self._starts[number]
             if not len(rows):
@@ -354,12 +328,9 @@ class StoredPairs:
             arrays.append(np.concatenate(stored, axis=1))
         return np.concatenate(arrays)
 
-    def _range(self, shard: int) -> tuple[int, int]:
-        total = self._starts[-1]
-        return total * shard // self.num_shards, total * (shard + 1) // self.num_shards
-
-    def _pieces(self, start: int, stop: int) -> list[tuple[int, Part, slice]]:
-        """Return the pieces of the parts in [start, stop) of all rows: (number, part, its rows)."""
+    def _pieces(self, shard: int) -> list[tuple[int, Part, slice]]:
+        """Return the pieces of the parts that a shard is made of: (number, part, its rows)."""
+        start, stop = (self.num_rows * i // self.num_shards for i in (shard, shard + 1))
         pieces: list[tuple[int, Part, slice]] = []
         for number, part in enumerate(self._parts):
             offset = self._starts[number]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -178,12 +179,11 @@ def _train(
 
 def _words(captions: list[list[str]]) -> tuple[list[str], int]:
     """Return the most frequent words, and the number of words of the longest caption, within limits."""
-    counts, longest = dict[str, int](), 1
+    counts, longest = Counter[str](), 1
     for caption in (caption for texts in captions for caption in texts):
         words = words_of(caption)
         longest = max(longest, len(words))
-        for word in words:
-            counts[word] = counts.get(word, 0) + 1
+        counts.update(words)
     frequent = sorted(counts, key=lambda word: (-counts[word], word))
     return frequent[:_MOST_WORDS], min(longest, _LONGEST)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
+from torch import Tensor
 
 from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.files.atomic import digest
@@ -41,7 +43,6 @@ class ImageFilePairs(BesideCrops):
     """Images of another folder, cropped as those of the data set and stored next to them."""
 
     kind: ClassVar[str] = "images"
-    """Kind of the shards."""
     dtype: ClassVar[Literal["uint8"]] = "uint8"
     """Data type of the stored images."""
     type: Literal["images"] = "images"
@@ -80,23 +81,15 @@ class ImageFilePairs(BesideCrops):
         return dict(self.labels or {})
 
     @property
-    def name(self) -> str:
-        """Return the name of the folder of the images."""
-        return "images"
-
-    @property
     def other_files(self) -> str | None:
-        """Return the folder that is read, if any."""
         return self.path
 
     @property
     def needs_source(self) -> bool:
-        """True if files of the data's source are read."""
         return self.path is None
 
     @property
     def needs_crop(self) -> bool:
-        """True if images are cropped as those of the data."""
         return True
 
     def check(self, data: DataConfig) -> None:
@@ -184,6 +177,32 @@ class ImageCropper:
         crop = crop_image(data, self._data, self._decode)
         return crop.crops, crop.size
 
+    def read(
+        self, files: Sequence[str | Path | bytes], key: str, keeps_size: bool = False
+    ) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Return the crops of files, or of the contents of some, uint8 [P, C, H, W], and the (width, height) of each
+        image. key: that names them. keeps_size: refuse files of another size in place of cropping them. Raises
+        ValueError for what cannot be read."""
+        images = dict[str | Path | bytes, tuple[NDArray[np.uint8], tuple[int, int]]]()
+        height, width = self.shape[1:]
+        with quiet_pillow():
+            for row, file in enumerate(files):
+                if file in images:
+                    continue
+                name = f"image of row {row}" if isinstance(file, bytes) else str(file)
+                try:
+                    crops, size = self(file if isinstance(file, bytes) else read_image(Path(file)))
+                except (BadImage, Undecided, OSError) as error:
+                    raise ValueError(f"{key}: {name} cannot be read: {error}. Remove it, or replace it.") from None
+                if keeps_size and size != (width, height):
+                    raise ValueError(
+                        f"{key}: {name} has {size[0]} x {size[1]} pixels, but the network takes images of {width} x "
+                        f"{height}. Give one of that size."
+                    )
+                images[file] = crops[0], size
+        pixels, sizes = zip(*(images[file] for file in files), strict=True)
+        return torch.from_numpy(np.stack(pixels)), list(sizes)
+
 
 class PairedImages:
     """Images [C, H, W] that belong to the crops, one shard for each of theirs: pictures, or the numbers of labels in
@@ -199,35 +218,33 @@ class PairedImages:
         self.num_shards, self.num_rows = len(shards.manifest["shards"]), shards.num_samples
         self._crops, self._files, self._crop = crops, files, crop
         self.shape, self.identity = crop.shape, crop.described
-        self._hashed: tuple[int, list[Sample], list[str]] | None = None
-        self._cropped: tuple[int, list[Sample], list[Quarantined], list[NDArray[np.uint8]]] | None = None
+        self._hashes = lru_cache(maxsize=1)(self._hash_shard)
+        self._read = lru_cache(maxsize=1)(self._read_shard)
 
     def samples(self, shard: int) -> list[Sample]:
         """Return the crops that have an image: their ids are the hashes of the data set's images."""
-        return self._read(shard)[1]
+        return self._read(shard)[0]
 
     def missing(self, shard: int) -> list[Quarantined]:
         """Return the crops without an image, or with one that does not fit."""
-        return self._read(shard)[2]
+        return self._read(shard)[1]
 
     def made_from(self, shard: int) -> str:
         """Return the digest of the images, and of the crops that they belong to."""
-        _, samples, hashes = self._hashes(shard)
+        samples, hashes = self._hashes(shard)
         crops = [[sample.path, sample.sha256, sample.view, list(sample.size)] for sample in samples]
         return digest([crops, hashes])
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
         """Return the images of some crops, uint8 [n, C, H, W]."""
-        return np.stack(self._read(shard)[3][start:stop])
+        return np.stack(self._read(shard)[2][start:stop])
 
-    def _hashes(self, shard: int) -> tuple[int, list[Sample], list[str]]:
+    def _hash_shard(self, shard: int) -> tuple[list[Sample], list[str]]:
         """Return the crops of a shard, and the sha256 of the image of each; empty where it cannot be read."""
-        if self._hashed is None or self._hashed[0] != shard:
-            samples = read_record(self._crops, shard).samples
-            hashes = dict.fromkeys(stem_of(sample.path) for sample in samples)
-            of_each = {stem: self._hash(stem) for stem in hashes}
-            self._hashed = shard, samples, [of_each[stem_of(sample.path)] for sample in samples]
-        return self._hashed
+        samples = read_record(self._crops, shard).samples
+        stems = [stem_of(sample.path) for sample in samples]
+        of_each = {stem: self._hash(stem) for stem in dict.fromkeys(stems)}
+        return samples, [of_each[stem] for stem in stems]
 
     def _hash(self, stem: str) -> str:
         try:
@@ -235,19 +252,16 @@ class PairedImages:
         except (KeyError, OSError):
             return ""
 
-    def _read(self, shard: int) -> tuple[int, list[Sample], list[Quarantined], list[NDArray[np.uint8]]]:
-        if self._cropped is None or self._cropped[0] != shard:
-            samples, bad, images = list[Sample](), list[Quarantined](), list[NDArray[np.uint8]]()
-            _, of_shard, hashes = self._hashes(shard)
-            with quiet_pillow():
-                for sample, sha256 in zip(of_shard, hashes, strict=True):
-                    try:
-                        images.append(self._image(sample, sha256))
-                        samples.append(sample)
-                    except BadImage as error:
-                        bad.append(Quarantined(sample.path, str(error), sample.sha256))
-            self._cropped = shard, samples, bad, images
-        return self._cropped
+    def _read_shard(self, shard: int) -> tuple[list[Sample], list[Quarantined], list[NDArray[np.uint8]]]:
+        samples, bad, images = list[Sample](), list[Quarantined](), list[NDArray[np.uint8]]()
+        with quiet_pillow():
+            for sample, sha256 in zip(*self._hashes(shard), strict=True):
+                try:
+                    images.append(self._image(sample, sha256))
+                    samples.append(sample)
+                except BadImage as error:
+                    bad.append(Quarantined(sample.path, str(error), sample.sha256))
+        return samples, bad, images
 
     def _image(self, sample: Sample, sha256: str) -> NDArray[np.uint8]:
         """Return the image of a crop. Raises BadImage where there is none that fits."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.encoded.pairs import Splits
+from image_diffusion.data.encoded.pairs import PairSet, Splits
 from image_diffusion.data.sources import Source
 
 
@@ -33,8 +34,20 @@ class PairInputs:
     data: DataConfig | None = None
 
 
-class PairSettings(Config):
+class PairSettings(Config, ABC):
     """Base of the section `pairs`. By default pairs are made from crops alone."""
+
+    kind: ClassVar[str]
+    """Kind of the shards."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder of the set."""
+        return self.kind
+
+    @abstractmethod
+    def build(self, inputs: PairInputs) -> PairSet:
+        """Return the set that makes the pairs. Raises ValueError for missing inputs, and for those that do not fit."""
 
     @property
     def needs_source(self) -> bool:

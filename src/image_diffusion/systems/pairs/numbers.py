@@ -30,7 +30,6 @@ class NumberPairs(BesideCrops):
     """Numbers of the images, stored next to the latents."""
 
     kind: ClassVar[str] = "numbers"
-    """Kind of the shards."""
     dtype: ClassVar[Literal["float32"]] = "float32"
     """Data type of the stored numbers."""
     type: Literal["numbers"] = "numbers"
@@ -54,18 +53,11 @@ class NumberPairs(BesideCrops):
         return value
 
     @property
-    def name(self) -> str:
-        """Return the name of the folder of the numbers."""
-        return "numbers"
-
-    @property
     def needs_source(self) -> bool:
-        """True if files of the data's source are read."""
         return self.table is None
 
     @property
     def other_files(self) -> str | None:
-        """Return the table, if any."""
         return self.table
 
     def check(self, source: Source) -> None:

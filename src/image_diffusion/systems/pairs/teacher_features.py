@@ -25,7 +25,6 @@ class FeaturePairs(BesideCrops):
     """A teacher's features of the images, computed once and stored next to the latents or the crops."""
 
     kind: ClassVar[str] = "features"
-    """Kind of the shards."""
     type: Literal["features"] = "features"
     """Features of a teacher for the crops; for system.alignment."""
     teacher: Annotated[InPipe | Dinov2 | Transformers, Field(discriminator="type")] = InPipe()
@@ -36,7 +35,6 @@ class FeaturePairs(BesideCrops):
 
     @property
     def name(self) -> str:
-        """Return the name of the folder of the features."""
         match self.teacher:
             case InPipe():
                 return "features-inpipe"
@@ -50,11 +48,9 @@ class FeaturePairs(BesideCrops):
 
     @property
     def encoded_by(self) -> dict[str, Any]:
-        """Return the teacher as plain data, for the manifest of the features."""
         return dump(self.teacher)
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set that makes the features. Raises ValueError for missing inputs."""
         if inputs.crops is None:
             raise ValueError("Features are those of crops: give --data.")
         teacher = self.teacher.build(inputs.detector, str(inputs.device))

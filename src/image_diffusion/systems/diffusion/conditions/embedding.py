@@ -30,7 +30,6 @@ class EmbeddingCondition(ConditionPart):
     reads: ClassVar[str] = "pairs"
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing."""
         if settings.prompts is not None or settings.negative_prompt:
             raise ValueError(
                 f"{section}.prompts or {section}.negative_prompt is set, but the network takes embeddings, not "
@@ -64,9 +63,7 @@ class EmbeddingCondition(ConditionPart):
         if inputs.rows is not None and inputs.embed is not None:
             prompts = [str(row["prompt"]) for row in inputs.rows]
             return SamplingRequest(conditions={EMBEDDING: inputs.embed(prompts, seeds).float()})
-        if isinstance(source, Shards):
-            return of_held_out(source, seeds)
-        if settings.embeddings is None:
+        if isinstance(source, Shards) or settings.embeddings is None:
             return of_held_out(held_out(source), seeds)
         if isinstance(settings.embeddings, str):
             source = source or [Path(settings.embeddings)]

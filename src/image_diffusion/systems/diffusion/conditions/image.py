@@ -31,9 +31,9 @@ from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource, ServedFrom
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
-from image_diffusion.systems.diffusion.conditions.image_files import read_files
 from image_diffusion.systems.diffusion.conditions.rows import images_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.image_embeddings import rows_of
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.pairs.images import ImageCropper
 from image_diffusion.systems.sampling import Column
@@ -86,7 +86,7 @@ class ImagePart(ConditionPart, ABC):
             return None
         assert inputs.image_source is not None
         crop = self.cropper(inputs.image_source.spec, inputs.pairs)
-        return self.of_stored(read_files(files, inputs.key, crop, self.keeps_size), inputs)
+        return self.of_stored(crop.read(files, inputs.key, self.keeps_size)[0], inputs)
 
     def of_stored(self, stored: Tensor, inputs: ConditionInputs) -> SamplingRequest:
         """Return images that are named, uint8 [P, C, H, W], in the form of the network; image i has number i modulo
@@ -221,10 +221,9 @@ class ImageCondition(Degradations, ImagePart):
         described = self.described(inputs.pairs)
         if wanted == "validation" or isinstance(image_source.source, Shards):
             crops = image_source.source if isinstance(image_source.source, Shards) else _held_out(image_source)
-            rows = (seeds % crops.num_samples).numpy()
-            labels = torch.from_numpy(crops.labels[rows]) if crops.num_classes else None
+            rows, labels, origin = rows_of(crops, seeds)
             image = self.of_held_out(crops, rows, image_streams(seeds, settings.seed))
-            described |= {"split": "validation", "data": crops.digest}
+            described |= origin
         else:
             if image_source.source is None and isinstance(wanted, SamplesOf):
                 raise ValueError(f"{_KEY} needs the samples.npz of {wanted.experiment}. Name it: --small-images PATH.")

@@ -20,7 +20,6 @@ class LabelCondition(ConditionPart):
     keys: ClassVar[frozenset[str]] = frozenset({"labels"})
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing."""
         if settings.prompts is not None or settings.negative_prompt:
             raise ValueError(
                 f"{section}.prompts or {section}.negative_prompt is set, but the network takes classes, not words. "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from image_diffusion.core.number_columns import NumberColumns
@@ -17,7 +16,7 @@ from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
 from image_diffusion.systems.diffusion.conditions.rows import numbers_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.image_embeddings import held_out
+from image_diffusion.systems.diffusion.image_embeddings import held_out, rows_of
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
 
@@ -74,15 +73,13 @@ class NumbersCondition(ConditionPart):
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
         """Return the numbers of the images: each row in turn, or by their seeds those of held-out images."""
-        source, columns, asked, key = inputs.source, _described(inputs.pairs), inputs.rows, inputs.key
+        columns, asked, key = _described(inputs.pairs), inputs.rows, inputs.key
         if asked is None:
-            images = source if isinstance(source, Shards) else held_out(source, "conditions")
-            rows = (inputs.seeds % images.num_samples).numpy()
+            images = held_out(inputs.source, "conditions")
+            rows, labels, origin = rows_of(images, inputs.seeds)
             scaled = images.gather_of(self.reads, rows)
             values = [dict[str, float | None](of_image) for of_image in columns.values(scaled)]
-            labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
-            described: dict[str, Any] = {"split": "validation", "data": images.digest}
-            return _request(columns, values, scaled, described, labels=labels)
+            return _request(columns, values, scaled, origin, labels=labels)
         values = numbers_of(asked, key, columns.names)
         if phrases := columns.outside(values):
             log_line_once(f"warning: {key} asks for {', '.join(phrases)}: the network has seen no such image.")

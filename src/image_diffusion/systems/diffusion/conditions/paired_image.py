@@ -26,9 +26,8 @@ from image_diffusion.data.sources.folder import files_in
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
-from image_diffusion.systems.diffusion.conditions.image_files import read_files
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.image_embeddings import held_out
+from image_diffusion.systems.diffusion.image_embeddings import held_out, rows_of
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.pairs.images import ImageCropper
 
@@ -114,16 +113,15 @@ class PairedImageCondition(ImagePart):
             raise ValueError("The model does not say which images it was trained on. Train it again.")
         if inputs.settings.small_images is not None:
             crop = self.cropper(inputs.image_source.spec, inputs.pairs)
-            stored = read_files(self.pictures(inputs.settings), _KEY, crop)
+            stored, _ = crop.read(self.pictures(inputs.settings), _KEY)
             request = self.of_stored(stored, inputs)
             turns = inputs.seeds % len(stored)  # a seed has its image, whatever the first one is
             assert request.drawn is not None
             return replace(request, conditions=request.select(turns), drawn=request.drawn[turns])
-        images = inputs.source if isinstance(inputs.source, Shards) else held_out(inputs.source, "small_images")
-        rows = (inputs.seeds % images.num_samples).numpy()
+        images = held_out(inputs.source, "small_images")
+        rows, labels, origin = rows_of(images, inputs.seeds)
         image = self.of_held_out(images, rows, image_streams(inputs.seeds, inputs.settings.seed))
-        labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
-        described = self.described(inputs.pairs) | {"split": "validation", "data": images.digest}
+        described = self.described(inputs.pairs) | origin
         drawn = self.drawn(image, inputs.pairs)
         return SamplingRequest(conditions={IMAGE: image}, labels=labels, described={"image": described}, drawn=drawn)
 
