@@ -69,7 +69,7 @@ def main() -> None:
     adds_noise = model.system.process.type != "flow"
 
     seeds = torch.arange(arguments.num_samples)
-    labels = requested_labels("balanced", arguments.num_samples, model.classes, seeds)
+    labels = requested_labels("balanced", model.classes, seeds)
     print("| Sampler | Calls | Kernel distance | Fréchet distance | Label agreement | CPU seconds for 100 images |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for calls in CALLS:

@@ -49,7 +49,7 @@ def test_a_validation_drops_no_labels(objective: Any) -> None:
 
 def test_the_seed_that_all_share_reaches_random_labels() -> None:
     seeds, classes = torch.arange(200), ["a", "b", "c"]
-    first, again, other = (requested_labels("random", 200, classes, seeds, seed) for seed in (0, 0, 1))
+    first, again, other = (requested_labels("random", classes, seeds, seed) for seed in (0, 0, 1))
     assert first is not None and again is not None and other is not None
     assert torch.equal(first, again) and 80 < int((first != other).sum()) < 180
 
@@ -72,7 +72,7 @@ NUMBERS = sorted(map(str, range(12)))  # as folders are: 0, 1, 10, 11, 2, …
 )
 def test_a_number_is_the_class_of_that_name(classes: list[str], label: Any, name: str) -> None:
     assert classes[class_number("sample.labels", label, classes)] == name
-    found = requested_labels([label], 1, classes, torch.arange(1))
+    found = requested_labels([label], classes, torch.arange(1))
     assert found is not None and classes[int(found)] == name
 
 
@@ -108,7 +108,7 @@ def test_a_class_on_the_command_line(text: str, classes: list[str], value: str) 
 def test_classes_without_a_training_image_are_drawn_by_name_alone() -> None:
     seeds, classes = torch.arange(100), ["a", "b", "c"]
     for labels in ("balanced", "random"):
-        found = requested_labels(labels, 100, classes, seeds, untrained=["b"])
+        found = requested_labels(labels, classes, seeds, untrained=["b"])
         assert found is not None and found.unique().tolist() == [0, 2]
-    named = requested_labels(["b"], 1, classes, seeds, untrained=["b"])
+    named = requested_labels(["b"], classes, seeds[:1], untrained=["b"])
     assert named is not None and named.tolist() == [1]

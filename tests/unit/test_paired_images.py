@@ -455,7 +455,7 @@ def test_a_picture_beside_an_image_is_a_condition_too(data: Path, tmp_path: Path
     held_out = joined(tmp_path, "validation")
     _, maker = images(tmp_path / "out", tmp_path / "images", tmp_path / "crops")
     (beside,) = held_out.gather_beside(np.array([0]))
-    assert torch.equal(maker._request.conditions[IMAGE][:1], from_uint8(beside))
+    assert torch.equal(maker.request.conditions[IMAGE][:1], from_uint8(beside))
 
 
 def mistake(folder: Path, condition: Any, **sections: Any) -> str:

@@ -87,22 +87,22 @@ def test_autoguidance_leads_away_from_the_weaker_network() -> None:
     [("balanced", [0, 1, 2, 0, 1]), (["b", 2], [1, 2, 1, 2, 1]), ([0], [0, 0, 0, 0, 0])],
 )
 def test_labels_are_those_asked_for(labels: object, expected: list[int]) -> None:
-    found = requested_labels(labels, 5, ["a", "b", "c"], torch.arange(5))  # type: ignore[arg-type]
+    found = requested_labels(labels, ["a", "b", "c"], torch.arange(5))  # type: ignore[arg-type]
     assert found is not None and found.tolist() == expected
 
 
 def test_random_labels_belong_to_the_seed_and_no_classes_give_none() -> None:
-    whole = requested_labels("random", 100, ["a", "b", "c"], torch.arange(100))
-    part = requested_labels("random", 50, ["a", "b", "c"], torch.arange(50, 100))
+    whole = requested_labels("random", ["a", "b", "c"], torch.arange(100))
+    part = requested_labels("random", ["a", "b", "c"], torch.arange(50, 100))
     assert whole is not None and part is not None
     assert torch.equal(whole[50:], part) and set(whole.tolist()) == {0, 1, 2}
-    assert requested_labels("balanced", 4, [], torch.arange(4)) is None
+    assert requested_labels("balanced", [], torch.arange(4)) is None
 
 
 @pytest.mark.parametrize("label", ["d", 3, -1])
 def test_a_class_that_does_not_exist_is_named(label: int | str) -> None:
     with pytest.raises(ValueError, match="the classes are 0 to 2: a, b, c"):
-        requested_labels([label], 1, ["a", "b", "c"], torch.arange(1))
+        requested_labels([label], ["a", "b", "c"], torch.arange(1))
 
 
 def test_guidance_of_a_network_that_never_dropped_labels_is_refused() -> None:

@@ -59,7 +59,7 @@ class ExportedDiffusion(ExportedModel):
         class_names = classes if self.spec.num_classes else []
         untrained = self.described.get("untrained", ())
         requested = requested_labels(
-            "balanced" if labels is None else labels, len(seeds), class_names, numbers, untrained=untrained
+            "balanced" if labels is None else labels, class_names, numbers, untrained=untrained
         )
         conditions |= self._image(image, len(seeds))
         config = self.settings(**chosen)

@@ -287,7 +287,6 @@ def check_scales(section: str, settings: SampleConfig, reading: Reading) -> None
 
 def requested_labels(
     labels: str | Sequence[ClassLabel],
-    num_samples: int,
     classes: list[str],
     seeds: Tensor,
     seed: int = 0,
@@ -305,7 +304,7 @@ def requested_labels(
     if labels == "random":
         return torch.tensor(trained)[image_streams(seeds, seed).integers("label", len(trained))]
     chosen = trained if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
-    return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
+    return torch.tensor([chosen[i % len(chosen)] for i in range(len(seeds))], dtype=torch.int64)
 
 
 def chosen_classes(key: str, labels: Sequence[ClassLabel], classes: list[str]) -> list[int]:

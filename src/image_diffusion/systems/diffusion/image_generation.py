@@ -204,7 +204,7 @@ class ImageSampling(Sampling, ABC):
             labels = None
             if model.spec.num_classes:
                 requested = _wanted_labels(table) or settings.labels
-                labels = requested_labels(requested, len(seeds), model.classes, seeds, settings.seed, model.untrained)
+                labels = requested_labels(requested, model.classes, seeds, settings.seed, model.untrained)
             rows = table.drop(columns=["seed", LABEL, "class"], errors="ignore").to_dict("records")
             request = self.condition.sampling_request(
                 ConditionInputs(
@@ -265,7 +265,7 @@ def _labels(
         )
     if request.classes:
         return torch.tensor(chosen_classes("sample.conditions", request.classes, classes))
-    return requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed, untrained)
+    return requested_labels(settings.labels, classes, seeds, settings.seed, untrained)
 
 
 def _titles(request: SamplingRequest, labels: Tensor | None, classes: list[str]) -> list[str]:
@@ -285,39 +285,34 @@ def beside_conditions(images: Tensor, conditions: Tensor) -> Image.Image:
     return image_grid(torch.cat([above, images]), columns=count)
 
 
+@dataclass(frozen=True)
 class ImageMaker:
     """Images by row; implements `systems.sampling.Maker`."""
 
-    def __init__(
-        self,
-        generator: Generates,
-        seeds: Tensor,
-        labels: Tensor | None,
-        described: dict[str, Any],
-        request: SamplingRequest,
-        titles: list[str],
-        spec: DataSpec,
-    ) -> None:
-        self.labels, self.described, self.titles = labels, described, titles
-        self._generator, self._seeds, self._request = generator, seeds, request
-        self._spec = spec
+    generator: Generates
+    seeds: Tensor
+    labels: Tensor | None
+    described: dict[str, Any]
+    request: SamplingRequest
+    titles: list[str]
+    spec: DataSpec
 
     def __call__(self, rows: slice) -> Tensor:
-        return self._generator(*self._for_rows(rows))
+        return self.generator(*self._for_rows(rows))
 
     def pictures(self) -> dict[str, Image.Image]:
         """Return the pictures by name. steps: a row for each seed, from the noise to the last step's prediction.
         conditions: what the first images are made of, above them, where that is an image."""
-        chosen = ten_of(self._generator.trajectory(*self._for_rows(slice(_BESIDE))))
-        images = self._spec.shown(torch.stack(chosen, dim=1).flatten(0, 1))
+        chosen = ten_of(self.generator.trajectory(*self._for_rows(slice(_BESIDE))))
+        images = self.spec.shown(torch.stack(chosen, dim=1).flatten(0, 1))
         pictures = {"steps": image_grid(images, columns=len(chosen))}
-        if self._request.drawn is not None:
-            pictures["conditions"] = beside_conditions(self._spec.shown(chosen[-1]), self._request.drawn)
+        if self.request.drawn is not None:
+            pictures["conditions"] = beside_conditions(self.spec.shown(chosen[-1]), self.request.drawn)
         return pictures
 
     def _for_rows(self, rows: slice) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        labels = self.labels[rows] if self.labels is not None and self._spec.num_classes else None
-        return self._seeds[rows], labels, self._request.select(torch.arange(len(self._seeds))[rows])
+        labels = self.labels[rows] if self.labels is not None and self.spec.num_classes else None
+        return self.seeds[rows], labels, self.request.select(torch.arange(len(self.seeds))[rows])
 
 
 def _wanted_labels(rows: pandas.DataFrame) -> Sequence[ClassLabel]:
