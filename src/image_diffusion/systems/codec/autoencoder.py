@@ -26,9 +26,7 @@ class AutoencoderSystem(CodecSystem):
         self.network.check(spec)  # building it would import diffusers
 
     def build_network(self, spec: DataSpec) -> Autoencoder:
-        """Build the randomly initialised network. Raises ValueError when the images do not fit."""
         return self.network.build(spec)
 
     def build_own_objective(self, spec: DataSpec) -> Autoencoding:
-        """Build the objective for images of `spec`."""
         return self.objective.build(self.network.latent_shape(spec))

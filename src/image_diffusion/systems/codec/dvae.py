@@ -51,11 +51,9 @@ class DVAESystem(CodecSystem):
         return self
 
     def build_network(self, spec: DataSpec) -> DVAE:
-        """Build the randomly initialised network. Raises ValueError when the images do not fit."""
         return self.network.build(spec)
 
     def build_own_objective(self, spec: DataSpec) -> Objective:
-        """Build the objective for images of `spec`."""
         if self.network.without_a_choice is not None:
             return self.objective.without_a_choice(commits=self.network.vector_quantiser is not None)
         return self.objective.build(self.network.logits_shape(spec))

@@ -43,9 +43,5 @@ class Reading(Config):
         process = self.process.build()
         if self.estimates == "none":
             return NetworkDenoiser(guide(network), process, grid, self.prediction, self.variance, cond)
-        restrict = clamp if self.estimates == "clamped" else _as_it_is
+        restrict: Callable[[Tensor], Tensor] = clamp if self.estimates == "clamped" else lambda x0: x0
         return SelfConditionedDenoiser(network, process, grid, self.prediction, cond, restrict, guide)
-
-
-def _as_it_is(x0: Tensor) -> Tensor:
-    return x0

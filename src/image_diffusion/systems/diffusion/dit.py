@@ -117,7 +117,6 @@ class DiTSystem(DiffusionSystem):
         )
 
     def build_network(self, spec: DataSpec) -> DiT:
-        """Build the randomly initialised network. Raises ValueError when it does not fit the data."""
         return self.network.build(spec, **self.build_options)
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:

@@ -15,6 +15,7 @@ Defaults that differ from those of openai/improved-diffusion (docs/systems.md ha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from image_diffusion.core.types import DataSpec
@@ -45,9 +46,7 @@ class IddpmSystem(VectorConditioned):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **VectorConditioned.sections,
-        "sample": Section(
-            SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250)), VectorConditioned.sections["sample"].keys
-        ),
+        "sample": replace(VectorConditioned.sections["sample"], default=SampleConfig(sampler=Ddpm(num_steps=250))),
     }
     recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}
     warm_start: ClassVar = WarmStart(class_rows=("label_emb.weight",))

@@ -10,6 +10,7 @@ Defaults that differ from those of lucidrains/recurrent-interface-network-pytorc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from image_diffusion.codecs.rgb import Rgb
@@ -45,9 +46,7 @@ class RinSystem(VectorConditioned):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **VectorConditioned.sections,
-        "sample": Section(
-            SampleConfig, SampleConfig(sampler=Ddim(num_steps=1000)), VectorConditioned.sections["sample"].keys
-        ),
+        "sample": replace(VectorConditioned.sections["sample"], default=SampleConfig(sampler=Ddim(num_steps=1000))),
     }
     recipe: ClassVar[Mapping[str, Any]] = {
         "optimizer": {"type": "adam", "lr": 1e-4, "betas": (0.9, 0.99)},
@@ -73,18 +72,15 @@ class RinSystem(VectorConditioned):
         super().check(experiment, others)
 
     def build_network(self, spec: DataSpec) -> Rin:
-        """Build the randomly initialised network. Raises ValueError when it does not fit the data."""
         return self.network.build(spec)
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
-        """Build the objective. Raises ValueError where it does not fit the process or the data."""
         process = self.process.build()
         objective = SelfConditionedObjective(self.self_conditioning, self.objective, process, spec)
         return self.objective.timestep_sampling.wrap(objective, process)
 
     @property
     def reading(self) -> Reading:
-        """Return the properties of the system that sampling depends on."""
         settings = self.self_conditioning
         estimates = "none" if settings.probability == 0 else "clamped" if settings.clamp else "free"
         return super().reading.model_copy(update={"estimates": estimates})

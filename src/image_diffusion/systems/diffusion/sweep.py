@@ -13,6 +13,9 @@ from image_diffusion.process import Process
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainSettings
 
+_OF_THE_SAMPLER = {"num_steps": int, "time_difference": float, "temperature": float}
+"""Type of the values of each axis that is a key of the sampler."""
+
 
 class SweepConfig(Config):
     """Settings to vary, one at a time; all others are those of `sample`. Each list gives one curve."""
@@ -76,10 +79,8 @@ class SweepConfig(Config):
             plain["first_seed"] = base.first_seed + base.num_samples
         elif axis == "guidance_scale":
             plain["guidance"]["guidance_scale"] = float(value)
-        elif axis == "num_steps":
-            plain["sampler"]["num_steps"] = int(value)
-        elif axis == "time_difference":
-            plain["sampler"]["time_difference"] = float(value)
+        elif axis in _OF_THE_SAMPLER:
+            plain["sampler"][axis] = _OF_THE_SAMPLER[axis](value)
         elif axis == "sampler" and value != base.sampler.type:
             shared = ("num_steps", "clip_denoised", "shift")
             plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}

@@ -6,14 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_values
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.tokens.generator import TokenReading, TokenSampleConfig, check_made
-
-_OF_THE_SAMPLER = {"temperature": float, "num_steps": int}
 
 
 class TokenSweepConfig(SweepConfig):
@@ -28,15 +25,9 @@ class TokenSweepConfig(SweepConfig):
     def samples(self, axis: str, value: str, base: SampleConfig) -> SampleConfig:
         """Return the settings of sampling at one point. Raises ValueError when the sampler that it changes is not
         written."""
-        if axis not in _OF_THE_SAMPLER:
-            return super().samples(axis, value, base)
-        plain: dict[str, Any] = dump(base)
-        if plain["sampler"] is None:
+        if axis in ("temperature", "num_steps") and base.sampler is None:
             raise ValueError(f"sweep.{axis} varies a key of sample.sampler, which is missing. Write it with its type.")
-        plain["sampler"][axis] = _OF_THE_SAMPLER[axis](value)
-        plain["num_samples"] = self.num_samples or base.num_samples
-        settings: SampleConfig = parse(type(base), plain, f"sweep.{axis} {value}")
-        return settings
+        return super().samples(axis, value, base)
 
 
 KEYS = frozenset({"guidance_scale", "num_steps", "temperature", "checkpoint", "ema", "num_samples", "choose"})

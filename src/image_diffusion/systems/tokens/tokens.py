@@ -145,7 +145,6 @@ class TokensSystem(System):
         return {"causal": self.objective.causal}
 
     def build_network(self, spec: DataSpec) -> TokenTransformer:
-        """Build the randomly initialised network."""
         return self.network.build(spec, **self.build_options)
 
     def build_objective(self, spec: DataSpec) -> Objective:
