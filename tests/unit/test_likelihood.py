@@ -19,6 +19,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.resolve import load_all
+from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.systems import AnySystem
@@ -26,6 +27,7 @@ from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion import evaluation
 from image_diffusion.systems.diffusion.evaluation import ImageBound, likelihood_label
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
+from image_diffusion.systems.evaluation import EvaluationInputs
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=3)
 NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attention_resolutions": [4]}
@@ -158,9 +160,9 @@ def test_data_with_other_classes_are_measured_under_the_label_that_is_named(
     )
 
     def bits(classes: Sequence[str] = (), **settings: Any) -> float:
-        asked = parse(LikelihoodConfig, settings, "evaluate.likelihood")
-        model = model_of(described, network, classes)
-        found, _ = evaluation._likelihood(model, described.reading, None, data, asked, None)
+        asked = EvaluateConfig(likelihood=parse(LikelihoodConfig, settings, "evaluate.likelihood"))
+        inputs = EvaluationInputs(model_of(described, network, classes), asked, tmp_path)
+        found, _ = described.evaluation()._likelihood(inputs, data)
         return float(found["bits_per_dim"]["value"])
 
     with pytest.raises(ValueError, match=r"with 3 classes, but --data has 2\. .* evaluate\.likelihood\.label"):

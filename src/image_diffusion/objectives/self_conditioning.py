@@ -38,10 +38,6 @@ class SelfConditioning(Config):
                 "latents, which go beyond it. Set system.self_conditioning.clamp to false."
             )
 
-    def restrict(self, x0: Tensor) -> Tensor:
-        """Return an estimate of x0 in the form that the network receives."""
-        return clamp(x0) if self.clamp else x0
-
 
 class SelfConditionedObjective(AtTimes):
     """A batch -> one loss per sample: denoising with two passes of the network, the first without gradient.
@@ -90,7 +86,8 @@ class SelfConditionedObjective(AtTimes):
         time = self._process.network_time(t)
         output, latents, _ = network(self._process.network_input(x_t), time, **cond, return_latents=True)
         x0, _ = to_x0_and_eps(self._prediction, output.to(x.dtype), x_t, alpha, sigma)
+        x0 = clamp(x0) if self._config.clamp else x0
         return {
-            "self_cond": torch.where(self_conditioned[:, None, None, None], self._config.restrict(x0), 0),
+            "self_cond": torch.where(self_conditioned[:, None, None, None], x0, 0),
             "latents": torch.where(self_conditioned[:, None, None], latents, 0),
         }

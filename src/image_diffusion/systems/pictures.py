@@ -138,8 +138,8 @@ def _known_part(inpainting: Inpainting, data: DataConfig, factor: int) -> tuple[
         j = i % len(masks)
         if size != mask_sizes[j]:
             raise ValueError(
-                f"sample.given.mask: {masks[j]} has {_by(mask_sizes[j])} pixels, but {files[i]} has {_by(size)}. Give "
-                "a mask the size of its image."
+                f"sample.given.mask: {masks[j]} has {shown(mask_sizes[j])} pixels, but {files[i]} has {shown(size)}. "
+                "Give a mask the size of its image."
             )
     mask = levels >= _KNOWN
     is_full, is_empty = mask.flatten(1).all(1), ~least_known(mask, factor).flatten(1).any(1)
@@ -163,7 +163,3 @@ def _files(key: str, named: str) -> list[Path]:
     for name, reason in listing.rejected:
         raise ValueError(f"{key}: {named}/{name} cannot be read: {reason}. Remove it, or replace it.")
     return [Path(named, str(item.address[0])) for item in listing.items]
-
-
-def _by(size: tuple[int, int]) -> str:
-    return f"{size[0]} x {size[1]}"

@@ -118,6 +118,8 @@ def check_sections(process: Process, image: ImagePart | None, experiment: Sectio
 
 def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
     """Raise ValueError for sections that know pictures of 8 bits alone, where the images are arrays."""
+    if experiment.data.dtype is None:
+        return
     sample, evaluate = experiment.section("sample"), experiment.section("evaluate")
     of_pictures = {
         "an image in system.condition": image,
@@ -128,8 +130,6 @@ def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
         "evaluate.attributes": evaluate.attributes,
     }
     named = [key for key, value in of_pictures.items() if value is not None]
-    if experiment.data.dtype is None:
-        return
     channels = experiment.data.num_channels
     published = [detector.type for detector in evaluate.detectors if detector.type != "inpipe"]
     if published and channels not in (1, 3):

@@ -98,14 +98,31 @@ class DiffusionEvaluation(ImageEvaluation):
                 )
                 result["metrics"] |= channels
         if settings.likelihood is not None:
-            bits, result["likelihood"] = _likelihood(
-                inputs.model, self.reading, self.image, data, settings.likelihood, inputs.report
-            )
+            bits, result["likelihood"] = self._likelihood(inputs, data)
             result["metrics"] |= bits
             result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
         if settings.published:
             result["published"] = compare_with_published(settings.published, result["metrics"])
         return result
+
+    def _likelihood(self, inputs: EvaluationInputs, data: RealImages) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        """Return the bits per dimension of real images, and their terms by timestep."""
+        model, reading, settings = inputs.model, self.reading, inputs.settings.likelihood
+        if model is None or reading is None:
+            raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
+        spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
+        trained_on = f"The network was trained on images of {[spec.channels, *spec.size]}"
+        if shape != (spec.channels, *spec.size):
+            raise ValueError(f"{trained_on}, but --data holds {list(shape)}. Name images of that size.")
+        label = likelihood_label(model, reading.drops_labels, settings.label)
+        if label is None and spec.num_classes not in (0, num_classes):
+            raise ValueError(
+                f"{trained_on} with {spec.num_classes} classes, but --data has {num_classes}. Use images of its own "
+                f"classes, or set evaluate.likelihood.label to one class for all images."
+            )
+        codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
+        bound = ImageBound(on_best_device(model), reading, spec, codec, settings, label, self.image)
+        return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, inputs.report)
 
 
 def real_images(folder: Path | str) -> RealImages:
@@ -123,32 +140,6 @@ def joined(folder: Path | str, split: Split, pairs: Sequence[Path]) -> Shards:
     for other in pairs:
         images.join(open_shards(other, "all"))
     return images
-
-
-def _likelihood(
-    model: TrainedNetwork | None,
-    reading: Reading | None,
-    image: ImagePart | None,
-    data: RealImages,
-    settings: LikelihoodConfig,
-    report: Path | None,
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the bits per dimension of real images, and their terms by timestep."""
-    if model is None or reading is None:
-        raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
-    spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
-    trained_on = f"The network was trained on images of {[spec.channels, *spec.size]}"
-    if shape != (spec.channels, *spec.size):
-        raise ValueError(f"{trained_on}, but --data holds {list(shape)}. Name images of that size.")
-    label = likelihood_label(model, reading.drops_labels, settings.label)
-    if label is None and spec.num_classes not in (0, num_classes):
-        raise ValueError(
-            f"{trained_on} with {spec.num_classes} classes, but --data has {num_classes}. Use images of its own "
-            f"classes, or set evaluate.likelihood.label to one class for all images."
-        )
-    codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
-    bound = ImageBound(on_best_device(model), reading, model.spec, codec, settings, label, image)
-    return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)
 
 
 def check_likelihood(process: Process, codec: Config, settings: LikelihoodConfig) -> Discrete:
