@@ -119,27 +119,24 @@ def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None, folde
     description = (pairs or {}).get("text", {})
     if clip is not None:
         return clip.build(best_device(), int(description.get("num_tokens", 0)))
-    if description.get("type") not in _ENCODERS:
-        raise ValueError(
-            "The prior does not record the encoder of its captions. Set sample.clip to that CLIP, such as "
-            "{weights: openai/clip-vit-large-patch14}."
-        )
-    encoder = _ENCODERS[description["type"]](description, folder)
+    encoder: TextEncoder
+    match description.get("type"):
+        case "hashing":
+            encoder = HashingText(description["dim"], description["num_tokens"])
+        case "contrastive":
+            encoder = read_text(folder or Path(), description["num_tokens"], best_device())
+        case "clip":
+            encoder = ClipConfig(weights=description["weights"]).build(best_device(), description["num_tokens"])
+        case _:
+            raise ValueError(
+                "The prior does not record the encoder of its captions. Set sample.clip to that CLIP, such as "
+                "{weights: openai/clip-vit-large-patch14}."
+            )
     if encoder.identity != description:
         raise ValueError(
             f"The captions were embedded by {description}, but the text encoder is now {encoder.identity}. Train again."
         )
     return encoder
-
-
-_ENCODERS: dict[str, Callable[[dict[str, Any], Path | None], TextEncoder]] = {
-    "hashing": lambda description, folder: HashingText(description["dim"], description["num_tokens"]),
-    "contrastive": lambda description, folder: read_text(folder or Path(), description["num_tokens"], best_device()),
-    "clip": lambda description, folder: ClipConfig(weights=description["weights"]).build(
-        best_device(), description["num_tokens"]
-    ),
-}
-"""Text encoders of pairs, by the type that their identity names."""
 
 
 class EmbeddingMaker:
@@ -192,7 +189,9 @@ class EmbeddingFiles(SampleFiles):
             image, table = folder / f"img_emb/img_emb_{number}.npy", folder / f"metadata/metadata_{number}.parquet"
             with atomic_write(image) as file:
                 np.save(file, rows.numpy())
-            _write_table(table, samples.maker.titles[start:stop], settings.first_seed, start)
+            seeds = [settings.first_seed + i for i in range(start, stop)]
+            ids = [f"{i:09d}" for i in range(start, stop)]
+            write_columns(table, {"caption": samples.maker.titles[start:stop], "seed": seeds, "id": ids})
             written, start = [*written, image, table], stop
         how = {"pairs": samples.model.pairs.get("pairs"), "files": describe(folder, written)}
         write_json(samples.output, samples.description | how)
@@ -234,9 +233,3 @@ def _files_of(batches: Iterable[Tensor]) -> Iterator[Tensor]:
             waiting = [whole[_ROWS:]]
     if sum(map(len, waiting)):
         yield torch.cat(waiting)
-
-
-def _write_table(path: Path, captions: list[str], first_seed: int, start: int) -> None:
-    number = range(start, start + len(captions))
-    seeds, ids = [first_seed + i for i in number], [f"{i:09d}" for i in number]
-    write_columns(path, {"caption": captions, "seed": seeds, "id": ids})

@@ -102,16 +102,13 @@ class EmbeddingGenerator:
     @torch.no_grad()
     def candidates(self, cond: dict[str, Tensor], seeds: Tensor) -> Tensor:
         """Return one embedding a row, float32 [N, dim] on the device, of these seeds, int64 [N]."""
-        settings = self._settings
-        streams = image_streams(seeds.to(self._device), settings.seed)
-        noise = initial_noise(streams, (self._spec.channels,))
-        return self.from_noise(cond, noise, streams)
+        streams = image_streams(seeds.to(self._device), self._settings.seed)
+        return self.from_noise(cond, initial_noise(streams, (self._spec.channels,)), streams)
 
     @torch.no_grad()
     def from_noise(self, cond: dict[str, Tensor], noise: Tensor, streams: Streams) -> Tensor:
         """Return one embedding per row, float32 [N, dim] on the device, from noise [N, dim]."""
         settings = self._settings
-
         keep = torch.ones(len(noise), dtype=torch.bool, device=self._device)
         inputs = {name: value.to(self._device) for name, value in cond.items()}
         inputs |= {"text_keep": keep, "image_keep": keep}
