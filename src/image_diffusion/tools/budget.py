@@ -128,7 +128,7 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
 def _encoded(stage: EncodeStage, crops: Path, latents: Path) -> tuple[float, float]:
     """Encode crops, as the stage `encode` does. Returns the seconds of encoding an image, and of decoding one."""
     device = best_device()
-    codec = stage.build(None, device)
+    codec = stage.codec.build(None, None, device, stage.encode.compute_dtype)
     images = open_shards(crops, "all")
     x = codec.encode(images.gather(np.arange(1)).to(device))[:, 0]  # also loads its weights
     started = time.perf_counter()
