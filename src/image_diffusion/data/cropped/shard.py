@@ -16,7 +16,6 @@ from PIL import features
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.crop.array_files import BadImage, Undecided
 from image_diffusion.data.crop.image import READER, Crop, quiet_pillow
-from image_diffusion.data.crop.reading import images_of, state_of
 from image_diffusion.data.quality.duplicates import grey, image_views, pixel_hash, sharpness
 from image_diffusion.data.shards.records import (
     FORMAT,
@@ -57,7 +56,7 @@ class ShardCropper:
         how many items are done, now and then. Raises ValueError for a tar that cannot be fetched.
         """
         if record_path(self.output, shard).is_file():
-            made_from = self._made_from(items, [state_of(self.source, item) for item in items])
+            made_from = self._made_from(items, [self.source.state_of(item) for item in items])
             record = reusable_record(self.output, shard, made_from)
             if record is not None and drop in (None, record.dropped_names()) and record.describes_pixels():
                 count(len(items))
@@ -70,7 +69,7 @@ class ShardCropper:
             number = 0
             for item in items:
                 count(1)
-                for image, read in images_of(self.source, item):
+                for image, read in self.source.images_of(item):
                     try:
                         sha256, crop = self._cropped(image.name, read)
                     except _RejectedError as error:
@@ -92,7 +91,7 @@ class ShardCropper:
         samples, dropped = [sample for sample in every if sample.key], [sample for sample in every if not sample.key]
         # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
         hashes = content_hashes(every, bad)
-        states = [hashes[item.name] if item.name in hashes else state_of(self.source, item) for item in items]
+        states = [hashes[item.name] if item.name in hashes else self.source.state_of(item) for item in items]
         versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
         record = ShardRecord(
             shard=shard,

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
@@ -125,8 +126,8 @@ def add_stamp(stamps: array[int], stamp: Stamp) -> None:
 
 
 class ImageSource(Config):
-    """Base of every source. A source also has `read(item)`, which returns the bytes of one image file and raises
-    OSError; one whose items are tars has the methods of `reading.InTars` in its place."""
+    """Base of every source. Of one whose items are tars, the images of a tar are known when it has been fetched:
+    `images_of` yields them."""
 
     no_captions: ClassVar[str]
     """Message of a source that has no captions."""
@@ -138,6 +139,23 @@ class ImageSource(Config):
     @abstractmethod
     def file_groups(self) -> Iterator[FileGroup]:
         """Yield the files of the images, group by group. Raises ValueError when the source has none."""
+
+    def read(self, item: Item) -> bytes:
+        """Return the bytes of one image file. Raises OSError."""
+        raise OSError(f"{item.name} is not an image")
+
+    def images_of(self, item: Item) -> Iterator[tuple[Item, Callable[[], bytes]]]:
+        """Yield the images of an item, itself or those of a tar, and the function that reads each, or raises OSError.
+        They are to be read one after another. Raises ValueError for a tar that cannot be fetched."""
+        yield item, partial(self.read, item)
+
+    def state_of(self, item: Item) -> str:
+        """Return a text that changes with the images of an item: the sha256 of one, empty where it cannot be read; of
+        a tar, what is known before it is fetched."""
+        try:
+            return hashlib.sha256(self.read(item)).hexdigest()
+        except OSError:
+            return ""
 
     def known_classes(self) -> list[str] | None:
         """Return the classes by number, where they can be known without opening an image; None: `listing` gives
@@ -167,8 +185,16 @@ class FewFiles(ImageSource):
             yield FileGroup("", list(files), stamps, lambda name: files[name][0])
 
 
-class RowSource(FewFiles):
-    """A source of few files with a row for each image, which may have further columns."""
+class WithoutFiles(ImageSource):
+    """A source that has no files on this machine, such as one whose images are drawn by code."""
+
+    def file_groups(self) -> Iterator[FileGroup]:
+        """Yield nothing."""
+        return iter(())
+
+
+class RowSource(ImageSource):
+    """A source with a row for each image, which may have further columns."""
 
     @abstractmethod
     def rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:

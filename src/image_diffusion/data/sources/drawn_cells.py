@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.files.atomic import Stamp
-from image_diffusion.data.sources.base import FewFiles, Item, Listing
+from image_diffusion.data.sources.base import Item, Listing, WithoutFiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +24,7 @@ SIDE = 48
 _DARK, _WHITE = 100, 4095  # counts of a camera of 12 bits without light, and at most
 
 
-class DrawnCells(FewFiles):
+class DrawnCells(WithoutFiles):
     """Cells drawn by code: uint16 arrays of 5 x 48 x 48 with 12 bits, in three classes."""
 
     type: Literal["drawn_cells"] = "drawn_cells"
@@ -52,10 +51,6 @@ class DrawnCells(FewFiles):
         buffer = io.BytesIO()
         np.save(buffer, drawn(int(item.address[0])))
         return buffer.getvalue()
-
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return an empty dictionary: the images are drawn by code."""
-        return {}
 
 
 def drawn(number: int) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from image_diffusion.core.files.atomic import Stamp, atomic_write, stamp_of
 from image_diffusion.data.sources.arrow import open_table
-from image_diffusion.data.sources.base import FewFiles, Item, Listing
+from image_diffusion.data.sources.base import FewFiles, Listing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,10 +61,6 @@ class Embeddings(FewFiles):
     def listing(self) -> Listing:
         """Raise ValueError: the source has no images."""
         raise ValueError("data.source.type is embeddings: there are no images to crop. Set pairs.type to files.")
-
-    def read(self, item: Item) -> bytes:
-        """Raise OSError: the source has no images."""
-        raise OSError(f"{item.name} is an embedding, not an image")
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return every part's files. Raises ValueError as `parts` does."""

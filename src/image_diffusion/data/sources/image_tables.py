@@ -14,11 +14,11 @@ from image_diffusion.core.files.atomic import Stamp, read_json, stamp_of
 from image_diffusion.core.names import inside
 from image_diffusion.core.texts import class_in
 from image_diffusion.data.sources.arrow import ArrowTable, open_table
-from image_diffusion.data.sources.base import Item, Listing, RowSource, check_size, number_labels, plain_text
+from image_diffusion.data.sources.base import FewFiles, Item, Listing, RowSource, check_size, number_labels, plain_text
 from image_diffusion.data.sources.layouts import named_files
 
 
-class ImageTables(RowSource):
+class ImageTables(FewFiles, RowSource):
     """Tables with a column of image files, each as bytes or as a struct with the field `bytes`, and perhaps one of
     classes. Needs the package pyarrow.
 

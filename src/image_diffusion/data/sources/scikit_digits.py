@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from image_diffusion.core.files.atomic import Stamp
-from image_diffusion.data.sources.base import FewFiles, Item, Listing
+from image_diffusion.data.sources.base import Item, Listing, WithoutFiles
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from PIL.Image import Image
 
 
-class Digits(FewFiles):
+class Digits(WithoutFiles):
     """1,797 handwritten digits of 8 x 8 pixels (Alpaydin and Kaynak 1998), enlarged to 32 x 32; ten classes."""
 
     type: Literal["digits"] = "digits"
@@ -56,13 +56,7 @@ class Digits(FewFiles):
         from PIL import Image  # not for those who only ask whether the source has changed
 
         pixels = (digits().images[int(item.address[0])] * (255.0 / 16.0)).round().astype("uint8")
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "png", compress_level=1)
-        return buffer.getvalue()
-
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return an empty dictionary: the digits are part of scikit-learn."""
-        return {}
+        return as_png(Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC))
 
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -100,7 +94,7 @@ class Attributes:
         return self.digit is not None and self.ink == _missing_ink(DIGITS.index(self.digit))
 
 
-class PaintedDigits(FewFiles):
+class PaintedDigits(WithoutFiles):
     """Handwritten digits (Alpaydin and Kaynak 1998) of 32 x 32 pixels in 5 inks on 3 grounds, upright or slanted, small
     or large. Each has two captions: "a large slanted seven in blue on white", and the same without its size."""
 
@@ -111,7 +105,7 @@ class PaintedDigits(FewFiles):
 
     def listing(self) -> Listing:
         """Return every image, labelled with its digit."""
-        items = [Item(name, int(name[0]), (i,)) for i, name in enumerate(self._names())]
+        items = [Item(name, int(name[0]), (i,)) for i, name in enumerate(image_names(self.num_images))]
         return Listing(sorted(items, key=lambda item: item.name), list(DIGITS), [])
 
     def known_classes(self) -> list[str]:
@@ -120,38 +114,21 @@ class PaintedDigits(FewFiles):
 
     def read(self, item: Item) -> bytes:
         """Return one image as a PNG."""
-        from PIL import Image  # not for those who only ask whether the source has changed
-
         number = int(item.address[0])
-        buffer = io.BytesIO()
-        Image.fromarray(painted(number, attributes_of(number))).save(buffer, "png", compress_level=1)
-        return buffer.getvalue()
+        return as_png(painted(number, attributes_of(number)))
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the two captions of each image, by its name."""
-        return {name: captions_of(attributes_of(i)) for i, name in enumerate(self._names())}
+        return {name: captions_of(attributes_of(i)) for i, name in enumerate(image_names(self.num_images))}
 
     def images_beside(self) -> dict[str, Callable[[], bytes]]:
         """Return the function that makes the mask of each image as a PNG, by the name of the image: 1 where there is
         ink, 0 elsewhere."""
-        return {name: partial(_mask, i) for i, name in enumerate(self._names())}
-
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return an empty dictionary: the digits are part of scikit-learn."""
-        return {}
-
-    def _names(self) -> list[str]:
-        labels = digits().target
-        return [f"{labels[i % len(labels)]}/{i:05d}.png" for i in range(self.num_images)]
+        return {name: partial(_mask, i) for i, name in enumerate(image_names(self.num_images))}
 
 
 def _mask(number: int) -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    inked = amount_of_ink(number, attributes_of(number)) > _MIXED
-    Image.fromarray(inked.astype("uint8")).save(buffer, "png", compress_level=1)
-    return buffer.getvalue()
+    return as_png((amount_of_ink(number, attributes_of(number)) > _MIXED).astype("uint8"))
 
 
 def attributes_of(number: int) -> Attributes:
@@ -196,18 +173,48 @@ def painted(number: int, shown: Attributes) -> NDArray[np.uint8]:
 def amount_of_ink(number: int, shown: Attributes) -> NDArray[np.float64]:
     """Draw the handwriting of image `number` with this slant and size: the amount of ink from 0 to 1, [32, 32]."""
     import numpy as np
-    from PIL import Image
 
     assert shown.slant and shown.size
-    pixels = (digits().images[number % len(digits().images)] * (255.0 / 16.0)).astype(np.uint8)
-    whole = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    whole = handwriting(number)
     own = lean(np.asarray(whole, dtype=np.float64) / 255)
-    scale, skew, middle = SIZES[shown.size], SLANTS[shown.slant] - own, (SIDE - 1) / 2
-    # From a pixel of the result to one of the digit: undo the lean, then the scale, both about the middle.
-    matrix = (1 / scale, skew / scale, middle - (1 + skew) * middle / scale, 0, 1 / scale, middle - middle / scale)
-    moved = whole.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
+    moved = rewritten(whole, SIZES[shown.size], SLANTS[shown.slant] - own)
     amount: NDArray[np.float64] = np.asarray(moved, dtype=np.float64) / 255
     return amount
+
+
+def handwriting(number: int) -> Image:
+    """Return the digit that image `number` is made from, [32, 32], white on black."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = (digits().images[number % len(digits().images)] * (255.0 / 16.0)).astype(np.uint8)
+    return Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+
+
+def rewritten(whole: Image, scale: float, skew: float) -> Image:
+    """Scale handwriting [32, 32] and let its strokes lean by `skew` more pixels for each pixel that they rise."""
+    from PIL import Image
+
+    middle = (SIDE - 1) / 2
+    # From a pixel of the result to one of the digit: undo the lean, then the scale, both about the middle.
+    matrix = (1 / scale, skew / scale, middle - (1 + skew) * middle / scale, 0, 1 / scale, middle - middle / scale)
+    return whole.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
+
+
+def as_png(pixels: Image | NDArray[np.uint8]) -> bytes:
+    """Return an image, or its pixels, as a PNG."""
+    from PIL import Image  # not for those who only ask whether the source has changed
+
+    buffer = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(buffer, "png", compress_level=1)
+    return buffer.getvalue()
+
+
+def image_names(count: int) -> list[str]:
+    """Return the names of so many images, by the digit that each is made from."""
+    labels = digits().target
+    return [f"{labels[i % len(labels)]}/{i:05d}.png" for i in range(count)]
 
 
 def measured(image: NDArray[np.uint8]) -> Attributes:

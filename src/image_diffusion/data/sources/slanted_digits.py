@@ -4,15 +4,13 @@ condition on numbers, with nothing to download. A range of slants never occurs (
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.files.atomic import Stamp
-from image_diffusion.data.sources.base import Item, Listing, RowSource
-from image_diffusion.data.sources.scikit_digits import SIDE, digits, lean
+from image_diffusion.data.sources.base import Item, Listing, RowSource, WithoutFiles
+from image_diffusion.data.sources.scikit_digits import as_png, handwriting, image_names, lean, rewritten
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +25,7 @@ HELD_OUT = (0.1, 0.3)
 _FAINT = 0.1  # of the most ink in an image
 
 
-class SlantedDigits(RowSource):
+class SlantedDigits(WithoutFiles, RowSource):
     """Handwritten digits (Alpaydin and Kaynak 1998) of 32 x 32 pixels, slanted and sized by numbers that differ from
     image to image: the columns slant and size."""
 
@@ -38,7 +36,7 @@ class SlantedDigits(RowSource):
 
     def listing(self) -> Listing:
         """Return every image, labelled with its digit."""
-        items = [Item(name, int(name[0]), (i,)) for i, name in enumerate(self._names())]
+        items = [Item(name, int(name[0]), (i,)) for i, name in enumerate(image_names(self.num_images))]
         return Listing(sorted(items, key=lambda item: item.name), self.known_classes(), [])
 
     def known_classes(self) -> list[str]:
@@ -47,28 +45,16 @@ class SlantedDigits(RowSource):
 
     def read(self, item: Item) -> bytes:
         """Return one image as a PNG."""
-        from PIL import Image  # not for those who only ask whether the source has changed
-
         number = int(item.address[0])
-        buffer = io.BytesIO()
-        Image.fromarray(drawn(number, **numbers_of(number))).save(buffer, "png", compress_level=1)
-        return buffer.getvalue()
+        return as_png(drawn(number, **numbers_of(number)))
 
     def rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield the name of each image and some of its numbers. Raises ValueError for other columns."""
         if unknown := next((name for name in columns if name not in COLUMNS), None):
             raise ValueError(f"The slanted digits have no column '{unknown}'. Known: {', '.join(COLUMNS)}.")
-        for i, name in enumerate(self._names()):
+        for i, name in enumerate(image_names(self.num_images)):
             numbers = numbers_of(i)
             yield name, tuple(numbers[column] for column in columns)
-
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return an empty dictionary: the digits are part of scikit-learn."""
-        return {}
-
-    def _names(self) -> list[str]:
-        labels = digits().target
-        return [f"{labels[i % len(labels)]}/{i:05d}.png" for i in range(self.num_images)]
 
 
 def numbers_of(number: int) -> dict[str, float]:
@@ -92,15 +78,10 @@ def is_held_out(slant: float) -> bool:
 def drawn(number: int, slant: float, size: float) -> NDArray[np.uint8]:
     """Draw the handwriting of image `number` with this slant and size: uint8 [32, 32], white on black."""
     import numpy as np
-    from PIL import Image
 
-    pixels = (digits().images[number % len(digits().images)] * (255.0 / 16.0)).astype(np.uint8)
-    whole = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    whole = handwriting(number)
     own = measured_numbers(np.asarray(whole))
-    scale, skew, middle = size / own["size"], slant - own["slant"], (SIDE - 1) / 2
-    # From a pixel of the result to one of the digit: undo the lean, then the scale, both about the middle.
-    matrix = (1 / scale, skew / scale, middle - (1 + skew) * middle / scale, 0, 1 / scale, middle - middle / scale)
-    return np.asarray(whole.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC))
+    return np.asarray(rewritten(whole, size / own["size"], slant - own["slant"]))
 
 
 def measured_numbers(image: NDArray[np.uint8]) -> dict[str, float]:

@@ -17,12 +17,12 @@ from image_diffusion.core.files.atomic import Stamp, stamp_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.texts import cell_text, class_name, decoded, lines_in
 from image_diffusion.data.sources.arrow import open_table
-from image_diffusion.data.sources.base import Item, Listing, RowSource, number_labels, read_image
+from image_diffusion.data.sources.base import FewFiles, Item, Listing, RowSource, number_labels, read_image
 
 Part = Literal["path", "label", "caption"]
 
 
-class PathTable(RowSource):
+class PathTable(FewFiles, RowSource):
     """Rows that name image files by paths, absolute or relative to the table."""
 
     type: str

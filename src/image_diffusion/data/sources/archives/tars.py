@@ -24,8 +24,10 @@ from image_diffusion.data.sources.archives.tar_reader import Members, members_of
 from image_diffusion.data.sources.base import (
     LONGEST_CLASS,
     FewFiles,
+    ImageSource,
     Item,
     Listing,
+    WithoutFiles,
     check_size,
     number_labels,
     plain_text,
@@ -41,7 +43,7 @@ _MOST_TARS = 100_000
 _Label = Annotated[str, Field(min_length=1, max_length=LONGEST_CLASS)]
 
 
-class TarSource(FewFiles):
+class TarSource(ImageSource):
     """Tars of samples, listed and read alike wherever they come from."""
 
     @abstractmethod
@@ -55,7 +57,7 @@ class TarSource(FewFiles):
         return {f"{name}/{key}": captions for name, members in tars for key, captions in members.captions.items()}
 
 
-class Webdataset(TarSource):
+class Webdataset(FewFiles, TarSource):
     """Tar files of samples. Members whose names are equal up to the first dot are one sample, unless that would join
     images: photo 1.0.jpg and photo 1.1.jpg are two. A sample is an image, and a class in `.cls`, the key "label" of
     `.json`, or `.txt`; where there are several of these, in the first.
@@ -138,7 +140,7 @@ class Webdataset(TarSource):
         return {plain_text(tar.name): (str(tar), stamp_of(tar)) for tar in tars}
 
 
-class TarStream(TarSource):
+class TarStream(WithoutFiles, TarSource):
     """Tars in webdataset's layout behind URLs, or from commands: http and https by curl, gs by gsutil, s3 by aws,
     `pipe:` by any command that writes a tar. Each process that crops holds one of them on disk at a time, in TMPDIR.
 
@@ -188,14 +190,12 @@ class TarStream(TarSource):
             return [str(number) for number in range(self.classes)]
         return self.classes or []
 
-    def state(self, item: Item) -> str:
-        """Return a text that decides the images of a tar, as far as it is known before it is fetched: which classes
-        exist."""
+    def state_of(self, item: Item) -> str:
+        """Return a text that changes with the classes that exist: no more is known before a tar is fetched."""
         return digest(self.known_classes())
 
-    def images(self, item: Item) -> Iterator[tuple[Item, Callable[[], bytes]]]:
-        """The images of a tar and how each is read, sorted by key. Raises ValueError when it cannot be fetched or read;
-        reading raises OSError."""
+    def images_of(self, item: Item) -> Iterator[tuple[Item, Callable[[], bytes]]]:
+        """Yield the images of a tar, sorted by key. Raises ValueError when it cannot be fetched or read."""
         numbers = {name: number for number, name in enumerate(self.known_classes())}
         with _fetched(item) as file:
             members = members_of(file, item.name, labelled=bool(numbers))
@@ -216,10 +216,6 @@ class TarStream(TarSource):
         for item in self.listing().items:
             with _fetched(item) as file:
                 yield item.name, members_of(file, item.name, labelled, names)
-
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return an empty dictionary: the source has no files on this machine."""
-        return {}
 
 
 def _expanded(url: str) -> list[str]:
