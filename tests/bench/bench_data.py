@@ -43,7 +43,15 @@ from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards
 from image_diffusion.data.shards.loader import Batches
 from image_diffusion.data.shards.order import epoch_order
 from image_diffusion.data.shards.reader import open_shards
-from image_diffusion.data.shards.records import INDEX, Sample, ShardRecord, describe_shards, read_index, write_index
+from image_diffusion.data.shards.records import (
+    INDEX,
+    Sample,
+    ShardRecord,
+    describe_shards,
+    index_of,
+    read_index,
+    write_index,
+)
 from image_diffusion.data.shards.tar_layout import Layout
 from image_diffusion.data.shards.writer import chunk_samples, write_shard
 from image_diffusion.networks.autoencoder import AutoencoderConfig
@@ -261,7 +269,7 @@ def make_set(folder: Path, arrays: np.ndarray, labels: np.ndarray, num_shards: i
         sha256, size, count = write_shard(folder, shard, LAYOUT, [({"npy": arrays[rows]}, labels[rows])])
         samples = [Sample("", "", "f" * 64, int(label), (0, 0), []) for label in labels[rows]]
         records.append(ShardRecord(shard, "", sha256, size, count, {}, samples, {}))
-    write_index(folder / "index.npy", records)
+    write_index(folder / "index.npy", map(index_of, records))
     described = describe_shards(LAYOUT, records)
     classes = [str(number) for number in range(1000)]
     manifest = {"format": 1, "kind": "crops", "name": "x", "classes": classes, "validation_fraction": 0.0, **described}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_diffusion.data.shards.order import Balanced, at_positions, epoch_order, share
+from image_diffusion.data.shards.order import Balanced, Shuffled, epoch_order, share
 
 
 @pytest.mark.slow
@@ -43,12 +43,12 @@ def test_every_sample_comes_once_an_epoch_for_any_world_batch_and_interruption(
         for rank in range(world):
             mine = share(start, start + global_batch, rank, world)
             assert global_batch // world <= mine[1] - mine[0] <= -(-global_batch // world)
-            parts.append(np.stack(at_positions(*mine, num_samples, seed)))
+            parts.append(np.stack(Shuffled(num_samples, seed).at(*mine)))
     seen = np.concatenate(parts, axis=1)
     for epoch in range(epochs):
         sample = seen[0, seen[1] == epoch]
         assert sorted(sample) == list(range(num_samples))
-    assert (seen == np.stack(at_positions(0, seen.shape[1], num_samples, seed))).all()
+    assert (seen == np.stack(Shuffled(num_samples, seed).at(0, seen.shape[1]))).all()
 
 
 def test_the_order_of_an_epoch_never_changes() -> None:

@@ -25,6 +25,7 @@ from image_diffusion.data.shards.records import (
     Sample,
     ShardRecord,
     describe_shards,
+    index_of,
     read_record,
     write_index,
     write_record,
@@ -65,7 +66,7 @@ def make(tmp_path: Path) -> Make:
             )
             write_record(folder, records[-1])
             first += count
-        write_index(folder / "index.npy", records)
+        write_index(folder / "index.npy", map(index_of, records))
         described = {
             "format": 1,
             "kind": "latents",

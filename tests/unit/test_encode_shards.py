@@ -137,8 +137,6 @@ def test_parts_in_any_order_give_the_bytes_of_one_run(
     assert encode(tmp_path / "crops", tmp_path / "two") == 0
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
     assert capsys.readouterr().err.count(" images (100%)") == 4  # every image is counted, also those that are kept
-    with pytest.raises(ValueError, match=r"Part 2/2 does not exist"):
-        encode_shards(tmp_path / "crops", tmp_path / "two", Halves(), settings, CPU, (2, 2))
 
 
 def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Path, crops: Callable[[], Path]) -> None:

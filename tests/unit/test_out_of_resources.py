@@ -25,7 +25,7 @@ import numpy as np, torch
 from image_diffusion.core.files import atomic, weights
 from image_diffusion.core.process import command
 from image_diffusion.core.files.npz import stream_samples
-from image_diffusion.data.shards.records import write_indices, INDEX
+from image_diffusion.data.shards.records import write_index, INDEX
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 folder = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -45,7 +45,7 @@ WRITES = {
         "stream_samples(folder / 'file', [torch.zeros(100, 3, 64, 64, dtype=torch.uint8)], 100, None)",
         "file",
     ),
-    "an index": ("write_indices(folder / 'file', [np.zeros(100_000, INDEX)])", "file"),
+    "an index": ("write_index(folder / 'file', [np.zeros(100_000, INDEX)])", "file"),
     "weights": ("weights.save_weights(folder, {'a': torch.zeros(100_000)}, {})", "weights.safetensors"),
     "a checkpoint": (
         "write_checkpoint(folder, Checkpoint(1, 1, False, {'a': {'b': torch.zeros(100_000)}}), {}, {}, lambda: None)",

@@ -33,6 +33,7 @@ from image_diffusion.data.shards.records import (
     ShardRecord,
     class_histogram,
     describe_shards,
+    index_of,
     record_hashes,
     remove_surplus,
     write_index,
@@ -109,7 +110,7 @@ def crop_dataset(
             check_range(records)
     _warn_of_empty_classes(plan.listing, records)
     remove_surplus(output, config.num_shards)
-    write_index(output / "index.npy", records)
+    write_index(output / "index.npy", map(index_of, records))
     moved = leaks_from_validation(records, output, cropper.layout, config.validation_fraction, processes)
     manifest = _manifest(config, plan.listing, cropper.layout, records, len(bad), output)
     names = [sample.path for record in records for sample in record.samples]
@@ -188,7 +189,7 @@ def _manifest(
         "flags": dict(sorted(flags.items())),
         "quarantined": num_bad,
         **({"dropped": dropped} if dropped else {}),
-        "ignored": listing.ignored,
+        "ignored": len(listing.passed_over),
         **({"passed_over": kinds} if (kinds := listing.kinds_passed_over()) else {}),
         "index": sha256_file(output / "index.npy"),
         "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},

@@ -22,12 +22,12 @@ from image_diffusion.data.shards.records import (
     Quarantined,
     Sample,
     ShardRecord,
-    key_prefix,
     record_path,
     reusable_record,
+    sample_key,
     write_record,
 )
-from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
+from image_diffusion.data.shards.tar_layout import Layout
 from image_diffusion.data.shards.writer import Chunk, histogram, write_shard
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import Item
@@ -70,13 +70,13 @@ class ShardCropper:
             for item in items:
                 count(1)
                 for image, read in self.source.images_of(item):
-                    try:
-                        sha256, crop = self._cropped(image.name, read)
-                    except _RejectedError as error:
-                        bad.append(error.row)
+                    cropped = self._cropped(image.name, read)
+                    if isinstance(cropped, Quarantined):
+                        bad.append(cropped)
                         continue
+                    sha256, crop = cropped
                     for view, pixels in enumerate(crop.crops):
-                        key = "" if image.name in (drop or ()) else f"{key_prefix(shard)}{number:0{KEY_DIGITS}d}"
+                        key = "" if image.name in (drop or ()) else sample_key(shard, number)
                         about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(pixels)
                         sample = Sample(key, image.name, sha256, image.label, *about, view=view, values=crop.values)
                         samples.append(replace(sample, sharpness=sharpness(pixels), pixel_size=crop.pixel_size))
@@ -108,34 +108,26 @@ class ShardCropper:
         write_record(self.output, record)
         return record, True
 
-    def _cropped(self, name: str, read: Callable[[], bytes]) -> tuple[str, Crop]:
-        """Return the sha256 of an image file, and its crops. Raises _RejectedError for one that gives none, ValueError
-        for one that a person has to decide about."""
+    def _cropped(self, name: str, read: Callable[[], bytes]) -> tuple[str, Crop] | Quarantined:
+        """Return the sha256 of an image file and its crops, or why it gives none. Raises ValueError for one that a
+        person has to decide about."""
         try:
             data = read()
         except OSError as error:
-            raise _RejectedError(Quarantined(name, f"cannot be read: {error.strerror or error}")) from None
+            return Quarantined(name, f"cannot be read: {error.strerror or error}")
         sha256 = hashlib.sha256(data).hexdigest()
         try:
             return sha256, self.crop(data)
         except Undecided as error:
             raise ValueError(f"{name}: {error}") from None
         except BadImage as error:
-            raise _RejectedError(Quarantined(name, str(error), sha256)) from None
+            return Quarantined(name, str(error), sha256)
 
     def _made_from(self, items: list[Item], states: list[str]) -> str:
         """Return a digest of everything that decides the bytes of a shard: the format, the crop, and each image's path,
         content and class."""
         images = [[item.name, state, item.label] for item, state in zip(items, states, strict=True)]
         return digest({"format": FORMAT, "reader": READER, "crop": self.identity, "images": images})
-
-
-class _RejectedError(Exception):
-    """Raised for an image that gives no crop. row: of the quarantine."""
-
-    def __init__(self, row: Quarantined) -> None:
-        super().__init__(row.reason)
-        self.row = row
 
 
 def content_hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dict[str, str]:

@@ -21,14 +21,14 @@ from image_diffusion.data.shards.records import (
     Sample,
     ShardRecord,
     class_histogram,
-    key_prefix,
     read_record,
     record_path,
     reusable_record,
+    sample_key,
     tar_path,
     write_record,
 )
-from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
+from image_diffusion.data.shards.tar_layout import Layout
 from image_diffusion.data.shards.writer import Chunk, chunk_samples, histogram, write_shard
 from image_diffusion.data.sources.base import FileGroup, Item, Listing, by_shard
 from image_diffusion.data.sources.changes import remember
@@ -119,7 +119,7 @@ class Import:
                     arrays, encoded = self._stored(item)
                     rows.append(arrays)
                     made_from.add(item, encoded)
-                    key = f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"
+                    key = sample_key(shard, len(samples))
                     samples.append(Sample(key, item.name, encoded.sha256, item.label, (0, 0), []))
                 stacked = [np.stack(rows_of_member) for rows_of_member in zip(*rows, strict=True)]
                 for member in stacked:

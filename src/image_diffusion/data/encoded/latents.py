@@ -33,6 +33,7 @@ from image_diffusion.data.shards.records import (
     FORMAT,
     ShardRecord,
     describe_shards,
+    index_of,
     read_record,
     record_hashes,
     remove_surplus,
@@ -117,15 +118,14 @@ def encode_shards(
     Raises ValueError when the crops are damaged or the codec gives a number that is not finite.
     """
     index, of = part
-    if not 0 <= index < of:
-        raise ValueError(f"Part {index}/{of} does not exist. Parts are numbered from 0 to {of - 1}.")
     task = _Task(crops, open_shards(crops, "all"), codec, settings, device)
-    counts = [shard["num_samples"] for shard in task.source.manifest["shards"]]
+    entries = task.source.manifest["shards"]
+    counts = [entry["num_samples"] for entry in entries]
     mine = range(index, len(counts), of)
     written = 0
     with Progress("encode", sum(counts[shard] for shard in mine), "image") as progress:
         for shard in mine:
-            if reusable_record(output, shard, task.made_from(shard)) is None:
+            if reusable_record(output, shard, _made_from(entries[shard], codec, settings)) is None:
                 task.encode(shard, sum(counts[:shard]), output, progress.advance)
                 written += 1
             else:
@@ -144,7 +144,7 @@ def write_manifest(
     records = []
     for shard, entry in enumerate(source.manifest["shards"]):
         record = read_record(output, shard)
-        if record.made_from != _made_from(entry["sha256"], codec, settings):
+        if record.made_from != _made_from(entry, codec, settings):
             raise ValueError(
                 f"{tar_path(output, shard)} was made from other crops or by another codec. Run encode again."
             )
@@ -173,7 +173,7 @@ def finish(
     """Write the index and the manifest of shards that all exist; returns it. about: what it says of the data that they
     were made from. members: of a sample."""
     remove_surplus(output, len(records))
-    write_index(output / "index.npy", records)
+    write_index(output / "index.npy", map(index_of, records))
     statistics = [record.statistics for record in records if record.statistics is not None]
     dtype = _stored_dtype(codec, settings)
     layout = Layout(members, tuple(statistics[0]["shape"]), dtype, labelled=bool(about["classes"]))
@@ -235,12 +235,6 @@ class _Task:
     settings: EncodeConfig
     device: torch.device
 
-    def made_from(self, shard: int) -> str:
-        """Return a text that decides the numbers of a shard: its crops, the codec, and how they are computed and
-        stored."""
-        crops = self.source.manifest["shards"][shard]["sha256"]
-        return _made_from(crops, self.codec, self.settings)
-
     def encode(self, shard: int, first: int, output: Path, count: Callable[[int], None]) -> None:
         """Encode one shard, whose samples are numbered from `first` in the whole set. count: called at intervals with
         the number of images that have been encoded."""
@@ -260,7 +254,7 @@ class _Task:
             sha256, size, num_samples = write_shard(output, shard, layout, chain(head, chunks))
         record = ShardRecord(
             shard=shard,
-            made_from=self.made_from(shard),
+            made_from=_made_from(entry, self.codec, self.settings),
             sha256=sha256,
             bytes=size,
             num_samples=num_samples,
@@ -366,6 +360,8 @@ def _stored_dtype(codec: Encoder, settings: EncodeConfig) -> str:
     return settings.dtype
 
 
-def _made_from(crops_sha256: str, codec: Encoder, settings: EncodeConfig) -> str:
+def _made_from(crops: Mapping[str, Any], codec: Encoder, settings: EncodeConfig) -> str:
+    """Return a digest of everything that decides the numbers of a shard. crops: the entry of its crops in the
+    manifest."""
     stored = {"dtype": _stored_dtype(codec, settings), "precision": settings.precision}
-    return digest({"format": FORMAT, "crops": crops_sha256, "codec": codec.identity, **stored})
+    return digest({"format": FORMAT, "crops": crops["sha256"], "codec": codec.identity, **stored})

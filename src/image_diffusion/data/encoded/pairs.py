@@ -30,16 +30,16 @@ from image_diffusion.data.shards.records import (
     ShardRecord,
     describe_shards,
     index_of,
-    key_prefix,
     record_hashes,
     remove_surplus,
     reusable_record,
+    sample_key,
     share_of_hashes,
-    write_indices,
+    write_index,
     write_quarantine,
     write_record,
 )
-from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
+from image_diffusion.data.shards.tar_layout import Layout
 from image_diffusion.data.shards.writer import Chunk, chunk_samples, write_shard
 
 IMAGE, TEXT, TOKENS = 0, 1, 2
@@ -162,7 +162,7 @@ def write_pairs(
     count = sum(record.num_samples for record in records)
     _judge(bad, count, max_bad_fraction, output)
     remove_surplus(output, pairs.num_shards)
-    write_indices(output / "index.npy", indices)
+    write_index(output / "index.npy", indices)
     manifest = {
         "format": FORMAT,
         "kind": pairs.kind,
@@ -236,7 +236,7 @@ def _chunks(
             if fault is not None:
                 bad.append(Quarantined(sample.path, fault, sample.sha256))
             else:
-                samples.append(replace(sample, key=f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"))
+                samples.append(replace(sample, key=sample_key(shard, len(samples))))
         count(stop - start)
         good = np.array([fault is None for fault in faults])
         yield {name: stored[good, i] for i, name in enumerate(members)}, np.zeros(good.sum(), dtype=np.int64)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from image_diffusion.core.prefetch import prefetch
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.data.shards.order import Balanced, Order, Shuffled, share
+from image_diffusion.data.shards.order import Balanced, Shuffled, share
 from image_diffusion.data.shards.reader import Shards
 
 
@@ -30,16 +30,21 @@ class Examples:
     sample: Tensor
     beside: tuple[Tensor, ...] = ()
 
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """Return all columns, in the order of the fields."""
+        return self.stored, self.label, self.epoch, self.sample, *self.beside
+
+    @classmethod
+    def from_columns(cls, columns: Sequence[Tensor]) -> Examples:
+        """Return the examples with these `columns`."""
+        stored, label, epoch, sample, *beside = columns
+        return cls(stored, label, epoch, sample, tuple(beside))
+
     def split(self, size: int) -> list[Examples]:
         """Split examples into parts of at most `size` each, in their order."""
-        columns = (self.stored, self.label, self.epoch, self.sample, *self.beside)
-        return [_examples(parts) for parts in zip(*(torch.split(column, size) for column in columns), strict=True)]
-
-
-def _examples(columns: Sequence[Tensor]) -> Examples:
-    """Return examples from their columns, in the order of the columns."""
-    stored, label, epoch, sample, *beside = columns
-    return Examples(stored, label, epoch, sample, tuple(beside))
+        columns = (torch.split(column, size) for column in self.columns)
+        return [Examples.from_columns(parts) for parts in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Batches:
                 yield staging.take(item) if staging is not None else item
 
     def _in_order(self, staging: _Staging | None) -> Generator[Any, None, None]:
-        order: Order = (
+        order: Balanced | Shuffled = (
             Balanced(self.dataset.labels, self.seed)
             if self.balance_classes
             else Shuffled(self.dataset.num_samples, self.seed)
@@ -93,7 +98,7 @@ class Batches:
             yield self._read(order, position, end, staging)
             position = end
 
-    def _read(self, order: Order, start: int, stop: int, staging: _Staging | None) -> Any:
+    def _read(self, order: Balanced | Shuffled, start: int, stop: int, staging: _Staging | None) -> Any:
         mine = share(start, stop, self.rank, self.world_size)
         samples, epochs = order.at(*mine)
         sample, epoch = torch.from_numpy(samples), torch.from_numpy(epochs)
@@ -104,13 +109,10 @@ class Batches:
         beside = self.dataset.gather_beside(samples, flip)
         if staging is not None:
             return staging.put(self.dataset, samples, flip, (label, epoch, sample, *beside))
-        return self._placed(Examples(self.dataset.gather(samples, flip), label, epoch, sample, beside))
-
-    def _placed(self, examples: Examples) -> Examples:
+        examples = Examples(self.dataset.gather(samples, flip), label, epoch, sample, beside)
         if self.device is None or self.device.type == "cpu":
             return examples
-        columns = (examples.stored, examples.label, examples.epoch, examples.sample, *examples.beside)
-        return _examples([column.to(self.device) for column in columns])
+        return Examples.from_columns([column.to(self.device) for column in examples.columns])
 
 
 def mirrored(streams: Streams, probability: float) -> Tensor:
@@ -153,4 +155,4 @@ class _Staging:
         # Allocated on the copying stream: without this its memory could be reused while the caller still reads it.
         for tensor in moved:
             tensor.record_stream(current)
-        return _examples(moved)
+        return Examples.from_columns(moved)

@@ -13,7 +13,7 @@ before all others of its class have come.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,30 +61,6 @@ def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
     return start + count * rank // world_size, start + count * (rank + 1) // world_size
 
 
-def at_positions(start: int, stop: int, num_samples: int, seed: int) -> tuple[Indices, Indices]:
-    """Return the samples at the positions [start, stop) of the stream: (sample, epoch), both int64 [stop - start]."""
-    samples: list[Any] = []
-    epochs: list[Any] = []
-    while start < stop:
-        epoch, first = divmod(start, num_samples)
-        count = min(stop - start, num_samples - first)
-        samples.append(_cached_order(num_samples, seed, epoch)[first : first + count])
-        epochs.append(np.full(count, epoch, dtype=np.int64))
-        start += count
-    if not samples:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    return np.concatenate(samples), np.concatenate(epochs)
-
-
-class Order(Protocol):
-    """Order of the samples in the stream."""
-
-    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return the samples at the positions [start, stop): (sample, epoch), both int64 [stop - start]. No two
-        positions have the same of both."""
-        ...
-
-
 class Shuffled:
     """Every sample once an epoch."""
 
@@ -92,8 +68,16 @@ class Shuffled:
         self._num_samples, self._seed = num_samples, seed
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """See `Order`."""
-        return at_positions(start, stop, self._num_samples, self._seed)
+        """Return the samples at the positions [start, stop) of the stream: (sample, epoch), both int64 [stop - start].
+        No two positions have the same of both."""
+        samples, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            epoch, first = divmod(start, self._num_samples)
+            count = min(stop - start, self._num_samples - first)
+            samples.append(_cached_order(self._num_samples, self._seed, epoch)[first : first + count])
+            epochs.append(np.full(count, epoch, dtype=np.int64))
+            start += count
+        return np.concatenate(samples), np.concatenate(epochs)
 
 
 class Balanced:
@@ -110,7 +94,8 @@ class Balanced:
         self._known: dict[int, tuple[int, Indices]] = {}
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """See `Order`; an epoch is one of the sample's class."""
+        """Return the samples at the positions [start, stop) as `Shuffled` does; an epoch is one of the sample's
+        class."""
         num_classes = len(self._members)
         rounds, places = np.divmod(np.arange(start, stop), num_classes)
         samples, epochs = np.empty_like(rounds), np.empty_like(rounds)

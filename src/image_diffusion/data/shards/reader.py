@@ -5,7 +5,7 @@ A set lies in a folder of this machine, or behind a URL.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +82,7 @@ class Shards:
         self._region = Region([entry["bytes"] for entry in entries])
         self._missing = np.ones(len(entries), dtype=np.bool_)
         if isinstance(folder, Path) and inspection is not None:
-            self._put({shard: inside(folder, entry["file"], follow=True) for shard, entry in enumerate(entries)})
+            self._put(dict(enumerate(_paths(folder, entries))))
         offsets: dict[str, int] = manifest["offsets"]
         self._table = _rows(self._region.bytes, offsets["npy"] % BLOCK, self.shape, self.dtype)
         first = np.cumsum(counts) - counts
@@ -233,12 +233,7 @@ class Shards:
         entries = [self.manifest["shards"][shard] for shard in wanted]
         if isinstance(self._folder, Path):
             check_files(self._folder, {entry["file"]: entry["sha256"] for entry in entries}, _ADVICE)
-            self._put(
-                {
-                    shard: inside(self._folder, entry["file"], follow=True)
-                    for shard, entry in zip(wanted, entries, strict=True)
-                }
-            )
+            self._put(dict(zip(wanted, _paths(self._folder, entries), strict=True)))
             return
         remote = self._folder
         if self._inspection is None:
@@ -294,22 +289,27 @@ def open_shards(
             f"The latents in {shown(str(folder))} were made by codec {_short(manifest['codec'])}, "
             f"not by {_short(codec_identity)}. Run encode with this codec, or train with that codec."
         )
+    hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     if isinstance(where, Path):
-        fetch_missing(where, {shard["file"]: shard["sha256"] for shard in manifest["shards"]})
-        for shard in manifest["shards"]:
-            _check_size(inside(where, shard["file"], follow=True), shard["bytes"])
+        fetch_missing(where, hashes)
+        for shard, file in zip(manifest["shards"], _paths(where, manifest["shards"]), strict=True):
+            _check_size(file, shard["bytes"])
     inspection = None
     if in_background:
-        hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
         inspection = where.inspect(hashes.values()) if isinstance(where, Remote) else Inspection(where, hashes, _ADVICE)
     return Shards(where, manifest, split, inspection, renders)
 
 
+def _paths(folder: Path, entries: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Return the paths of shards, by their entries in the manifest. Raises ValueError for one outside the folder."""
+    return [inside(folder, entry["file"], follow=True) for entry in entries]
+
+
 def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
-        raise ValueError(f"{path} is missing. Run the stage that writes it again.")
+        raise ValueError(f"{path} is missing. {_ADVICE}")
     if path.stat().st_size != size:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}. Run the stage that writes it again.")
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}. {_ADVICE}")
 
 
 def _in_split(content: NDArray[np.uint64], manifest: Mapping[str, Any], split: Split) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from image_diffusion.core.files.atomic import atomic_write, digest, read_json, sha256_file, write_json, write_text
 from image_diffusion.core.files.checksums import describe
-from image_diffusion.data.shards.tar_layout import Layout
+from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
 
 FORMAT = 1
 """Version of the shards, records and manifests. Another version is written anew, and refused when read."""
@@ -106,9 +106,9 @@ def record_path(folder: Path, shard: int) -> Path:
     return folder / f"shard-{shard:05d}.json"
 
 
-def key_prefix(shard: int) -> str:
-    """Return the prefix of every key in a shard: keys are unique in the whole set."""
-    return f"{shard:05d}-"
+def sample_key(shard: int, number: int) -> str:
+    """Return the key of a sample by its number in its shard: keys are unique in the whole set."""
+    return f"{shard:05d}-{number:0{KEY_DIGITS}d}"
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
@@ -157,13 +157,8 @@ def index_of(record: ShardRecord) -> NDArray[np.void]:
     return np.array([(sample.label or 0, int(sample.sha256[:16], 16)) for sample in record.samples], dtype=INDEX)
 
 
-def write_index(path: Path, records: Iterable[ShardRecord]) -> None:
-    """Write the data that a reader needs of every sample, in the order of the shards, as one `.npy` file."""
-    write_indices(path, map(index_of, records))
-
-
-def write_indices(path: Path, indices: Iterable[NDArray[np.void]]) -> None:
-    """Write the indices of a set from those of each shard, in their order."""
+def write_index(path: Path, indices: Iterable[NDArray[np.void]]) -> None:
+    """Write the index of a set as one `.npy` file, from those of its shards (`index_of`) in their order."""
     with atomic_write(path) as file:
         np.save(file, np.concatenate([np.empty(0, dtype=INDEX), *indices]), allow_pickle=False)
 

@@ -51,7 +51,7 @@ class Layout:
     @property
     def member_bytes(self) -> int:
         """Return the bytes of one array in the tar: tar header, `.npy` header, numbers, padding."""
-        return BLOCK + _padded(len(self.header) + self.nbytes)
+        return BLOCK + -(-(len(self.header) + self.nbytes) // BLOCK) * BLOCK
 
     @property
     def stride(self) -> int:
@@ -73,7 +73,3 @@ def read_array(path: Path, layout: Layout, row: int) -> NDArray[Any]:
     with path.open("rb") as file:
         file.seek(row * layout.stride + layout.offsets()[layout.members[0]])
         return np.frombuffer(file.read(layout.nbytes), layout.dtype).reshape(layout.shape)
-
-
-def _padded(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -11,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from image_diffusion.core.files.atomic import atomic_write
-from image_diffusion.data.shards.records import key_prefix, record_path, tar_path
-from image_diffusion.data.shards.tar_layout import KEY_DIGITS, MAX_SAMPLES, Layout
+from image_diffusion.data.shards.records import record_path, sample_key, tar_path
+from image_diffusion.data.shards.tar_layout import MAX_SAMPLES, Layout
 
 CHUNK_BYTES = 8 << 20
 """About how much of a shard is built in memory at a time."""
@@ -47,7 +48,7 @@ def write_shard(folder: Path, shard: int, layout: Layout, chunks: Iterable[Chunk
                     )
                 stored = {name: array.astype(layout.dtype, copy=False) for name, array in arrays.items()}
                 for i, label in enumerate(labels):
-                    sample: dict[str, str | bytes] = {"__key__": f"{key_prefix(shard)}{count + i:0{KEY_DIGITS}d}"}
+                    sample: dict[str, str | bytes] = {"__key__": sample_key(shard, count + i)}
                     sample |= {name: layout.header + array[i].tobytes() for name, array in stored.items()}
                     tar.write(sample | ({"cls": str(label).encode()} if layout.labelled else {}))
                 count += len(labels)
@@ -68,8 +69,5 @@ class _Hashed:
 
 def histogram(labels: Iterable[int | None]) -> dict[str, int]:
     """Return the number of samples of each class, by the number of the class, in the order of the numbers."""
-    counts: dict[int, int] = {}
-    for label in labels:
-        if label is not None:
-            counts[label] = counts.get(label, 0) + 1
+    counts = Counter(label for label in labels if label is not None)
     return {str(label): counts[label] for label in sorted(counts)}
