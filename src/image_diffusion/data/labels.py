@@ -32,7 +32,7 @@ class LabelDecoder:
         image = ImageOps.exif_transpose(image)
         are_colours = isinstance(self.values[0], tuple)
         present, place = np.unique(_codes(image, are_colours), return_inverse=True)
-        codes = np.array([_code(value) for value in self.values], dtype=np.int64)
+        codes = np.array([code_of(value) for value in self.values], dtype=np.int64)
         if unknown := sorted({*present.tolist()} - {*codes.tolist()}):
             named = [str(_colour(code)) if are_colours else str(code) for code in unknown[:_SHOWN]]
             others = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
@@ -63,7 +63,8 @@ def _codes(image: Image.Image, are_colours: bool) -> NDArray[np.int64]:
     return np.asarray(image).astype(np.int64)
 
 
-def _code(value: Value) -> int:
+def code_of(value: Value) -> int:
+    """Return the number of a value: itself, or that of a colour, by red, green and blue in turn."""
     return value if isinstance(value, int) else value[0] << 16 | value[1] << 8 | value[2]
 
 

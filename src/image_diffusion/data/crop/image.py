@@ -203,8 +203,10 @@ def _last_pixel(image: Image.Image) -> tuple[int, ...]:
 def _has_more(image: Image.Image, data: bytes, config: DataConfig) -> bool:
     """True if a file holds more than the image that is taken. Raises Undecided for pages of a TIFF: they may be a
     stack, channels or a document."""
-    if not getattr(image, "is_animated", False) or image.format != "TIFF":
-        return bool(getattr(image, "is_animated", False))
+    if not getattr(image, "is_animated", False):
+        return False
+    if image.format != "TIFF":
+        return True
     count = pages(data)
     if count > 1 and config.pages is None:
         raise Undecided(f"the file holds {count:,} pages. Set data.pages to first to take the first page of each file.")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.data.config import DataConfig, Range
+from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.records import ShardRecord, tar_path
 from image_diffusion.data.shards.tar_layout import Layout
 
@@ -25,16 +25,18 @@ _SAME_SIZE = 0.01  # relative difference of the sizes of pixels, which rounded s
 def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Sequence[ShardRecord]) -> Levels:
     """Return the levels of a set of shards in a folder. Raises ValueError for a channel of one number alone."""
     assert config.dtype is not None
-    names, limits = config.channel_names, _limits(config.dtype)
+    names = config.channel_names
     edges, counts = _counted(folder, layout, records)
     low, high, clipped = [], [], []
     for name, values, count in zip(names, edges, counts, strict=True):
         chosen = config.range.get(name, "measured") if isinstance(config.range, dict) else config.range or "measured"
-        bounds = limits if chosen == "file" else _measured(name, values, count) if chosen == "measured" else chosen
-        assert not isinstance(bounds, str)
-        low.append(bounds[0])
-        high.append(bounds[1])
-        outside = count[(values < bounds[0]) | (values > bounds[1])].sum()
+        if chosen == "file":
+            limits = np.iinfo(config.dtype)
+            chosen = float(limits.min), float(limits.max)
+        least, most = _measured(name, values, count) if chosen == "measured" else chosen
+        low.append(least)
+        high.append(most)
+        outside = count[(values < least) | (values > most)].sum()
         clipped.append(round(float(outside / max(1, count.sum())), 8))
     return Levels(
         dtype=config.dtype,
@@ -60,12 +62,6 @@ def _pixel_size(records: Sequence[ShardRecord]) -> tuple[float, float] | None:
         log_line(f"crop: pixels of the crops are {low:.4g} to {high:.4g} µm wide, so that samples have no size of one.")
         return None
     return float(height), float(width)
-
-
-def _limits(dtype: str) -> Range:
-    if dtype == "float32":
-        return "measured"
-    return float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
 
 
 def _measured(name: str, values: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:

@@ -31,17 +31,15 @@ def crop_shards(
 
     drops: names of the images that each shard leaves out; None: shards that do not exist yet leave nothing out.
     """
-    started = _pool(min(processes, len(tasks)))
+    work = [(shard, items, None if drops is None else drops[shard]) for shard, items in tasks]
+    started = _pool(min(processes, len(work)))
     if started is None:
-        for shard, items in tasks:
-            yield cropper.write(shard, items, None if drops is None else drops[shard], progress.advance)
+        for shard, items, drop in work:
+            yield cropper.write(shard, items, drop, progress.advance)
         return
     (pool, done), reported = started, 0
     with pool:
-        futures = [
-            pool.submit(_crop_shard, cropper, shard, items, None if drops is None else drops[shard])
-            for shard, items in tasks
-        ]
+        futures = [pool.submit(_crop_shard, cropper, shard, items, drop) for shard, items, drop in work]
         try:
             for future in futures:
                 while True:

@@ -21,6 +21,8 @@ from image_diffusion.data.shards.records import ShardRecord
 
 _LINE = 14  # pixels, height of a line of text
 _COLUMNS, _ROWS, _TILE = 10, 20, 96  # images of a row, rows, pixels along an edge of an image
+_CROPS = 12  # of a row of the contact sheet
+_RECONSTRUCTION, _GAIN = 128, 4  # pixels along an edge of a reconstruction, factor of its difference
 _SAMPLED = 1000  # images of which the numbers are counted for the plot
 
 
@@ -41,38 +43,36 @@ def write_sheets(folder: Path, manifest: Mapping[str, Any], records: Sequence[Sh
     return written
 
 
-def contact_sheet(dataset: Shards, path: Path, max_rows: int = 20, columns: int = 12, tile: int = 96) -> None:
+def contact_sheet(dataset: Shards, path: Path) -> None:
     """Write a sheet of crops as PNG: a row a class with its name and count, or without classes a square of plain rows.
 
     Shows classes spread evenly over all of them, and of each its first images.
     """
     groups: list[tuple[str, NDArray[np.int64]]] = []
     if dataset.num_classes:
-        spread = np.linspace(0, dataset.num_classes - 1, min(max_rows, dataset.num_classes)).round()
+        spread = np.linspace(0, dataset.num_classes - 1, min(_ROWS, dataset.num_classes)).round()
         for label in spread.astype(int).tolist():
             members = np.flatnonzero(dataset.labels == label)
-            groups.append((f"{dataset.classes[label]} ({len(members):,})", members[:columns]))
+            groups.append((f"{dataset.classes[label]} ({len(members):,})", members[:_CROPS]))
     else:
-        shown = np.arange(min(dataset.num_samples, columns * columns))
-        groups = [("", shown[start : start + columns]) for start in range(0, len(shown), columns)]
+        shown = np.arange(min(dataset.num_samples, _CROPS * _CROPS))
+        groups = [("", shown[start : start + _CROPS]) for start in range(0, len(shown), _CROPS)]
     rows = [(title, list(dataset.gather(members).numpy())) for title, members in groups]
-    _write(_sheet(rows, tile), path)
+    _write_sheet(rows, _TILE, path)
 
 
-def reconstruction_sheet(
-    images: NDArray[Any], decoded: NDArray[Any], path: Path, tile: int = 128, gain: int = 4
-) -> None:
-    """Write a sheet as PNG: images, the same decoded from their latents, and the difference times `gain`.
+def reconstruction_sheet(images: NDArray[Any], decoded: NDArray[Any], path: Path) -> None:
+    """Write a sheet as PNG: images, the same decoded from their latents, and the difference times four.
 
     images, decoded: [B, C, H, W], pictures or arrays as `core.pictures.as_pictures` takes them.
     """
-    difference = np.abs(images.astype(np.float32) - decoded.astype(np.float32)) * gain
+    difference = np.abs(images.astype(np.float32) - decoded.astype(np.float32)) * _GAIN
     rows = [
         ("image", list(images)),
         ("decoded from its latent", list(decoded)),
-        (f"difference x {gain}", list(difference.clip(0, 255).astype(images.dtype))),
+        (f"difference x {_GAIN}", list(difference.clip(0, 255).astype(images.dtype))),
     ]
-    _write(_sheet(rows, tile), path)
+    _write_sheet(rows, _RECONSTRUCTION, path)
 
 
 def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[ShardRecord], path: Path) -> None:
@@ -118,7 +118,7 @@ def repeated_pictures(every: Shards, sheet: Mapping[str, Any], numbers: Mapping[
     chains = sorted(sheet["groups"], key=len, reverse=True)[:_ROWS]
     rows = [(_named(chain), _pixels(every, [numbers[name] for name in chain[:_COLUMNS]])) for chain in chains]
     if rows:
-        _write(_sheet(rows, _TILE), path)
+        _write_sheet(rows, _TILE, path)
     return [path] if rows else []
 
 
@@ -134,7 +134,7 @@ def strange_images(every: Shards, sheet: Mapping[str, Any], numbers: Mapping[str
             title = f"{why} ({len(places)})" if start == 0 else ""
             rows.append((title, _pixels(every, places[start : start + _COLUMNS])))
     if rows:
-        _write(_sheet(rows, _TILE), path)
+        _write_sheet(rows, _TILE, path)
     return [path] if rows else []
 
 
@@ -146,8 +146,8 @@ def _pixels(every: Shards, places: Sequence[int]) -> list[NDArray[Any]]:
     return list(every.gather(np.array(places)).numpy())
 
 
-def _sheet(rows: list[tuple[str, list[NDArray[Any]]]], tile: int) -> Image.Image:
-    """Draw rows of images [C, H, W], each under its title."""
+def _write_sheet(rows: list[tuple[str, list[NDArray[Any]]]], tile: int, path: Path) -> None:
+    """Write rows of images [C, H, W], each under its title, as one PNG."""
     gap = 2
     height = sum(tile + gap + (_LINE if title else 0) for title, _ in rows)
     width = max([1, *(len(images) for _, images in rows)]) * (tile + gap)
@@ -161,7 +161,8 @@ def _sheet(rows: list[tuple[str, list[NDArray[Any]]]], tile: int) -> Image.Image
         for column, image in enumerate(images):
             sheet.paste(_as_rgb(image).resize((tile, tile), Image.Resampling.BICUBIC), (column * (tile + gap), top))
         top += tile + gap
-    return sheet
+    with atomic_write(path) as file:
+        sheet.save(file, format="png")
 
 
 def _as_rgb(image: NDArray[Any]) -> Image.Image:
@@ -171,8 +172,3 @@ def _as_rgb(image: NDArray[Any]) -> Image.Image:
     if picture.mode in ("LA", "RGBA"):
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA"))
     return picture.convert("RGB")
-
-
-def _write(sheet: Image.Image, path: Path) -> None:
-    with atomic_write(path) as file:
-        sheet.save(file, format="png")

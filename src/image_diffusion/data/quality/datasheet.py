@@ -28,7 +28,6 @@ RARE = 1 / 10
 REPEATED = 3
 
 _UNUSUAL = {"16bit", "cmyk", "colour_space", "first_frame", "alpha", "profile"}
-Scored = tuple[int, int, float]
 
 
 def describe_images(
@@ -37,7 +36,7 @@ def describe_images(
     quarantined: Sequence[Quarantined],
     dropped: Sequence[Sample],
     unwanted: Sequence[Quarantined],
-    pairs: Sequence[Scored] | None,
+    pairs: Sequence[tuple[int, int, float]] | None,
     is_held_out: NDArray[np.bool_],
     captions: Mapping[str, Sequence[str]] | None,
 ) -> dict[str, Any]:

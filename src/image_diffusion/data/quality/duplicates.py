@@ -52,7 +52,6 @@ _PORTION = 1 << 21
 _GREYS_KEPT, _OVERLAYS_KEPT = 500_000, 4_000  # 500 MB, 160 MB
 _VIEWS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2))  # windows down and across: 0 the whole, 1 the start, 2 the end
 _MIRROR = np.packbits(np.tile(np.arange(_BITS) % 2 == 1, _BITS)).view(">u8")[0].astype(np.uint64)
-_TRIMMED_VIEWS = range(1, len(_VIEWS))
 
 Looks = NDArray[np.uint64]
 """The bits of every view of n crops, [n, 5]; the first view is the whole crop."""
@@ -108,12 +107,6 @@ def sharpness(pixels: NDArray[Any]) -> float:
     return round(float(np.abs(rows[:, 1:] - rows[:, :-1]).mean()), 3) if rows.shape[1] > 1 else 0.0
 
 
-def looks_of(texts: Sequence[str]) -> Looks:
-    """Return the bits in texts of `look`, none of them empty."""
-    data = bytes.fromhex("".join(texts))
-    return np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, len(_VIEWS))
-
-
 def groups(keys: Iterable[str]) -> list[list[int]]:
     """Return the places of equal keys, of each that occurs more than once; empty keys are equal to none."""
     places: dict[str, list[int]] = {}
@@ -137,7 +130,8 @@ def near_duplicates(
     seen = np.array([place for place, text in enumerate(texts) if text], dtype=np.int64)
     if len(seen) < 2:
         return []
-    bits = looks_of([texts[place] for place in seen])
+    data = bytes.fromhex("".join(texts[place] for place in seen))
+    bits = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, len(_VIEWS))
     queries = np.arange(len(seen)) if of is None else np.flatnonzero(np.isin(seen, list(of)))
     close = _close(bits, queries, processes)
     if close is None:

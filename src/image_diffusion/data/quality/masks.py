@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from image_diffusion.data.crop.image import quiet_pillow
-from image_diffusion.data.labels import Value, label_values
+from image_diffusion.data.labels import Value, code_of, label_values
 from image_diffusion.data.sources.folder import files_in, stem_of
 
 FOLDERS = ("masks", "mask", "labels", "annotations", "segmentations")
@@ -74,19 +74,14 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _values(paths: Iterable[Path]) -> list[Value]:
     """Return the values in some masks, in one form; those of damaged files are left out."""
-    numbers, colours = set[int](), set[tuple[int, int, int]]()
+    values = set[Value]()
     with quiet_pillow():
         for path in paths:
             try:
                 with Image.open(io.BytesIO(path.read_bytes())) as image:
-                    values = label_values(image)
+                    values.update(label_values(image))
             except Exception:  # decoders raise nearly anything when they are fed damaged files
                 continue
-            for value in values:
-                if isinstance(value, int):
-                    numbers.add(value)
-                else:
-                    colours.add(value)
-            if len(numbers) + len(colours) > _MOST_LABELS:
+            if len(values) > _MOST_LABELS:
                 break
-    return [*sorted(numbers), *sorted(colours)] if not (numbers and colours) else []
+    return sorted(values, key=code_of) if len({type(value) for value in values}) == 1 else []
