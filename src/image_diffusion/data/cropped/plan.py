@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, read_json, stamp_of, write_json
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.filter import apply_filter
+from image_diffusion.data.crop.filter_expression import MissingValue, parse_rule
 from image_diffusion.data.crop.image import READER
-from image_diffusion.data.shards.records import FORMAT, Quarantined, ShardRecord, read_record, tar_path
-from image_diffusion.data.sources.base import FileGroup, Item, Listing, by_shard
+from image_diffusion.data.shards.records import FORMAT, UNWANTED, Quarantined, ShardRecord, read_record, tar_path
+from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.base import FileGroup, HasValues, Item, Listing, by_shard
 
 Task = tuple[int, list[Item]]
 """A shard's number, and its images."""
@@ -41,18 +42,52 @@ class CropPlan:
         if listing.passed_over:
             most = list(listing.kinds_passed_over().items())[:_KINDS]
             kinds, example = ", ".join(f"{count:,} x {kind}" for kind, count in most), listing.passed_over[0]
-            notices.append(f"{listing.ignored:,} files are passed over: {kinds}; for example {example}")
+            notices.append(f"{len(listing.passed_over):,} files are passed over: {kinds}; for example {example}")
         return notices
 
 
 def plan_crops(config: DataConfig) -> CropPlan:
     """List a source and assign its images to shards. Raises ValueError when the source is missing or empty."""
     files = list(config.source.file_groups())
-    listing, excluded = apply_filter(config.source, config.source.listing(), config.keep)
+    listing, excluded = _filtered(config.source, config.source.listing(), config.keep)
     tasks = list(enumerate(by_shard(listing.items, config.num_shards)))
     stamps = sorted([group.folder, group.digest()] for group in files)
     made_from = digest({"format": FORMAT, "reader": READER, "data": dump(config), "files": stamps})
     return CropPlan(files, listing, excluded, tasks, made_from)
+
+
+def _filtered(source: Source, listing: Listing, keep: str | None) -> tuple[Listing, list[Quarantined]]:
+    """Return the listing without the images that a rule leaves out, and these with the reason.
+
+    Raises ValueError where the source has none of the values that the rule asks for, where they cannot be compared, or
+    where no image is left.
+    """
+    if keep is None:
+        return listing, []
+    rule = parse_rule(keep)
+    if not isinstance(source, HasValues):
+        raise ValueError(
+            f"data.keep needs values beside the images, and data.source.type: {source.type} has none. Use a table, "
+            f"Parquet or Hugging Face columns, or .json files beside the images of a folder or a tar."
+        )
+    values_by_name = source.values_beside(rule.names)
+    items, excluded = [], []
+    for item in listing.items:
+        values = values_by_name.get(item.name) or values_by_name.get(item.name.rpartition(".")[0]) or {}
+        try:
+            reason = None if rule.matches(values) else f"{UNWANTED}not {rule.text}"
+        except MissingValue as error:
+            reason = f"{UNWANTED}no {error}"
+        except ValueError as error:
+            raise ValueError(f"data.keep is {rule.text!r}, but of {item.name} {error}.") from None
+        if reason is None:
+            items.append(item)
+        else:
+            excluded.append(Quarantined(item.name, reason))
+    if listing.items and not items:
+        reason = excluded[0].reason
+        raise ValueError(f"data.keep leaves none of {len(excluded):,} images; the first one has {reason!r}. Change it.")
+    return replace(listing, items=items), excluded
 
 
 def write_note(path: Path, plan: CropPlan, output: Path, tasks: Sequence[Task]) -> None:

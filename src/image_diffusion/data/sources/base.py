@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import Stamp
@@ -63,11 +63,6 @@ class Listing:
     passed_over: Sequence[str] = ()
     unit: str = "image"
     notices: tuple[str, ...] = ()
-
-    @property
-    def ignored(self) -> int:
-        """Number of files that are ignored."""
-        return len(self.passed_over)
 
     def kinds_passed_over(self) -> dict[str, int]:
         """Return how many files of each kind are ignored, most first: by the hidden part of the name, or else by the
@@ -177,7 +172,6 @@ class FewFiles(ImageSource):
         """Return the files of the images: by name, path and stamp. Raises ValueError when the source has none."""
 
     def file_groups(self) -> Iterator[FileGroup]:
-        """Yield the files as one group."""
         if files := self.files():
             stamps = array("q")
             for _, stamp in files.values():
@@ -189,7 +183,6 @@ class WithoutFiles(ImageSource):
     """A source that has no files on this machine, such as one whose images are drawn by code."""
 
     def file_groups(self) -> Iterator[FileGroup]:
-        """Yield nothing."""
         return iter(())
 
 
@@ -207,6 +200,16 @@ class RowSource(ImageSource):
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Return some columns, by the name of the image."""
         return {name: dict(zip(names, row, strict=True)) for name, row in self.rows(names)}
+
+
+@runtime_checkable
+class HasValues(Protocol):
+    """Source that has further values of its images besides their classes."""
+
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Return the values of each image under some names, by its name or by that without its extension. Raises
+        ValueError where one of the names has no values, or they cannot be read."""
+        ...
 
 
 def captions_in(data: bytes, extension: str) -> list[str]:

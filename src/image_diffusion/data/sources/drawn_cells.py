@@ -41,7 +41,6 @@ class DrawnCells(WithoutFiles):
         return Listing(sorted(items, key=lambda item: item.name), list(CLASSES), [])
 
     def known_classes(self) -> list[str]:
-        """Return the phenotypes."""
         return list(CLASSES)
 
     def read(self, item: Item) -> bytes:

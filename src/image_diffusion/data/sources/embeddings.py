@@ -63,7 +63,6 @@ class Embeddings(FewFiles):
         raise ValueError("data.source.type is embeddings: there are no images to crop. Set pairs.type to files.")
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return every part's files. Raises ValueError as `parts` does."""
         paths = [path for part in self.parts() for path in (part.image, part.text, part.metadata) if path]
         return {f"{path.parent.name}/{path.name}": (str(path), stamp_of(path)) for path in paths}
 

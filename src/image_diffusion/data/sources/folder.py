@@ -167,7 +167,6 @@ class Folder(ImageSource):
         return f"{self.path}/{folder}"
 
     def read(self, item: Item) -> bytes:
-        """Return the bytes of one file. Raises OSError."""
         return read_image(Path(self.path) / str(item.address[0]))
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:

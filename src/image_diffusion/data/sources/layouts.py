@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -88,12 +88,11 @@ def level_of(classes: str | Level, path: str, inside: Inside, is_archive: bool =
     return level
 
 
-def by_folder(names: Iterable[tuple[str, str]], level: int) -> Listing:
+def by_folder(names: Sequence[tuple[str, str]], level: int) -> Listing:
     """Return the images of class folders, and as rejected the files outside them or beside texts alone.
 
     names: in plain text and as they are, sorted.
     """
-    names = list(names)
     parts = {name: class_name(name.split("/")[level - 1]) for name, _ in names if name.count("/") >= level}
     numbers = number_classes(parts[name] for name in parts if not is_text(name))
     items, rejected = [], []
@@ -157,13 +156,12 @@ def labels_in(data: bytes, where: str) -> dict[str, str] | None:
         raise ValueError(f"{where}: {LABELS_FILE} cannot be read: {error}; {expected}.") from None
 
 
-def labelled(names: Iterable[tuple[str, str]], labels: dict[str, str], where: str, inside: str) -> Listing:
+def labelled(names: Sequence[tuple[str, str]], labels: dict[str, str], where: str, inside: str) -> Listing:
     """Return the images that it names, with their classes; all others as rejected.
 
     names: in plain text and as they are, sorted. where, inside: the path, and what lies there, to name them.
     """
     numbers = number_labels(labels.values(), f"{where}, {LABELS_FILE}")
-    names = list(names)
     items = [Item(shown, numbers[labels[name]], (name,)) for shown, name in names if name in labels]
     rejected = [(shown, f"no class in {LABELS_FILE}") for shown, name in names if name not in labels]
     missing = labels.keys() - {name for _, name in names}

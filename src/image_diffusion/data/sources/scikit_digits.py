@@ -48,7 +48,6 @@ class Digits(WithoutFiles):
         return Listing(sorted(items, key=lambda item: item.name), classes, [])
 
     def known_classes(self) -> list[str]:
-        """Return the digits."""
         return [str(digit) for digit in sorted(set(range(10) if self.only is None else self.only))]
 
     def read(self, item: Item) -> bytes:
@@ -109,11 +108,9 @@ class PaintedDigits(WithoutFiles):
         return Listing(sorted(items, key=lambda item: item.name), list(DIGITS), [])
 
     def known_classes(self) -> list[str]:
-        """Return the digits, as words."""
         return list(DIGITS)
 
     def read(self, item: Item) -> bytes:
-        """Return one image as a PNG."""
         number = int(item.address[0])
         return as_png(painted(number, attributes_of(number)))
 

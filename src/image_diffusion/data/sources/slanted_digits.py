@@ -40,11 +40,9 @@ class SlantedDigits(WithoutFiles, RowSource):
         return Listing(sorted(items, key=lambda item: item.name), self.known_classes(), [])
 
     def known_classes(self) -> list[str]:
-        """Return the digits."""
         return [str(digit) for digit in range(10)]
 
     def read(self, item: Item) -> bytes:
-        """Return one image as a PNG."""
         number = int(item.address[0])
         return as_png(drawn(number, **numbers_of(number)))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import inspect
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Integral
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from image_diffusion.core.files.atomic import Stamp
+from image_diffusion.core.files.atomic import Stamp, alone
 from image_diffusion.data.sources.base import FewFiles, Item, Listing, number_labels, plain_text
 from image_diffusion.data.sources.folder import Walk
 
@@ -78,7 +76,6 @@ class TorchvisionSet(FewFiles):
         return Listing(items, classes, [(name, "no class") for _, (name, label) in rows if label is None])
 
     def known_classes(self) -> list[str] | None:
-        """Return None: the classes are known once the files have been read."""
         return [] if self.classes == "none" else None
 
     def read(self, item: Item) -> bytes:
@@ -118,22 +115,16 @@ def _load(name: str, path: str, options: tuple[tuple[str, Any], ...], download: 
     can_download = "download" in inspect.signature(kind).parameters
     arguments = dict(options) | ({"download": download} if can_download or download else {})
     try:
-        with _alone(Path(path)) if download else nullcontext():
+        if not download:
+            return kind(path, **arguments)
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with alone(Path(path)):  # no other process of ours downloads into it
             return kind(path, **arguments)
     except Exception as error:  # each set raises its own
         advice = (
             "Put its files there, or set data.source.download to true; arguments of its own go into data.source.options"
         )
         raise ValueError(f"torchvision cannot open {name} in {path}: {_in_one_line(error)}. {advice}.") from None
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that no other process of ours downloads into it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".download.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
 
 
 def _targets(dataset: Any, name: str) -> list[int]:

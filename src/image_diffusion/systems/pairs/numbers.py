@@ -12,11 +12,11 @@ from pydantic import Field, field_validator
 
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.number_columns import NumberColumns, measured, number_in
-from image_diffusion.data.crop.filter import HasValues
 from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.base import HasValues
 from image_diffusion.data.sources.table import read_columns
 from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 

@@ -57,12 +57,12 @@ class Lmdb(FewFiles):
         return Listing(sorted(items, key=lambda item: item.name), list(numbers), [])
 
     def known_classes(self) -> list[str]:
-        """Return the classes that the folders name."""
         is_one = (Path(self.path) / _DATA).is_file()
         return [] if is_one or self.classes == "none" else sorted({_class_of(name) for name in self.files()})
 
     def read(self, item: Item) -> bytes:
-        """Return the bytes under one key. Raises OSError."""
+        import lmdb
+
         folder, key = str(item.address[0]), bytes.fromhex(str(item.address[1]))
         try:
             with _open(Path(folder)) as database, database.begin(buffers=True) as transaction:
@@ -71,7 +71,7 @@ class Lmdb(FewFiles):
                     raise OSError("its key is no longer there")
                 check_size(len(data))
                 return bytes(data)
-        except _faults() as error:
+        except lmdb.Error as error:
             raise OSError(f"damaged in the database: {str(error).replace(folder, Path(folder).name)}") from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
@@ -96,7 +96,7 @@ def _class_of(name: str) -> str:
 def _keys(folder: Path, source: str) -> list[bytes]:
     """Return every key of a database. Raises ValueError."""
     try:
-        import lmdb  # noqa: F401 - asked for here, so that planning does without it
+        import lmdb  # here: planning does without it
     except ImportError:
         raise ValueError(
             f"{source}: reading LMDB needs the package lmdb. Install it: pip install 'image-diffusion[lsun]'."
@@ -104,15 +104,8 @@ def _keys(folder: Path, source: str) -> list[bytes]:
     try:
         with _open(folder) as database, database.begin() as transaction:
             return [bytes(key) for key in transaction.cursor().iternext(keys=True, values=False)]
-    except _faults() as error:
+    except lmdb.Error as error:
         raise ValueError(f"{folder} cannot be read as an LMDB database: {error}. Write it again.") from None
-
-
-def _faults() -> type[Exception]:
-    import lmdb
-
-    error: type[Exception] = lmdb.Error
-    return error
 
 
 def _open(folder: Path) -> Any:

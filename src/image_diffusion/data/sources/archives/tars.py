@@ -185,7 +185,6 @@ class TarStream(WithoutFiles, TarSource):
         return Listing(items, self.known_classes(), [], unit="tar")
 
     def known_classes(self) -> list[str]:
-        """Return the classes that the configuration names."""
         if isinstance(self.classes, int):
             return [str(number) for number in range(self.classes)]
         return self.classes or []

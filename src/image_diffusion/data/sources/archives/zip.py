@@ -56,25 +56,22 @@ class ZipArchive(FewFiles):
         names, passed_over = self._members()
         if not names:
             raise ValueError(f"data.source.path: {self.path} holds no files. Put images into the zip.")
-        if self.classes == "none":
-            return Listing([Item(plain_text(name), None, (name,)) for name in names], [], [], passed_over)
-        labels = None if isinstance(self.classes, Level) else self._labels()
+        members = [(plain_text(name), name) for name in names]
+        labels = self._labels() if self.classes == "labels" else None
         if labels is not None:
-            listing = labelled([(plain_text(name), name) for name in names], labels, self.path, "zip")
-            return replace(listing, passed_over=passed_over)
-        if not any("/" in name for name in names):
-            return Listing([Item(plain_text(name), None, (name,)) for name in names], [], [], passed_over)
-        folders = _Folders(names)
-        level = level_of(self.classes, self.path, folders.inside, is_archive=True)
-        listing = by_folder(((plain_text(name), name) for name in names), level)
+            return replace(labelled(members, labels, self.path, "zip"), passed_over=passed_over)
+        if self.classes == "none" or not any("/" in name for name in names):
+            return Listing([Item(shown, None, (name,)) for shown, name in members], [], [], passed_over)
+        folders = _folders(names)
+        level = level_of(self.classes, self.path, lambda folder: folders.get(folder, set()), is_archive=True)
+        listing = by_folder(members, level)
         # A folder around all others is common in zips made by file managers; say so instead of making it the class.
         looked_through = level > 1 and not isinstance(self.classes, Level)
-        around = next(iter(folders.inside("")), "")
+        around = next(iter(folders[""]))
         notices = (f"{self.path}: the classes are the folders in {around}, which holds all others",)
         return replace(listing, passed_over=passed_over, notices=notices if looked_through else ())
 
     def known_classes(self) -> list[str] | None:
-        """Return None: the classes are known once the zip has been read."""
         return [] if self.classes == "none" else None
 
     def read(self, item: Item) -> bytes:
@@ -89,7 +86,6 @@ class ZipArchive(FewFiles):
             raise OSError(f"damaged in the zip: {error}") from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return the zip. Raises ValueError when it is missing."""
         path = Path(self.path)
         if not path.is_file():
             raise ValueError(f"data.source.path: {self.path} does not exist, or is no file. Give a zip file.")
@@ -129,19 +125,14 @@ class ZipArchive(FewFiles):
         return labels_in(data, self.path)
 
 
-class _Folders:
-    """The folders of members, by the folder that they lie in."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._inside: dict[str, set[str]] = {}
-        for name in names:
-            *folders, _ = name.split("/")
-            for depth, folder in enumerate(folders):
-                self._inside.setdefault("/".join(folders[:depth]), set()).add(folder)
-
-    def inside(self, folder: str) -> set[str]:
-        """Return the names of the folders in a folder."""
-        return self._inside.get(folder, set())
+def _folders(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names of the folders in each folder of members, by its path; "" is the zip itself."""
+    inside: dict[str, set[str]] = {}
+    for name in names:
+        *folders, _ = name.split("/")
+        for depth, folder in enumerate(folders):
+            inside.setdefault("/".join(folders[:depth]), set()).add(folder)
+    return inside
 
 
 @lru_cache(maxsize=2)
