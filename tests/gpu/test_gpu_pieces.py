@@ -27,8 +27,7 @@ from image_diffusion.nn.transformer import Mlp
 from image_diffusion.systems.diffusion.conditions.degradations import Edges, Gray, Hole, Small
 from image_diffusion.systems.diffusion.conditions.paired_image import as_seen
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
-from image_diffusion.systems.prior.denoiser_spec import ImageStatistics
-from image_diffusion.systems.prior.prior import PriorSystem
+from image_diffusion.systems.prior.denoiser_spec import ImageStatistics, Scaling
 
 CUDA = torch.device("cuda", 0)
 
@@ -125,21 +124,20 @@ def test_conditions_are_made_without_waiting() -> None:
     masks = torch.randint(4, (4, 1, 16, 16), dtype=torch.uint8, device=CUDA)
     degradations = [Gray(), Edges(), Hole(), Small(4)]
     text = TextCondition.model_validate({"type": "text", "caption_weights": [0.75, 0.25]})
-    prior = PriorSystem(image_statistics=ImageStatistics(mean=(0.5,) * 8, std=(2.0,) * 8))
-    reading = prior.reading(DataSpec(channels=8, resolution=1))
+    scaling = Scaling(1.0, ImageStatistics(mean=(0.5,) * 8, std=(2.0,) * 8))
     drawn = streams(CUDA)
     for mode in ("default", "error"):  # the first round allocates
         torch.cuda.set_sync_debug_mode(mode)
         made = [degradation(images, drawn) for degradation in degradations]
         text.training_conditions(captions, drawn, DataSpec(channels=3, resolution=16))
         seen = as_seen(masks, 4)
-        scaled = reading.x(embeddings)
+        scaled = scaling.x(embeddings)
         torch.cuda.set_sync_debug_mode("default")
     for ours, degradation in zip(made, degradations, strict=True):
         theirs = degradation(images.cpu(), streams(torch.device("cpu")))
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
     assert torch.equal(seen.argmax(1, keepdim=True), masks)
-    torch.testing.assert_close(scaled.cpu(), reading.x(embeddings.cpu()))
+    torch.testing.assert_close(scaled.cpu(), scaling.x(embeddings.cpu()))
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])

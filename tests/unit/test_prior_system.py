@@ -26,6 +26,7 @@ from image_diffusion.metrics.images.embedding_similarity import (
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.samplers.dalle2_ddim import LegacyDdim
 from image_diffusion.stages.export import read_foreign
+from image_diffusion.systems.prior.denoiser_spec import Scaling
 from image_diffusion.systems.prior.evaluation import EvaluatedPrior, PredictionConfig, evaluate_prior
 from image_diffusion.systems.prior.generation import PriorSampleConfig
 from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
@@ -172,7 +173,7 @@ def test_pairs_of_another_dimension_are_refused():
     with pytest.raises(ValueError, match="Text embeddings have 6 dimensions but the network was built for 8"):
         network(torch.zeros(2, 8), torch.zeros(2), text_embed=torch.zeros(2, 6))
     with pytest.raises(ValueError, match="pairs of embeddings"):
-        pair_batch(torch.zeros(2, 3, 8, 8), None, evaluated().reading, True)  # type: ignore[arg-type]
+        pair_batch(torch.zeros(2, 3, 8, 8), None, Scaling(1.0), True)  # type: ignore[arg-type]
 
 
 def test_the_candidate_nearest_to_the_caption_is_kept_and_each_draws_its_own_noise():

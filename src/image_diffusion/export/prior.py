@@ -45,7 +45,7 @@ def write_prior_transformer(system: PriorSystem, model: TrainedNetwork, codec: C
     """Write a folder that `PriorTransformer.from_pretrained` loads. Raises ValueError for another network."""
     _check_network(system)
     assert isinstance(model.network, PriorTransformer)
-    moments = system.reading(model.spec).moments(torch.zeros(model.spec.channels))
+    moments = system.reading(model.spec).scaling.moments(torch.zeros(model.spec.channels))
     prior = to_diffusers_prior(model.network, *moments)
     with atomic_folder(folder) as written:
         prior.save_pretrained(written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 import torch
@@ -32,21 +33,13 @@ class ImageStatistics(Config):
         return self
 
 
-class EmbeddingReading(Config):
-    """Properties of a system that `EmbeddingGenerator` needs. An exported model contains them instead of the system."""
+@dataclass(frozen=True)
+class Scaling:
+    """Conversion of image embeddings to the network's scale, and back. norm: the factor of the embeddings. statistics:
+    mean and deviation that normalise them instead."""
 
-    process: Discrete
-    """Process by which noise was added."""
-    prediction: Literal["x0", "eps", "v"]
-    """Prediction of the network."""
-    learns_nulls: bool
-    """True if conditions were dropped in training, so that guidance is possible."""
-    self_cond: bool
-    """True if the network is conditioned on its own earlier x0."""
     norm: float
-    """Factor that image embeddings are multiplied with; of normalised ones, their approximate norm."""
     statistics: ImageStatistics | None = None
-    """Statistics that normalise image embeddings instead of the factor."""
 
     def x(self, embeddings: Tensor) -> Tensor:
         """Return image embeddings [..., dim] in the network's scale."""
@@ -76,6 +69,28 @@ class EmbeddingReading(Config):
         moments = torch.tensor([self.statistics.mean, self.statistics.std], dtype=like.dtype)
         mean, std = to_device(moments, like.device)
         return mean, std
+
+
+class EmbeddingReading(Config):
+    """Properties of a system that `EmbeddingGenerator` needs. An exported model contains them instead of the system."""
+
+    process: Discrete
+    """Process by which noise was added."""
+    prediction: Literal["x0", "eps", "v"]
+    """Prediction of the network."""
+    learns_nulls: bool
+    """True if conditions were dropped in training, so that guidance is possible."""
+    self_cond: bool
+    """True if the network is conditioned on its own earlier x0."""
+    norm: float
+    """Factor that image embeddings are multiplied with; of normalised ones, their approximate norm."""
+    statistics: ImageStatistics | None = None
+    """Statistics that normalise image embeddings instead of the factor."""
+
+    @property
+    def scaling(self) -> Scaling:
+        """Return the conversion of image embeddings to x, and back."""
+        return Scaling(self.norm, self.statistics)
 
     def denoiser(
         self,

@@ -194,7 +194,7 @@ def _losses(network: nn.Module, prior: EvaluatedPrior, data: Shards, settings: P
     def measure(rows: NDArray[np.int64]) -> Arrays:
         sample = torch.from_numpy(rows).to(device)
         streams = Streams(settings.seed, torch.full_like(sample, _EPOCH), sample)
-        batch = pair_batch(data.gather(rows).to(device), streams, prior.reading, prior.token_encodings)
+        batch = pair_batch(data.gather(rows).to(device), streams, prior.reading.scaling, prior.token_encodings)
         return {"loss": prior.objective(network, batch).loss.double().cpu().numpy()}
 
     parts = _in_batches(measure, "losses", data, settings)

@@ -122,7 +122,7 @@ class EmbeddingGenerator:
         )
         start = with_norm(noise, self._norm) if settings.clamp_start else noise
         x = self._sampler(denoiser, self._grid, start, streams)
-        return self._reading.stored(with_norm(x, self._norm) if settings.clamp_result else x)
+        return self._reading.scaling.stored(with_norm(x, self._norm) if settings.clamp_result else x)
 
     def _restrict(self, x0: Tensor) -> Tensor:
         """Return the function that is applied to each predicted embedding."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch
 from image_diffusion.data.encoded.pairs import IMAGE, TEXT, TOKENS
-from image_diffusion.systems.prior.denoiser_spec import EmbeddingReading
+from image_diffusion.systems.prior.denoiser_spec import Scaling
 
 
 def caption_inputs(pairs: Tensor, token_encodings: bool) -> dict[str, Tensor]:
@@ -19,11 +19,11 @@ def caption_inputs(pairs: Tensor, token_encodings: bool) -> dict[str, Tensor]:
     return cond
 
 
-def pair_batch(pairs: Tensor, streams: Streams, reading: EmbeddingReading, token_encodings: bool) -> Batch:
+def pair_batch(pairs: Tensor, streams: Streams, scaling: Scaling, token_encodings: bool) -> Batch:
     """Return the batch of stored pairs [B, 2 + L, dim]. Raises ValueError for another shape."""
     if pairs.ndim != 3 or pairs.shape[1] < TOKENS:
         raise ValueError(
             f"The prior learns from pairs of embeddings, [B, 2 or more, dim], but the data set holds "
             f"{list(pairs.shape[1:])}. Train on what embed wrote."
         )
-    return Batch(reading.x(pairs[:, IMAGE].float()), caption_inputs(pairs, token_encodings), streams)
+    return Batch(scaling.x(pairs[:, IMAGE].float()), caption_inputs(pairs, token_encodings), streams)

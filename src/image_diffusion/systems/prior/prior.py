@@ -29,7 +29,7 @@ from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import EmbeddingPairs, FilePairs
-from image_diffusion.systems.prior.denoiser_spec import EmbeddingReading, ImageStatistics
+from image_diffusion.systems.prior.denoiser_spec import EmbeddingReading, ImageStatistics, Scaling
 from image_diffusion.systems.prior.evaluation import PredictionConfig, PriorEvaluation
 from image_diffusion.systems.prior.generation import PriorSampleConfig, PriorSampling, check_sample
 from image_diffusion.systems.prior.inputs import pair_batch
@@ -116,10 +116,12 @@ class PriorSystem(System):
         return self.image_scale or math.sqrt(spec.channels)
 
     def build_network(self, spec: DataSpec) -> nn.Module:
+        """Build the randomly initialised network."""
         network: nn.Module = self.network.build(spec)
         return network
 
     def build_objective(self, spec: DataSpec) -> EmbeddingObjective:
+        """Build the objective for embeddings of `spec`."""
         return self.objective.build(self.process.build(), self.scale(spec), self.network.self_cond)
 
     def batch(
@@ -131,7 +133,7 @@ class PriorSystem(System):
         codec: Codec,
         beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
-        return pair_batch(stored, streams, self.reading(spec), self.token_encodings)
+        return pair_batch(stored, streams, Scaling(self.scale(spec), self.image_statistics), self.token_encodings)
 
     def reading(self, spec: DataSpec) -> EmbeddingReading:
         """Return the properties of the system that sampling depends on."""
