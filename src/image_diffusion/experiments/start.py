@@ -14,9 +14,7 @@ from image_diffusion.core.resolution import Size, resolution_of
 from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.experiment import train_of
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.base import name_of
-from image_diffusion.systems.diffusion.conditions.label import LabelCondition
-from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.base import System
 
 _DOWNSAMPLINGS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -47,15 +45,16 @@ class Start:
 def start_of(folder: Path) -> Start:
     """Return what the weights in a folder fix. Raises ValueError for weights that no proposal can start from."""
     model, where = read_model(folder), f"{folder}/model.json"
-    system = parse(AnySystem, model["system"], where)
+    system: System = parse(AnySystem, model["system"], where)
     spec: DataSpec = parse(DataSpec, model["spec"], where)
     codec: CodecSettings = parse(CodecConfig, model["codec"]["config"], where)
-    if not isinstance(system, DiTSystem) or not isinstance(system.condition, LabelCondition):
-        kind = f"a {name_of(type(system))}" if not isinstance(system, DiTSystem) else "conditioned on more than a class"
-        raise _unfit(folder, f"are {kind}, but a proposal starts from a dit with classes or none")
+    try:
+        depth, width, num_heads, patch = system.started_shape()
+    except ValueError as error:
+        raise _unfit(folder, f"{error}, but a proposal starts from a dit with classes or none") from None
     if codec.trained_by is not None:
         raise _unfit(folder, f"are on the latents of the experiment {codec.trained_by}, which a new project lacks")
-    shape, train = system.network.shape, train_of(type(system)).model_fields["optimizer"]
+    train = train_of(type(system)).model_fields["optimizer"]
     images = _images(folder, spec, codec)
     return Start(
         folder.resolve(),
@@ -65,10 +64,10 @@ def start_of(folder: Path) -> Start:
         shortest(parse(train.annotation, model["train"]["optimizer"], where), train.default)
         if "train" in model
         else None,
-        shape.depth,
-        shape.width,
-        shape.num_heads,
-        min(spec.size) // shape.patch,
+        depth,
+        width,
+        num_heads,
+        min(spec.size) // patch,
         images.resolution,
         images.channels,
     )

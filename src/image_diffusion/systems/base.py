@@ -65,9 +65,6 @@ class System(Adaptable, ABC):
     """Base class of a system: the model that an experiment trains. A page that has this as its base, and its name in
     `AnySystem`, is a new kind of system."""
 
-    type: str
-    """Name of the system."""
-
     sections: ClassVar[Mapping[str, Section]]
     """Sections of the system's experiments, in addition to the common ones. Any other section is an error."""
     recipe: ClassVar[Mapping[str, Any]] = {}

@@ -35,8 +35,16 @@ class WarmStart:
 class Adaptable(Config):
     """A system whose training can start from the weights of another one."""
 
+    type: str
+    """Name of the system."""
+
     warm_start: ClassVar[WarmStart] = WarmStart()
     """Tensors that may differ from those that a training starts from."""
+
+    def started_shape(self) -> tuple[int, int, int, int]:
+        """Return depth, width, heads and patch of the transformer whose weights a proposed training can start from.
+        Raises ValueError with the reason why no proposal can."""
+        raise ValueError(f"are a {self.type}")
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,11 @@ class DiTSystem(DiffusionSystem):
     def conditioning(self) -> Conditions:
         return Conditions.written_as(self.condition)
 
+    def started_shape(self) -> tuple[int, int, int, int]:
+        if not isinstance(self.condition, LabelCondition):
+            raise ValueError("are conditioned on more than a class")
+        return self.network.shape
+
     def check(self, experiment: Sections, others: Others) -> None:
         check_pairs(self.conditioning, self.reads_beside, experiment)
         if self.alignment is not None:
