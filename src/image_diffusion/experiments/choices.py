@@ -1,4 +1,4 @@
-"""Rules by which facts about the images, a machine and a design become the choices of an experiment, and its file.
+"""Rules by which facts about the images, a machine and a design become the choices of an experiment.
 
 Each rule has its source here: a paper, or a measurement of this repository. Each choice has its reason, which stands
 behind it in the file.
@@ -7,173 +7,36 @@ behind it in the file.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.core.resolution import height_width
 from image_diffusion.data.labels import Value
 from image_diffusion.data.quality.facts import CaptionFacts, Facts
 from image_diffusion.data.quality.masks import MaskFacts
-from image_diffusion.experiments.experiment import Experiment, parse_experiment
-from image_diffusion.experiments.start import Start
+from image_diffusion.experiments.proposal_text import Choice
+from image_diffusion.experiments.request import (
+    DESIGNS,
+    LARGEST_SIDE,
+    Design,
+    Machine,
+    Request,
+    Speed,
+    batch_of,
+    captions_of,
+    classes_of,
+    masks_of,
+    passes_of,
+)
 
-_LEAST_PER_CLASS = 8
-"""Classes of fewer images than this, in the median, are no classes to learn."""
-_FEW = 5_000
-"""Images below which a user is warned of copies: five times as many as the samples that are compared with them."""
 _WATCHED_PASSES, AUGMENTED_PASSES = 100, 400
 """Passes over the images from which on the best weights are kept, and from which on images are augmented: with 336 and
 with 500 images, fewer passes gave a lower distance without (docs/choosing.md)."""
-_SIDES = (16, 32, 48, 64, 96, 128, 192, 256)  # multiples of the largest grid
-_ENLARGED = 1.25
-"""Largest factor by which images are enlarged, so that 28 pixels become 32."""
-_LARGEST_SIDE = {"cpu": 64, "gpu": 256}
 PREVIEWS, VALIDATIONS, CHECKED = 4, 8, 256
 _SHOWN = 5
 """Prompts of the previews."""
 PROMPTS = "config/prompts.txt"
 """File of the project with captions to sample from."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine. cores: those that are used. memory_gib: that a training may take, on each GPU or in all. start_s:
-    seconds in which a process starts and imports PyTorch."""
-
-    cores: int
-    gpus: int
-    memory_gib: float
-    start_s: float
-
-    @property
-    def kind(self) -> str:
-        """Return gpu or cpu."""
-        return "gpu" if self.gpus else "cpu"
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Measured seconds. step_s: of a step of the training; pass_s: of one image in a pass of the network; crop_s: of
-    one image file; detector_s: of one example of the detector's training; mask_s: of one of the segmenter's, which
-    compares masks; encode_s, decode_s: of one image by the codec. memory_gib: of the training; seconds are 0 where that
-    does not fit into the machine."""
-
-    step_s: float
-    pass_s: float
-    crop_s: float
-    detector_s: float
-    memory_gib: float
-    mask_s: float = 0.0
-    encode_s: float = 0.0
-    decode_s: float = 0.0
-
-
-class Design(NamedTuple):
-    """Size of a network and of its batch, and the optimizer. grid: tokens along the shorter side of an image."""
-
-    depth: int
-    width: int
-    num_heads: int
-    grid: int
-    batch: int
-    optimizer: Literal["adamw", "muon"] = "adamw"
-
-    @property
-    def parameters(self) -> int:
-        """Return the parameters of the blocks: 4 of attention, 8 of the MLP and 6 of adaLN, times width squared."""
-        return 18 * self.depth * self.width**2
-
-    @property
-    def operations(self) -> int:
-        """Return what an example takes, in units that compare designs."""
-        return self.parameters * self.grid**2
-
-
-DESIGNS = {
-    "cpu": (
-        Design(4, 128, 4, 4, 64),  # text_demo: 16 tokens
-        Design(4, 128, 4, 8, 64),  # cells_demo
-        Design(6, 256, 4, 8, 64),
-        Design(12, 384, 6, 8, 128),  # DiT-S
-    ),
-    "gpu": (
-        Design(4, 128, 4, 8, 128),
-        Design(6, 256, 4, 8, 256),
-        Design(12, 384, 6, 16, 256),  # DiT-S; 256 tokens as in JiT, whatever the resolution
-        Design(12, 768, 12, 16, 256),  # DiT-B
-        Design(24, 1024, 16, 16, 256),  # DiT-L
-    ),
-}
-"""Designs by device, the smallest first. Sizes are those of Peebles and Xie 2023 (table 1) and of the demos."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """Images, the name of their data set, the machine, and the budget in seconds. start: weights to train from; unset:
-    random ones."""
-
-    facts: Facts
-    name: str
-    machine: Machine
-    budget_s: float
-    start: Start | None = None
-
-    @property
-    def designs(self) -> tuple[Design, ...]:
-        """Return the designs to choose from, the smallest first: that of the weights, if there are some."""
-        designs, start = DESIGNS[self.machine.kind], self.start
-        if start is None:
-            return designs
-        return (Design(start.depth, start.width, start.num_heads, start.grid, designs[1].batch),)
-
-    def resolution(self, design: Design) -> int | tuple[int, int]:
-        """Return the resolution of the crops: that of the weights, if there are some."""
-        if self.start is not None:
-            return self.start.resolution
-        return resolution_of(self.facts, self.machine, design.grid)
-
-
-class Choice(NamedTuple):
-    """Value of a key of the file, and the reason."""
-
-    key: str
-    value: Any
-    reason: str
-
-
-def resolution_of(facts: Facts, machine: Machine, grid: int) -> int | tuple[int, int]:
-    """Return the side of the crops, or height and width of those of images that are all upright or all wide.
-
-    A fixed number of tokens makes the cost of a network independent of it (Li and He 2025, arXiv:2511.13720).
-    """
-    largest = min(facts.short_side * _ENLARGED, _LARGEST_SIDE[machine.kind])
-    side = max((side for side in _SIDES if side <= largest), default=_SIDES[0])
-    low, high = facts.aspect
-    ratio = min(2.0, max(0.5, math.sqrt(low * high)))
-    if low < 1.25 and high > 0.8:
-        return side
-    longer = side // grid * round(grid * max(ratio, 1 / ratio))
-    return (side, longer) if ratio > 1 else (longer, side)
-
-
-def classes_of(facts: Facts) -> tuple[int, ...]:
-    """Return the images of each class; empty where classes are too small to learn, or fewer than two."""
-    per_class = sorted(facts.per_class)
-    return facts.per_class if len(per_class) > 1 and per_class[len(per_class) // 2] >= _LEAST_PER_CLASS else ()
-
-
-def captions_of(facts: Facts) -> CaptionFacts | None:
-    """Return the captions; None where fewer than nine in ten images have one, since the others are left out."""
-    return facts.captions if facts.captions is not None and facts.captions.count >= 0.9 * facts.num_images else None
-
-
-def masks_of(facts: Facts) -> MaskFacts | None:
-    """Return the masks of pictures; None where fewer than nine in ten images have one, and beside captions."""
-    masks = facts.masks if facts.dtype is None and captions_of(facts) is None else None
-    return masks if masks is not None and masks.count >= 0.9 * facts.num_images else None
 
 
 def choices(
@@ -215,7 +78,7 @@ def _data(request: Request, design: Design) -> Iterator[Choice]:
     yield Choice("source", source, f"{facts.num_images:,} images, {reason}")
     resolution = request.resolution(design)
     side = min(height_width(resolution))
-    limited = f"; at most {side} on {machine.kind.upper()}s" if side == _LARGEST_SIDE[machine.kind] else ""
+    limited = f"; at most {side} on {machine.kind.upper()}s" if side == LARGEST_SIDE[machine.kind] else ""
     yield Choice(
         "resolution",
         list(resolution) if isinstance(resolution, tuple) else resolution,
@@ -416,68 +279,3 @@ def _resources(machine: Machine, budget_s: float, speed: Speed | None) -> Iterat
 def _held_out(facts: Facts) -> float:
     """Return the share of images that is held out: more of few, for the metrics need some."""
     return 0.2 if facts.num_images < 1000 else 0.1 if facts.num_images < 50_000 else 0.05
-
-
-def batch_of(facts: Facts, design: Design) -> int:
-    """Return the batch of a design, or the largest power of two that is a quarter of the images at most."""
-    return min(design.batch, 1 << int(math.log2(facts.num_images / 4)))
-
-
-def passes_of(facts: Facts, design: Design, steps: int) -> float:
-    """Return how often each training image is seen."""
-    return steps * batch_of(facts, design) / facts.num_images
-
-
-def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
-    """Yield a sentence for each property of the images that a user should know of."""
-    passes = passes_of(facts, design, steps)
-    if facts.num_images < _FEW:
-        yield (
-            f"{facts.num_images:,} images are few, and each is seen {passes:,.0f} times: samples may be copies of "
-            "them. See `copies` in metrics.json."
-        )
-    if facts.captions is not None and captions_of(facts) is None:
-        yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
-    if facts.masks is not None and masks_of(facts) is None:
-        yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."
-    yield from facts.notices
-
-
-def images_in_words(facts: Facts) -> str:
-    """Return the images in words."""
-    pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
-    kind = f"arrays of {facts.dtype} with {facts.channels} channels" if facts.dtype else pictures
-    count = len(facts.per_class)
-    classes = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
-    low, high = facts.aspect
-    shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
-    captions = ", captions" if captions_of(facts) else ""
-    masks = f", masks of {len(facts.masks.values)} labels" if facts.masks is not None and masks_of(facts) else ""
-    return f"{facts.num_images:,} {kind}, {classes}{captions}{masks}, {facts.short_side} pixels, {shape}"
-
-
-def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:
-    """Return the file: comments at its top, and each choice with its reason."""
-    lines = [line for sentence in head for line in textwrap.wrap(sentence, 118)]
-    text = "".join(f"# {line}\n" for line in lines)
-    for section, rows in sections.items():
-        text += f"{section}:\n"
-        for key, value, reason in rows:
-            line = f"  {key}: {in_line(value)}"
-            if reason and len(line) + len(reason) + 4 <= 120:
-                text += f"{line}  # {reason}\n"
-            else:
-                text += "".join(f"  # {part}\n" for part in textwrap.wrap(reason, 116)) + f"{line}\n"
-    return text
-
-
-def parsed(sections: dict[str, list[Choice]]) -> Experiment:
-    return parse_experiment(
-        {section: {row.key: row.value for row in rows} for section, rows in sections.items()}, "the proposal"
-    )
-
-
-def machine_in_words(machine: Machine) -> str:
-    names = {"cpu": (machine.cores, "CPU core"), "gpu": (machine.gpus, "GPU")}
-    count, name = names[machine.kind]
-    return f"{count} {name}{'s' * (count != 1)}"

@@ -12,29 +12,20 @@ from dataclasses import dataclass, replace
 
 from image_diffusion.core.durations import duration
 from image_diffusion.data.quality.facts import Facts
-from image_diffusion.experiments.choices import (
-    AUGMENTED_PASSES,
-    CHECKED,
+from image_diffusion.experiments.choices import AUGMENTED_PASSES, CHECKED, PREVIEWS, PROMPTS, VALIDATIONS, choices
+from image_diffusion.experiments.experiment import Experiment
+from image_diffusion.experiments.proposal_text import images_in_words, machine_in_words, parsed, text_of, warnings_of
+from image_diffusion.experiments.request import (
     DESIGNS,
-    PREVIEWS,
-    PROMPTS,
-    VALIDATIONS,
     Design,
     Machine,
     Request,
     Speed,
     batch_of,
     captions_of,
-    choices,
     classes_of,
-    images_in_words,
-    machine_in_words,
-    parsed,
     passes_of,
-    text_of,
-    warnings_of,
 )
-from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.experiments.start import Start
 from image_diffusion.metrics.images.segmentation import MOST_HELD_OUT
 from image_diffusion.metrics.images.segmentation import TRAINING as MASKS

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.config.base import Config, dump, load, merged, over, read_inherited
-from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.config.errors import suggestion
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
@@ -206,9 +206,7 @@ def _file(name: str, experiments: Path, where: str) -> Path:
     path = experiments / f"{name}.yaml"
     if not path.is_file():
         names = sorted(file.stem for file in experiments.glob("*.yaml"))
-        close = nearest(name, names)
-        advice = f" Did you mean {close}?" if close else f" Known: {', '.join(names)}."
-        raise ValueError(f"{where} is {name}, but {path} does not exist.{advice}")
+        raise ValueError(f"{where} is {name}, but {path} does not exist. {suggestion(name, names)}")
     load_experiment(path)
     return path
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.config.errors import suggestion
 from image_diffusion.core.journal.metric_definitions import definition_of, definitions
 from image_diffusion.metrics.conditions import Condition, parse_conditions
 
@@ -114,9 +114,9 @@ def reading(entries: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _check_metric(name: str) -> None:
     if definition_of(name) is None:
-        close = nearest(name, [DISTANCE, *(bare for definition in definitions() for bare in definition.names.split())])
-        hint = f"Did you mean {close}?" if close else "metrics.json has the names, such as copies or inpipe_fd."
-        raise ValueError(f"{name!r} is not a metric. {hint}")
+        names = [DISTANCE, *(bare for definition in definitions() for bare in definition.names.split())]
+        otherwise = "metrics.json has the names, such as copies or inpipe_fd."
+        raise ValueError(f"{name!r} is not a metric. {suggestion(name, names, otherwise)}")
 
 
 def _better(metric: str) -> str:

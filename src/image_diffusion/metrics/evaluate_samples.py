@@ -129,11 +129,11 @@ def evaluate_samples(
 
     Raises ValueError, before any long computation, for what cannot be measured.
     """
-    _check_samples(samples, data, settings)
+    _check_samples(samples, data, settings.neighbours)
     stored = read_features(references, detectors, data.looked_at)
     if reference_file is None:
-        _check_split(samples, data, settings)
-        compare = partial(_compare_with_split, settings=settings, stored=stored)
+        _check_split(samples, data, settings.reference, settings.neighbours)
+        compare = partial(_compare_with_split, name=settings.reference, neighbours=settings.neighbours, stored=stored)
     else:
         _check_file(reference_file, samples, detectors, data.levels)
         compare = partial(_compare_with_file, path=reference_file)
@@ -151,14 +151,14 @@ def evaluate_samples(
         entries["copies"] = _copies(find_copies(pixels.features, data.train, data.validation), samples, data, report)
         for comparison in comparisons:
             if "train" in comparison.splits:
-                entries |= _copies_in_features(comparison, samples, data, settings, report)
+                entries |= _copies_in_features(comparison, samples, data, settings.neighbour_references, report)
     curve = list(points.values())
     if report is not None and len(curve) > 1:
         plot_curve(curve, report / "curve.png")
     how: dict[str, Any] = {
         "detectors": [detector.identity for detector in detectors],
         "reference": reference,
-        "settings": _protocol_settings(settings),
+        "settings": {key: value for key, value in dump(settings).items() if key != "published"},  # changes no number
     }
     protocol = {
         **how,
@@ -180,16 +180,11 @@ def evaluate_samples(
     }
 
 
-def _protocol_settings(settings: EvaluateConfig) -> dict[str, Any]:
-    """Return the settings that numbers depend on."""
-    return {key: value for key, value in dump(settings).items() if key != "published"}
-
-
-def _check_samples(samples: Samples, data: RealImages, settings: EvaluateConfig) -> None:
-    if samples.num_samples <= settings.neighbours + 1:
+def _check_samples(samples: Samples, data: RealImages, neighbours: int) -> None:
+    if samples.num_samples <= neighbours + 1:
         raise ValueError(
-            f"{samples.num_samples} samples are too few for evaluate.neighbours = {settings.neighbours}. "
-            f"Generate at least {settings.neighbours + 2}."
+            f"{samples.num_samples} samples are too few for evaluate.neighbours = {neighbours}. "
+            f"Generate at least {neighbours + 2}."
         )
     if samples.has_labels and data.train.classes and samples.labels.max() >= len(data.train.classes):
         raise ValueError(
@@ -198,12 +193,12 @@ def _check_samples(samples: Samples, data: RealImages, settings: EvaluateConfig)
         )
 
 
-def _check_split(samples: Samples, data: RealImages, settings: EvaluateConfig) -> None:
-    real = data.split(settings.reference)
-    if real.num_samples <= settings.neighbours + 1:
+def _check_split(samples: Samples, data: RealImages, name: str, neighbours: int) -> None:
+    real = data.split(name)
+    if real.num_samples <= neighbours + 1:
         raise ValueError(
-            f"The {settings.reference} split has {real.num_samples} images, too few for evaluate.neighbours = "
-            f"{settings.neighbours}. Set evaluate.reference to the other split, or data.validation_fraction higher."
+            f"The {name} split has {real.num_samples} images, too few for evaluate.neighbours = "
+            f"{neighbours}. Set evaluate.reference to the other split, or data.validation_fraction higher."
         )
     _check_shape(samples, tuple(real.shape), "the reference images")
 
@@ -235,18 +230,19 @@ def _compare_with_split(
     samples: Samples,
     data: RealImages,
     detectors: Sequence[Detector],
-    settings: EvaluateConfig,
+    name: str,
+    neighbours: int,
     stored: Sequence[Mapping[str, ReferenceFeatures] | None],
 ) -> tuple[list[Comparison], dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return comparisons with a split, whose baseline is the other split; the description of the reference; and the
-    self-test of the detectors."""
-    name, other = settings.reference, "validation" if settings.reference == "train" else "train"
+    """Return comparisons with the split of that name, whose baseline is the other split; the description of the
+    reference; and the self-test of the detectors."""
+    other = "validation" if name == "train" else "train"
     images = data.split(name)
     shares = _differing_shares(samples, images)
     labels = {split: torch.from_numpy(np.asarray(data.split(split).labels)) for split in (name, other)}
     comparisons = []
     for detector, detected, splits in zip(
-        detectors, features, _split_features(data, detectors, settings, stored), strict=True
+        detectors, features, _split_features(data, detectors, name, stored), strict=True
     ):
         requested = _requested_classes(detector, samples)
         class_labels = labels if requested is not None else dict.fromkeys(labels)
@@ -254,7 +250,7 @@ def _compare_with_split(
         baseline = (splits[other].detected, class_labels[other]) if other in splits else None
         comparison = Comparison(detector, detected, requested, reference, baseline, splits)
         if shares is not None:
-            comparison = _in_shares(comparison, labels[name], labels[other], shares, settings)
+            comparison = _in_shares(comparison, labels[name], labels[other], shares, neighbours)
         comparisons.append(comparison)
     described: dict[str, Any] = {"split": name, "data": images.digest, "num_images": images.num_samples}
     if shares is not None:
@@ -277,7 +273,7 @@ def _compare_with_split(
 def _split_features(
     data: RealImages,
     detectors: Sequence[Detector],
-    settings: EvaluateConfig,
+    reference: str,
     stored: Sequence[Mapping[str, ReferenceFeatures] | None],
 ) -> list[dict[str, ReferenceFeatures]]:
     """Return each detector's features of the real images: the stored ones, or ones that are computed now."""
@@ -287,7 +283,7 @@ def _split_features(
         if images.num_samples > 1:
             computed = detect_each([detectors[i] for i in missing], images, f"features of real images, {name}")
             for number, detected in zip(missing, computed, strict=True):
-                gaussians = gaussians_of(detected) if name == settings.reference else {}
+                gaussians = gaussians_of(detected) if name == reference else {}
                 features[number][name] = ReferenceFeatures(detected, gaussians)
     return features
 
@@ -306,7 +302,7 @@ def _differing_shares(samples: Samples, images: ImageSet) -> Tensor | None:
 
 
 def _in_shares(
-    comparison: Comparison, labels: Tensor, baseline_labels: Tensor, shares: Tensor, settings: EvaluateConfig
+    comparison: Comparison, labels: Tensor, baseline_labels: Tensor, shares: Tensor, neighbours: int
 ) -> Comparison:
     """Return the comparison with real images in the label shares of the samples; with the reference as it is, and a
     note, where too few can have them.
@@ -321,7 +317,7 @@ def _in_shares(
     apart = f"{difference(shares, label_shares(labels, len(shares))):.0%} of the labels differ from the data's"
     # Gaussians can mix all images of the classes; metrics of single images need a subset with these shares
     rows = rows_in_shares(labels, shares)
-    if len(rows) <= settings.neighbours + 1:
+    if len(rows) <= neighbours + 1:
         note = (
             f"{apart}, which is part of the distance: {size:.4g} between real images of these shares and of the data's"
         )
@@ -389,15 +385,14 @@ def _take(detected: Detected, labels: Tensor | None, rows: Tensor) -> tuple[Dete
 
 
 def _copies_in_features(
-    comparison: Comparison, samples: Samples, data: RealImages, settings: EvaluateConfig, report: Path | None
+    comparison: Comparison, samples: Samples, data: RealImages, most: int, report: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the entry of the copies in a detector's features, of at most `neighbour_references` samples and held-out
-    images."""
+    """Return the entry of the copies in a detector's features, of as many samples and held-out images at most."""
     detector, splits = comparison.detector, comparison.splits
-    rows = fixed_subset(samples.num_samples, settings.neighbour_references)
+    rows = fixed_subset(samples.num_samples, most)
     held_out = splits["validation"].detected.features if "validation" in splits else None
     if held_out is not None:
-        held_out = held_out[fixed_subset(len(held_out), settings.neighbour_references)]
+        held_out = held_out[fixed_subset(len(held_out), most)]
     copies = copies_seen(comparison.samples.features[rows], splits["train"].detected.features, held_out)
     name = f"nearest-{detector.metric_name('copies')}.png"
     entry = _copies(copies, Part(samples, rows.numpy()), data, report, name)

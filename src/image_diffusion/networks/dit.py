@@ -29,14 +29,13 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.embedders import ImageEmbedder, LabelEmbedder, PatchEmbedder, TextEmbedder, TimeEmbedder
 from image_diffusion.nn.image_input import input_channels, with_image
-from image_diffusion.nn.inputs import check_inputs, grid_of, patchify, unpatchify
-from image_diffusion.nn.linear import Linear, linear
+from image_diffusion.nn.inputs import check_inputs, grid_of, unpatchify
+from image_diffusion.nn.linear import Linear
 from image_diffusion.nn.numbers import add_numbers, with_numbers
-from image_diffusion.nn.positions import grid_positions, rotary_angles, sinusoid
+from image_diffusion.nn.positions import check_rope, grid_positions, rotary_angles
 from image_diffusion.nn.transformer import Mlp, SelfAttention, SwiGlu
-
-TIME_CHANNELS = 256
 
 SizeName = Literal[
     "DiT-XL/2", "DiT-XL/4", "DiT-XL/8", "DiT-L/2", "DiT-L/4", "DiT-L/8",
@@ -67,15 +66,6 @@ SIZES: dict[SizeName, Size] = {
     "DiT-S/4": Size(12, 384, 6, 4),
     "DiT-S/8": Size(12, 384, 6, 8),
 }
-
-
-def check_rope(width: int, num_heads: int) -> None:
-    """Raise ValueError where rotary positions of two dimensions do not fit the channels of a head."""
-    if width // num_heads % 4:
-        raise ValueError(
-            f"rope turns pairs of channels for row and column, but width {width} over num_heads {num_heads} leaves "
-            f"{width // num_heads} a head, which 4 does not divide. Use other num_heads, or set rope to false."
-        )
 
 
 class DiTConfig(Config):
@@ -354,87 +344,6 @@ class FinalLayer(nn.Module):
         shift, scale = self.adaLN_modulation(c)[:, None, :].chunk(2, dim=2)  # each [B, 1, D]
         out: Tensor = self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
         return out
-
-
-class PatchEmbedder(nn.Module):
-    """Each patch through one Linear. Its weights are kept as those of a convolution, under the published name.
-
-    With a bottleneck, through one of fewer channels and no bias first.
-    """
-
-    def __init__(self, channels: int, width: int, patch: int, bottleneck: int | None = None) -> None:
-        super().__init__()
-        self.patch = patch
-        self.proj = nn.Conv2d(channels, bottleneck or width, patch, stride=patch, bias=bottleneck is None)
-        self.expand = nn.Identity() if bottleneck is None else Linear(bottleneck, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, N, D]. A matrix product: unlike a convolution's, its gradient is reproducible."""
-        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # [D, p · p · C]
-        tokens: Tensor = self.expand(linear(patchify(x, self.patch), weight, self.proj.bias))
-        return tokens
-
-
-class TimeEmbedder(nn.Module):
-    """t -> 256 sines and cosines -> Linear, SiLU, Linear."""
-
-    def __init__(self, width: int, endpoint: bool) -> None:
-        super().__init__()
-        self.endpoint = endpoint
-        self.mlp = nn.Sequential(Linear(TIME_CHANNELS, width), nn.SiLU(), Linear(width, width))
-
-    def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B] -> [B, D] of the given type. The sines are computed in float32 whatever the precision of the weights."""
-        waves = sinusoid(t, TIME_CHANNELS, endpoint=self.endpoint)  # [B, 256]
-        out: Tensor = self.mlp(waves.to(dtype))
-        return out
-
-
-class LabelEmbedder(nn.Module):
-    """A row of a table for each label."""
-
-    def __init__(self, num_rows: int, width: int) -> None:
-        super().__init__()
-        self.embedding_table = nn.Embedding(num_rows, width)
-
-    def forward(self, label: Tensor) -> Tensor:
-        """[B] -> [B, D]."""
-        row: Tensor = self.embedding_table(label)
-        return row
-
-
-class TextEmbedder(nn.Module):
-    """A caption's embedding and its tokens in the width of the network. Both are normalised first, since text encoders
-    differ in scale; zeros stay what every caption has in common."""
-
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(dim, eps=1e-6)
-        self.mlp = nn.Sequential(Linear(dim, width), nn.SiLU(), Linear(width, width))
-        self.tokens = Linear(dim, width)
-
-    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, 1 + L, dim] -> [B, D] and [B, L, D]."""
-        text = self.norm(text)
-        return self.mlp(text[:, 0]), self.tokens(text[:, 1:])
-
-
-class ImageEmbedder(nn.Module):
-    """An image's embedding in the width of the network, and as some tokens of that width. It is normalised first, since
-    what a prior predicts has another norm than what it learnt from; zeros become what all images have in common."""
-
-    def __init__(self, dim: int, width: int, num_tokens: int) -> None:
-        super().__init__()
-        self.norm, self.num_tokens = nn.RMSNorm(dim, eps=1e-6), num_tokens
-        self.mlp = nn.Sequential(Linear(dim, width), nn.SiLU(), Linear(width, width))
-        if num_tokens:
-            self.tokens = Linear(dim, num_tokens * width)
-
-    def forward(self, embedding: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, dim] -> [B, D] and [B, M, D]; None without tokens."""
-        embedding = self.norm(embedding)
-        tokens = self.tokens(embedding).unflatten(1, (self.num_tokens, -1)) if self.num_tokens else None
-        return self.mlp(embedding), tokens
 
 
 def present(text: Tensor, num_patches: int) -> Tensor:

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import TEXT, DataSpec
-from image_diffusion.networks.dit import LabelEmbedder, TextEmbedder, check_rope
+from image_diffusion.nn.embedders import LabelEmbedder, TextEmbedder
 from image_diffusion.nn.linear import Linear
-from image_diffusion.nn.positions import rotary_angles
+from image_diffusion.nn.positions import check_rope, rotary_angles
 from image_diffusion.nn.transformer import KeyValues, Mlp, SelfAttention
 
 

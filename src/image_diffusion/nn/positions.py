@@ -71,3 +71,12 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # each [..., N, d / 2]
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+def check_rope(width: int, num_heads: int) -> None:
+    """Raise ValueError where rotary positions of two dimensions do not fit the channels of a head."""
+    if width // num_heads % 4:
+        raise ValueError(
+            f"rope turns pairs of channels for row and column, but width {width} over num_heads {num_heads} leaves "
+            f"{width // num_heads} a head, which 4 does not divide. Use other num_heads, or set rope to false."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.config.errors import suggestion
 from image_diffusion.metrics.conditions import Condition, parse_conditions
 
 _EXAMPLE = "copies.upper < 0.05 and utility.gain.lower > 0"
@@ -60,6 +60,4 @@ def parse_requirement(text: str) -> list[Condition]:
 
 def _check_score(name: str) -> None:
     if name not in SCORES:
-        close = nearest(name, list(SCORES))
-        hint = f"Did you mean {close}?" if close else f"Known: {', '.join(SCORES)}."
-        raise ValueError(f"Unknown score {name!r}. {hint}")
+        raise ValueError(f"Unknown score {name!r}. {suggestion(name, list(SCORES))}")

@@ -46,6 +46,13 @@ def nearest(name: str, choices: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, choices, n=1)), None)
 
 
+def suggestion(name: str, known: Sequence[str], otherwise: str | None = None) -> str:
+    """Return a sentence with the known name that a misspelt one may stand for. otherwise: the sentence where none is
+    like it; unset: the known names."""
+    close = nearest(name, known)
+    return f"Did you mean {close}?" if close else otherwise or f"Known: {', '.join(known)}."
+
+
 def _advice(kind: Any, data: Any, location: Location) -> str:
     """Suggest keys that may have been meant by an unknown one: a similar one, or one of its name further down."""
     *parent, last = location

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from image_diffusion.data.config import MOST_CHANNELS, DataConfig
+from image_diffusion.data.config import MOST_CHANNELS
 from image_diffusion.data.crop.stored import describe
 
 if TYPE_CHECKING:
@@ -60,32 +60,33 @@ class Stack:
     pixel_size: tuple[float, float] | None = None
 
 
-def read_stack(data: bytes, config: DataConfig) -> Stack:
-    """Return the numbers of a file. Raises BadImage, Undecided, and other exceptions where the file is damaged."""
+def read_stack(data: bytes, max_pixels: int, pages: str | None) -> Stack:
+    """Return the numbers of a file. max_pixels, pages: as in the section data. Raises BadImage, Undecided, and other
+    exceptions where the file is damaged."""
     if data.startswith(b"\x93NUMPY"):
         return Stack(np.load(io.BytesIO(data), allow_pickle=False), None, "NPY")
     if data[:4] in _TIFF:
-        return _tiff(data, config)
+        return _tiff(data, max_pixels, pages)
     if data[128:132] == b"DICM":
-        return _dicom(data, config)
+        return _dicom(data, max_pixels)
     if data.startswith(b"PK") and zipfile.is_zipfile(io.BytesIO(data)):
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            _check_pixels([max((member.file_size for member in arrays.zip.infolist()), default=0) // 8], config)
+            _check_pixels([max((member.file_size for member in arrays.zip.infolist()), default=0) // 8], max_pixels)
             if len(arrays.files) != 1:
                 raise BadImage(f"not one array: the file holds {len(arrays.files)}")
             return Stack(arrays[arrays.files[0]], None, "NPZ")
     start = _inflated(data, _NIFTI_HEADER) if data[:2] == b"\x1f\x8b" else data[:_NIFTI_HEADER]
     if start[344:348] == b"n+1\0" or start[4:8] == b"n+2\0":
-        return _nifti(data, start, config)
-    return _picture(data, config)
+        return _nifti(data, start, max_pixels)
+    return _picture(data, max_pixels)
 
 
-def _tiff(data: bytes, config: DataConfig) -> Stack:
+def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
     """Read a TIFF, its axes as OME, ImageJ or the tags state them."""
     from tifffile import TiffFile  # not for pictures
 
     with TiffFile(io.BytesIO(data)) as file:
-        if len(file.series) > 1 and config.pages != "first":
+        if len(file.series) > 1 and pages != "first":
             shapes = " and ".join(" x ".join(map(str, series.shape)) for series in file.series[:2])
             raise Undecided(
                 f"the file holds {len(file.series)} images, of {shapes}. Set data.pages to first to take the first."
@@ -93,7 +94,7 @@ def _tiff(data: bytes, config: DataConfig) -> Stack:
         series, page = file.series[0], file.series[0].keyframe
         if page.photometric == 3:
             raise BadImage("a palette: its numbers are names of colours")
-        _check_pixels(series.shape, config)
+        _check_pixels(series.shape, max_pixels)
         numbers, axes = series.asarray(), series.axes
         if page.photometric == 0:
             numbers = _inverted(numbers, page.bitspersample)
@@ -144,7 +145,7 @@ def _size(*sides: tuple[Any, str]) -> tuple[float, float] | None:
     return (lengths[0], lengths[1]) if all(0 < length < math.inf for length in lengths) else None
 
 
-def _dicom(data: bytes, config: DataConfig) -> Stack:
+def _dicom(data: bytes, max_pixels: int) -> Stack:
     """Read a DICOM file: stored numbers, inverted where 0 is white, then rescaled by slope and intercept or the
     modality LUT (PS3.3 C.7.6.3, C.11.1). The window is left out: it is for the eye."""
     try:
@@ -157,7 +158,7 @@ def _dicom(data: bytes, config: DataConfig) -> Stack:
     file = dcmread(io.BytesIO(data))
     if "SharedFunctionalGroupsSequence" in file or "PerFrameFunctionalGroupsSequence" in file:
         raise BadImage("an enhanced DICOM file, of which each frame may be rescaled: save it as classic DICOM or .npy")
-    _check_pixels([file.Rows, file.Columns, int(file.get("NumberOfFrames", 1))], config)
+    _check_pixels([file.Rows, file.Columns, int(file.get("NumberOfFrames", 1))], max_pixels)
     numbers, kind = file.pixel_array, file.PhotometricInterpretation
     if kind not in ("MONOCHROME1", "MONOCHROME2"):
         raise BadImage(f"not grey: a DICOM file of {kind}")
@@ -169,7 +170,7 @@ def _dicom(data: bytes, config: DataConfig) -> Stack:
     return Stack(apply_modality_lut(numbers, file), axes, "DICOM", pixel_size=size)
 
 
-def _nifti(data: bytes, start: bytes, config: DataConfig) -> Stack:
+def _nifti(data: bytes, start: bytes, max_pixels: int) -> Stack:
     """Read a NIfTI volume, put into the nearest orientation of which rows run from the front to the back, columns from
     the left to the right, and slices from the feet to the head. Slope and intercept are applied."""
     try:
@@ -181,7 +182,7 @@ def _nifti(data: bytes, start: bytes, config: DataConfig) -> Stack:
     kind: Any = nibabel.Nifti1Image if start[344:348] == b"n+1\0" else nibabel.Nifti2Image
     header = kind.header_class.from_fileobj(io.BytesIO(start))
     shape = header.get_data_shape()
-    _check_pixels(shape, config)
+    _check_pixels(shape, max_pixels)
     if data[:2] == b"\x1f\x8b":
         numbers = math.prod(map(int, shape))
         data = _inflated(data, int(header["vox_offset"]) + numbers * header.get_data_dtype().itemsize)
@@ -202,10 +203,10 @@ def _inflated(data: bytes, count: int) -> bytes:
         return file.read(count)
 
 
-def _picture(data: bytes, config: DataConfig) -> Stack:
+def _picture(data: bytes, max_pixels: int) -> Stack:
     """Read what Pillow reads, with every bit of its numbers."""
     with Image.open(io.BytesIO(data)) as image:
-        _check_pixels(image.size, config)
+        _check_pixels(image.size, max_pixels)
         stored = describe(image, data)
         if getattr(image, "is_animated", False):
             raise BadImage("an animation, which is no array")
@@ -228,10 +229,8 @@ def _inverted(numbers: NDArray[Any], bits: int) -> NDArray[Any]:
     return inverted
 
 
-def _check_pixels(shape: Sequence[int], config: DataConfig) -> None:
+def _check_pixels(shape: Sequence[int], max_pixels: int) -> None:
     """Judge an image by its header, before anything is decoded."""
-    if np.prod(shape, dtype=np.float64) > MOST_CHANNELS * config.max_pixels:
+    if np.prod(shape, dtype=np.float64) > MOST_CHANNELS * max_pixels:
         sides = " x ".join(map(str, shape))
-        raise BadImage(
-            f"too large: {sides} numbers, more than {MOST_CHANNELS} channels of max_pixels = {config.max_pixels}"
-        )
+        raise BadImage(f"too large: {sides} numbers, more than {MOST_CHANNELS} channels of max_pixels = {max_pixels}")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from image_diffusion.data.config import WHITE, DataConfig
+from image_diffusion.data.config import WHITE, Channels, DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 
 _EXACT = 2**24
@@ -52,7 +52,7 @@ def read_array(data: bytes, config: DataConfig) -> Arrays:
     states. Other exceptions mean that the file is damaged.
     """
     assert config.dtype is not None
-    stack = read_stack(data, config)
+    stack = read_stack(data, config.max_pixels, config.pages)
     numbers, axes = _decided(stack, config)
     is_turned, size = stack.orientation in _TURNED, stack.pixel_size
     if stack.axes is None or [axes.index(axis) for axis in "YX"] != [stack.axes.index(axis) for axis in "YX"]:
@@ -60,7 +60,7 @@ def read_array(data: bytes, config: DataConfig) -> Arrays:
     images = []
     for page in _pages(numbers, axes):
         pixels = _UPRIGHT.get(stack.orientation, _UPRIGHT[1])(page)
-        chosen = pixels[_chosen(stack.names, len(pixels), config)]
+        chosen = pixels[_chosen(stack.names, len(pixels), config.channels)]
         images.append(np.ascontiguousarray(_as_type(chosen, config.dtype)))
     return Arrays(images, stack.format, size[::-1] if size is not None and is_turned else size)
 
@@ -83,7 +83,7 @@ def _decided(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
     place is taken, or all, as the configuration says."""
     numbers = stack.numbers
     shape = " x ".join(map(str, numbers.shape))
-    axes = config.axes or stack.axes or _axes_by_count(numbers.shape, config)
+    axes = config.axes or stack.axes or _axes_by_count(numbers.shape, config.channels)
     if axes is None:
         raise Undecided(
             f"nothing states which axis of {shape} has the {config.num_channels} channels. Set data.axes, a letter for "
@@ -114,18 +114,17 @@ def _pages(numbers: NDArray[Any], axes: str) -> Iterator[NDArray[Any]]:
     yield from numbers.reshape(max(1, math.prod(numbers.shape[:-3])), *numbers.shape[-3:])
 
 
-def _axes_by_count(shape: tuple[int, ...], config: DataConfig) -> str | None:
+def _axes_by_count(shape: tuple[int, ...], channels: Channels) -> str | None:
     """Return the axes of an array whose file states none, where the number of channels leaves one answer."""
     if len(shape) == 2:
         return "YX"
-    count = config.num_channels if not isinstance(config.channels, dict) else None
+    count = None if isinstance(channels, dict) else channels if isinstance(channels, int) else len(channels)
     fitting = [axes for axes in ("CYX", "YXC") if len(shape) == 3 and shape[axes.index("C")] == count]
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _chosen(names: tuple[str, ...], count: int, config: DataConfig) -> list[int]:
+def _chosen(names: tuple[str, ...], count: int, channels: Channels) -> list[int]:
     """Return the places of the chosen channels in a file. names: of its channels, where it states them."""
-    channels = config.channels
     if isinstance(channels, dict):
         places = list(channels)
         if max(places) >= count:
@@ -133,9 +132,10 @@ def _chosen(names: tuple[str, ...], count: int, config: DataConfig) -> list[int]
         return places
     if not isinstance(channels, int) and set(channels) <= set(names):
         return [names.index(name) for name in channels]
-    if config.num_channels != count:
+    expected = channels if isinstance(channels, int) else len(channels)
+    if expected != count:
         stated = f" ({', '.join(names)})" if names else ""
-        raise BadImage(f"other channels: {count}{stated}, but data.channels has {config.num_channels}")
+        raise BadImage(f"other channels: {count}{stated}, but data.channels has {expected}")
     return list(range(count))
 
 

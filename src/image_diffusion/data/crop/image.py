@@ -153,7 +153,7 @@ def _not_read(data: bytes) -> str:
 def _decode(image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.Image, set[str], list[int]]:
     """Return the image upright and in the mode of the crops, with its flags and the values that it uses."""
     stored, flags = describe(image, data), set()
-    if _has_more(image, data, config):
+    if _has_more(image, data, config.pages):
         flags.add("first_frame")
     is_turned = _is_turned(image)
     image.load()
@@ -166,7 +166,7 @@ def _decode(image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.
     values = stored.values(image)
     if stored.bits > 8:
         flags.add("16bit")
-        image = _as_8bit(image, stored, config)
+        image = _as_8bit(image, stored, config.range if isinstance(config.range, tuple) else None)
     if image.format == "TGA" and image.mode in ("LA", "RGBA") and not data[_TGA_DESCRIPTOR] & 15:
         image = image.convert(image.mode[:-1])  # no bit of a pixel is opacity
     match image.mode:
@@ -200,7 +200,7 @@ def _last_pixel(image: Image.Image) -> tuple[int, ...]:
     return pixel if isinstance(pixel, tuple) else (pixel,)
 
 
-def _has_more(image: Image.Image, data: bytes, config: DataConfig) -> bool:
+def _has_more(image: Image.Image, data: bytes, chosen: str | None) -> bool:
     """True if a file holds more than the image that is taken. Raises Undecided for pages of a TIFF: they may be a
     stack, channels or a document."""
     if not getattr(image, "is_animated", False):
@@ -208,13 +208,12 @@ def _has_more(image: Image.Image, data: bytes, config: DataConfig) -> bool:
     if image.format != "TIFF":
         return True
     count = pages(data)
-    if count > 1 and config.pages is None:
+    if count > 1 and chosen is None:
         raise Undecided(f"the file holds {count:,} pages. Set data.pages to first to take the first page of each file.")
     return count > 1
 
 
-def _as_8bit(image: Image.Image, stored: Stored, config: DataConfig) -> Image.Image:
-    limits = config.range if isinstance(config.range, tuple) else None
+def _as_8bit(image: Image.Image, stored: Stored, limits: tuple[float, float] | None) -> Image.Image:
     if image.mode in WIDE:
         try:
             return stored.scaled(image, limits)

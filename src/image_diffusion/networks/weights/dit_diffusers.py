@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from image_diffusion.core.files.atomic import atomic_folder
 from image_diffusion.core.resolution import shown
-from image_diffusion.networks.dit import TIME_CHANNELS, DiT
+from image_diffusion.networks.dit import DiT
 from image_diffusion.networks.weights.dit import diffusers_names
+from image_diffusion.nn.embedders import TIME_CHANNELS
 from image_diffusion.nn.positions import grid_positions, sinusoid
 
 if TYPE_CHECKING:  # diffusers takes seconds to import

@@ -65,38 +65,7 @@ class DiffusionEvaluation(ImageEvaluation):
             raise ValueError("The evaluation of a diffusion model needs its samples. Name them: --samples samples.npz.")
         result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
         if inputs.samples is not None:
-            if settings.against is not None and inputs.reference is None:
-                raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
-            detectors = [detector.build(inputs.detector, str(best_device())) for detector in settings.detectors]
-            samples = inputs.read(inputs.samples, data.train.classes, data.levels)
-            both = None
-            if settings.prompts is not None:
-                check_prompted(samples)
-                both = settings.prompts.build_both(str(best_device()))
-            previews, left_out = dict[int, Samples](), list[str]()
-            if inputs.previews is not None and inputs.model is not None:
-                run = inputs.previews / inputs.model.fingerprint
-                previews, left_out = read_previews(run, data.train.classes, inputs.model.num_steps, data.levels)
-            result = evaluate_samples(
-                samples, data, detectors, settings, inputs.report, inputs.reference, previews, inputs.references
-            )
-            for sentence in left_out:
-                print(f"warning: {sentence}", file=sys.stderr, flush=True)
-            if left_out:
-                result["protocol"]["left_out"] = left_out
-            if settings.attributes is not None:
-                result["metrics"] |= _ATTRIBUTES[settings.attributes](samples, detectors)
-            if both is not None:
-                result["metrics"] |= evaluate_prompted(samples, both)
-                result["protocol"]["prompts"] = both.images.identity
-            train, held_out = (joined(inputs.data, split, inputs.pairs) for split in ("train", "validation"))
-            result["metrics"] |= evaluate_paired(samples, held_out, inputs.report, train)
-            if data.levels is not None:
-                other = data.split("validation" if settings.reference == "train" else "train")
-                channels, result["channels"] = evaluate_channels(
-                    samples, data.split(settings.reference), other, data.levels.channels
-                )
-                result["metrics"] |= channels
+            result = _judged_samples(inputs, inputs.samples, data)
         if settings.likelihood is not None:
             bits, result["likelihood"] = self._likelihood(inputs, data)
             result["metrics"] |= bits
@@ -123,6 +92,44 @@ class DiffusionEvaluation(ImageEvaluation):
         codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
         bound = ImageBound(on_best_device(model), reading, spec, codec, settings, label, self.image)
         return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, inputs.report)
+
+
+def _judged_samples(inputs: EvaluationInputs, path: Path, data: RealImages) -> dict[str, Any]:
+    """Return what metrics.json says of the samples in a file or a folder."""
+    settings: EvaluateConfig = inputs.settings
+    if settings.against is not None and inputs.reference is None:
+        raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
+    detectors = [detector.build(inputs.detector, str(best_device())) for detector in settings.detectors]
+    samples = inputs.read(path, data.train.classes, data.levels)
+    both = None
+    if settings.prompts is not None:
+        check_prompted(samples)
+        both = settings.prompts.build_both(str(best_device()))
+    previews, left_out = dict[int, Samples](), list[str]()
+    if inputs.previews is not None and inputs.model is not None:
+        run = inputs.previews / inputs.model.fingerprint
+        previews, left_out = read_previews(run, data.train.classes, inputs.model.num_steps, data.levels)
+    result = evaluate_samples(
+        samples, data, detectors, settings, inputs.report, inputs.reference, previews, inputs.references
+    )
+    for sentence in left_out:
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    if left_out:
+        result["protocol"]["left_out"] = left_out
+    if settings.attributes is not None:
+        result["metrics"] |= _ATTRIBUTES[settings.attributes](samples, detectors)
+    if both is not None:
+        result["metrics"] |= evaluate_prompted(samples, both)
+        result["protocol"]["prompts"] = both.images.identity
+    train, held_out = (joined(inputs.data, split, inputs.pairs) for split in ("train", "validation"))
+    result["metrics"] |= evaluate_paired(samples, held_out, inputs.report, train)
+    if data.levels is not None:
+        other = data.split("validation" if settings.reference == "train" else "train")
+        channels, result["channels"] = evaluate_channels(
+            samples, data.split(settings.reference), other, data.levels.channels
+        )
+        result["metrics"] |= channels
+    return result
 
 
 def real_images(folder: Path | str) -> RealImages:

@@ -1,0 +1,78 @@
+"""File of a proposal, with a reason behind each choice, and its images and machine in words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from image_diffusion.core.config.yaml12 import in_line
+from image_diffusion.data.quality.facts import Facts
+from image_diffusion.experiments.experiment import Experiment, parse_experiment
+from image_diffusion.experiments.request import Design, Machine, captions_of, masks_of, passes_of
+
+_FEW = 5_000
+"""Images below which a user is warned of copies: five times as many as the samples that are compared with them."""
+
+
+class Choice(NamedTuple):
+    """Value of a key of the file, and the reason."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
+    """Yield a sentence for each property of the images that a user should know of."""
+    passes = passes_of(facts, design, steps)
+    if facts.num_images < _FEW:
+        yield (
+            f"{facts.num_images:,} images are few, and each is seen {passes:,.0f} times: samples may be copies of "
+            "them. See `copies` in metrics.json."
+        )
+    if facts.captions is not None and captions_of(facts) is None:
+        yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
+    if facts.masks is not None and masks_of(facts) is None:
+        yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."
+    yield from facts.notices
+
+
+def images_in_words(facts: Facts) -> str:
+    """Return the images in words."""
+    pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
+    kind = f"arrays of {facts.dtype} with {facts.channels} channels" if facts.dtype else pictures
+    count = len(facts.per_class)
+    classes = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
+    low, high = facts.aspect
+    shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
+    captions = ", captions" if captions_of(facts) else ""
+    masks = f", masks of {len(facts.masks.values)} labels" if facts.masks is not None and masks_of(facts) else ""
+    return f"{facts.num_images:,} {kind}, {classes}{captions}{masks}, {facts.short_side} pixels, {shape}"
+
+
+def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:
+    """Return the file: comments at its top, and each choice with its reason."""
+    lines = [line for sentence in head for line in textwrap.wrap(sentence, 118)]
+    text = "".join(f"# {line}\n" for line in lines)
+    for section, rows in sections.items():
+        text += f"{section}:\n"
+        for key, value, reason in rows:
+            line = f"  {key}: {in_line(value)}"
+            if reason and len(line) + len(reason) + 4 <= 120:
+                text += f"{line}  # {reason}\n"
+            else:
+                text += "".join(f"  # {part}\n" for part in textwrap.wrap(reason, 116)) + f"{line}\n"
+    return text
+
+
+def parsed(sections: dict[str, list[Choice]]) -> Experiment:
+    return parse_experiment(
+        {section: {row.key: row.value for row in rows} for section, rows in sections.items()}, "the proposal"
+    )
+
+
+def machine_in_words(machine: Machine) -> str:
+    names = {"cpu": (machine.cores, "CPU core"), "gpu": (machine.gpus, "GPU")}
+    count, name = names[machine.kind]
+    return f"{count} {name}{'s' * (count != 1)}"
