@@ -20,6 +20,8 @@ EMPTY_NAMES = frozenset(
     "together told wanted".split()
 )
 """Names that say nothing about what a module, a function or a class is."""
+MOST_GIVEN = {"TrainConfig": 17, "DataConfig": 29, "EvaluateConfig": 11}
+"""Functions that may be given a whole section of an experiment; others are given the values that they read."""
 EMPTY_OPENINGS = ("What ", "Whether ", "Who ", "Of ", "Those ", "The same")
 """First words of docstrings that leave the reader to find the noun."""
 
@@ -83,3 +85,15 @@ def test_each_command_of_a_rule_is_a_stage() -> None:
     rules = "\n".join(path.read_text() for path in (SOURCE.parents[1] / "workflow" / "rules").glob("*.smk"))
     stages = {path.stem for path in (SOURCE / "stages").glob("*.py")} - {"__init__"}
     assert {stage for stage in stages if re.search(rf"\b{PACKAGE} {stage}\b", rules)} == stages
+
+
+def test_few_functions_are_given_a_whole_section() -> None:
+    count = Counter(
+        ast.unparse(argument.annotation)
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for argument in (*node.args.args, *node.args.kwonlyargs)
+        if argument.annotation is not None
+    )
+    assert {name: count[name] for name in MOST_GIVEN if count[name] > MOST_GIVEN[name]} == {}

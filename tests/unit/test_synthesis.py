@@ -391,9 +391,11 @@ def test_images_are_rejected_by_class_by_confidence_and_by_nearness() -> None:
     assert np.array_equal(reasons["other_class"], probability < 0.5)
     assert np.array_equal(reasons["confidence"], probability < 0.7)
     assert reasons["near_training"][:5].all() and reasons["near_training"][5:].mean() < 0.1
-    few = RealImages(train, pictures(2, 50))
-    with pytest.raises(ValueError, match="near_training needs 100 held-out images, but there are 50"):
-        reasons_to_reject(drawn, few, Judge(), every)
+    few = RealImages(train, pictures(2, 50))  # the training images set the threshold
+    flagged = reasons_to_reject(drawn, few, Judge(), every)["near_training"]
+    assert flagged[:5].all() and flagged[5:].mean() < 0.1
+    with pytest.raises(ValueError, match="near_training needs 100 different images, .* but there are 90"):
+        reasons_to_reject(drawn, RealImages(pictures(1, 90), pictures(2, 50)), Judge(), every)
     with pytest.raises(ValueError, match="need classes, but the images have none"):
         reasons_to_reject(pictures(0, 120), few, Judge(), RejectConfig(confidence=0.5))
 

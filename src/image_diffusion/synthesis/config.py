@@ -19,8 +19,8 @@ class RejectConfig(Config):
     other_class: bool = False
     """Reject images that the detector recognises as another class than the one that was asked for."""
     near_training: bool = False
-    """Reject images that lie nearer to a training image than 99 % of the held-out images: what the score `copies`
-    counts."""
+    """Reject images that lie nearer to a training image than 99 % of the held-out images, or of the training images to
+    one another where fewer than 100 are held out: what the score `copies` counts."""
     drawn: float = Field(2.0, gt=1, le=100)
     """Images that are drawn for each one of the set. A set of which too few pass is smaller."""
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from image_diffusion.metrics.evaluate_samples import RealImages
-from image_diffusion.metrics.features.base import Detector, ImageSet, detect_each
+from image_diffusion.metrics.features.base import Detector, detect_each
 from image_diffusion.metrics.images.memorization import LEAST_HELD_OUT, find_copies, reduced
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.synthesis.config import RejectConfig
@@ -87,7 +87,7 @@ def chosen(samples: Samples, selection: Selection) -> Samples:
 def reasons_to_reject(samples: Samples, real: RealImages, detector: Detector, config: RejectConfig) -> Reasons:
     """Return which images are rejected, by each reason that is set.
 
-    Raises ValueError for a reason that the data set has no detector or no held-out images for.
+    Raises ValueError for a reason that the data set has no detector or too few images for.
     """
     reasons: dict[str, NDArray[np.bool_]] = {}
     detected, pixels = detect_each([detector, reduced], samples, "images to select")
@@ -103,17 +103,14 @@ def reasons_to_reject(samples: Samples, real: RealImages, detector: Detector, co
             probability = detected.logits.double().softmax(dim=1)[torch.arange(len(labels)), labels]
             reasons["confidence"] = (probability < config.confidence).numpy()
     if config.near_training:
-        _check_held_out(real.validation)
-        reasons["near_training"] = find_copies(pixels.features, real.train, real.validation).flagged.numpy()
+        copies = find_copies(pixels.features, real.train, real.validation)
+        if copies.threshold is None:
+            raise ValueError(
+                f"synthesize.reject.near_training needs {LEAST_HELD_OUT} different images, held out or trained on, but "
+                f"there are {copies.num_real}. Leave it out."
+            )
+        reasons["near_training"] = copies.flagged.numpy()
     return reasons
-
-
-def _check_held_out(held_out: ImageSet) -> None:
-    if held_out.num_samples < LEAST_HELD_OUT:
-        raise ValueError(
-            f"synthesize.reject.near_training needs {LEAST_HELD_OUT} held-out images, but there are "
-            f"{held_out.num_samples}. Raise data.validation_fraction, or leave it out."
-        )
 
 
 def _any(reasons: Reasons, count: int) -> NDArray[np.bool_]:
