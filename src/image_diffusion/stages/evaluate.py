@@ -192,7 +192,7 @@ def _tracked_metrics(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def print_metrics(metrics: dict[str, dict[str, Any]], doubt: str | None = None) -> None:
-    """Print a line for each metric, and each doubt once."""
+    """Print a line for each metric, and each doubt once, with the metrics it is about. doubt: about the headline."""
     for name, entry in metrics.items():
         if entry["value"] is not None:
             interval = entry["interval"]
@@ -201,7 +201,8 @@ def print_metrics(metrics: dict[str, dict[str, Any]], doubt: str | None = None) 
             print(f"{name:24} {entry['value']:.5g}{between}{ratio}  {entry['note']}".rstrip())
     for reason in dict.fromkeys([doubt, *(entry.get("doubt") for entry in metrics.values())]):
         if reason is not None:
-            print(f"Do not rely on these numbers: {reason}.")
+            doubted = [name for name, entry in metrics.items() if entry.get("doubt") == reason]
+            print(f"Do not rely on {', '.join(doubted) or 'the headline'}: {reason}.")
 
 
 if __name__ == "__main__":
