@@ -5,8 +5,9 @@
 CROPS is a folder of crops, such as those of CIFAR-10 with images held out, and DETECTOR the classifier that the stage
 `detect` trained on crops of CIFAR-10. For each number, as many images of each class are trained on; 1,000 samples at
 each step are compared with the held-out images (with all crops where none is held out), as the detector sees them, and
-searched for copies of the training images: the share that is nearer to one than 99 % of the held-out images are (of the
-training images to one another). Prints a row of Markdown for each step. FOLDER keeps the trainings and the samples.
+searched for copies of the training images: the share that is nearer to one than 99 % of the held-out images are, or of
+the other crops where none is held out, or of the training images to one another where there are fewer than 100 others.
+Prints a row of Markdown for each step. FOLDER keeps the trainings and the samples.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.distances.jackknife import share_estimate
 from image_diffusion.metrics.features.classifier import load_detector
 from image_diffusion.metrics.images.memorization import find_copies, reduced
+from image_diffusion.metrics.sanity_check import Part
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems.diffusion.generator import Generator
 from image_diffusion.training.checkpoint.averaged_weights import weights_at
@@ -86,14 +88,17 @@ def experiment_of(
     return parse_experiment(raw, "few")
 
 
-def written(crops: Shards, number: int, folder: Path) -> None:
-    """As many images of each class, in a folder for each; without classes, in one folder."""
+def written(crops: Shards, number: int, folder: Path) -> Part:
+    """As many images of each class, in a folder for each; without classes, in one folder. Returns the others."""
     of_class = [(name, np.flatnonzero(crops.labels == label)) for label, name in enumerate(crops.classes)]
+    others = []
     for name, rows in of_class or [("", np.arange(crops.num_samples))]:
-        some = rows[: number // max(1, crops.num_classes)]
+        some, rest = np.split(rows, [number // max(1, crops.num_classes)])
+        others.append(rest)
         (folder / name).mkdir(parents=True)
         for place, pixels in zip(some.tolist(), crops.gather(some).permute(0, 2, 3, 1).numpy(), strict=True):
             Image.fromarray(pixels).save(folder / name / f"{place:05}.png")
+    return Part(crops, np.concatenate(others))
 
 
 def drawn(weights: Path, experiment: Experiment, codec: Any) -> Tensor:
@@ -126,7 +131,7 @@ def main() -> None:
     for number in arguments.numbers:
         parts = [str(number), *([f"until-{until:g}"] if until is not None else []), *(["started"] if start else [])]
         folder = arguments.folder / "-".join([*parts, f"seed-{arguments.seed}"])
-        written(crops, number, folder / "images")
+        others = written(crops, number, folder / "images")
         experiment = experiment_of(folder / "images", number, steps, until, arguments.seed, start)
         crop_dataset(experiment.data, folder / "crops")
         (folder / "train.yaml").write_text(to_yaml(dump(train_stage("few", experiment))))
@@ -141,12 +146,14 @@ def main() -> None:
             np.savez_compressed(weights / "samples.npz", samples.permute(0, 2, 3, 1).numpy())
             with torch.no_grad():
                 distance = frechet_between(judge(samples).features, real)
-            copies = share_estimate(find_copies(reduced(samples).features, trained_on, held_out).flagged)
-            assert copies.interval is not None
-            low, high = copies.interval
+            copies = find_copies(reduced(samples).features, trained_on, held_out or others)
+            share = share_estimate(copies.flagged)
+            assert share.interval is not None
+            low, high = share.interval
             cells = [f"{trained_on.num_samples:,}", "no" if until is None else f"{until:g}", "yes" if start else "no"]
             cells += [str(arguments.seed), f"{step:,}", f"{distance.value:.2f}"]
-            print(row([*cells, f"{copies.value:.3f} [{low:.3f}, {high:.3f}]"]), flush=True)
+            measured = f"{share.value:.3f} [{low:.3f}, {high:.3f}]" if copies.threshold is not None else "not measured"
+            print(row([*cells, measured]), flush=True)
 
 
 if __name__ == "__main__":

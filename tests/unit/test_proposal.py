@@ -196,10 +196,11 @@ def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: 
 
 
 def test_few_images_are_augmented_and_watched() -> None:
-    _, experiment = proposed(replace(FEW, num_images=250), "10min")
-    assert experiment.train.augment is not None and experiment.train.augment.probability > 0
+    _, experiment = proposed(replace(FEW, num_images=200), "10min")  # seen 600 times
+    assert experiment.train.augment is not None
+    assert (experiment.train.augment.probability, experiment.train.augment.until) == (0.25, 0.9)
     assert experiment.train.weights == "best"
-    few, experiment = proposed(FEW, "10min")  # half as many passes
+    few, experiment = proposed(FEW, "10min")  # fewer passes
     assert experiment.train.augment is not None and experiment.train.augment.probability == 0
     assert experiment.train.weights == "best"
     assert any("500 images are few" in sentence for sentence in few.warnings) and "# Warning: 500 images" in few.text
