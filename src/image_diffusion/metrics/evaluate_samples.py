@@ -158,7 +158,7 @@ def evaluate_samples(
     how: dict[str, Any] = {
         "detectors": [detector.identity for detector in detectors],
         "reference": reference,
-        "settings": {key: value for key, value in dump(settings).items() if key != "published"},  # changes no number
+        "settings": _protocol_settings(settings),
     }
     protocol = {
         **how,
@@ -178,6 +178,11 @@ def evaluate_samples(
         "classes": next(filter(None, by_class), {}),
         "protocol": protocol,
     }
+
+
+def _protocol_settings(settings: EvaluateConfig) -> dict[str, Any]:
+    """Return the settings that numbers depend on."""
+    return {key: value for key, value in dump(settings).items() if key != "published"}
 
 
 def _check_samples(samples: Samples, data: RealImages, neighbours: int) -> None:
