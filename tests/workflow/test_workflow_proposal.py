@@ -45,7 +45,8 @@ def test_a_folder_and_a_budget_are_enough(tmp_path: Path) -> None:
     assert proposed["train"]["steps"] >= 200
     # The speed of the machine decides how often each of the 48 images is seen, and with it whether copies are feared.
     passes = proposed["train"]["steps"] * proposed["train"]["global_batch"] / 48
-    assert proposed["train"]["augment"] == ({} if passes >= 400 else {"probability": 0})
+    augment = {"probability": 0.25, "until": 0.9} if passes >= 600 else {"probability": 0}
+    assert proposed["train"]["augment"] == augment
     assert proposed["train"].get("weights") == ("best" if passes >= 100 else None)
     # The same file with fewer steps, so that the test is short.
     path.write_text(path.read_text().replace(f"steps: {proposed['train']['steps']}", "steps: 20", 1))
