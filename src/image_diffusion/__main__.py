@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from image_diffusion.core.config.errors import suggestion
+from image_diffusion.core.config.errors import nearest
 from image_diffusion.core.process.commands import COMMANDS, module_of
 from image_diffusion.core.process.errors import log_line
 
@@ -35,7 +35,9 @@ def main() -> None:
         log_line(f"warning: the command {name} is an option of {command}: {command} {option} EXPERIMENT …")
         name, sys.argv[1:] = command, [option if word == before else word for word in sys.argv[1:]]
     if name not in COMMANDS:
-        sys.exit(f"error: unknown command {name!r}. {suggestion(name, [*COMMANDS])}")
+        close = nearest(name, COMMANDS)
+        hint = f"Did you mean '{close}'?" if close else f"Known: {', '.join(COMMANDS)}."
+        sys.exit(f"error: unknown command '{name}'. {hint}")
     gc.disable()  # importing PyTorch makes a million objects and no garbage; `command.run` enables it again
     runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
 

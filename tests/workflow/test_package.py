@@ -86,7 +86,7 @@ def test_commands_have_one_name(installed: Path, tmp_path: Path) -> None:
         in run(installed, ["image-diffusion", "sample", "-h"], tmp_path).stdout
     )
     wrong = run(installed, ["image-diffusion", "sampel"], tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (1, "error: unknown command 'sampel'. Did you mean sample?\n")
+    assert (wrong.returncode, wrong.stderr) == (1, "error: unknown command 'sampel'. Did you mean 'sample'?\n")
 
 
 def test_types_and_rules_come_along(installed: Path) -> None:

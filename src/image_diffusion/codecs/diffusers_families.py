@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from image_diffusion.codecs.base import in_slices, latent_spec, to_uint8
 from image_diffusion.codecs.hub_files import load_pretrained, settings_of
-from image_diffusion.core.config.errors import suggestion
+from image_diffusion.core.config.errors import nearest
 from image_diffusion.core.resolution import written
 from image_diffusion.core.types import DataSpec
 
@@ -255,7 +255,9 @@ def kind_of(settings: Mapping[str, Any], where: str) -> Kind:
     these."""
     name = str(settings.get("_class_name"))
     if name not in KINDS:
-        raise ValueError(f"{where} holds a {name}, which is not supported. {suggestion(name, list(KINDS))}")
+        close = nearest(name, list(KINDS))
+        advice = f" Did you mean {close}?" if close else ""
+        raise ValueError(f"{where} holds a {name}, which is not supported.{advice} Known: {', '.join(KINDS)}.")
     return KINDS[name](settings, where)
 
 

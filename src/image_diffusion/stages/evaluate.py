@@ -202,7 +202,7 @@ def print_metrics(metrics: dict[str, dict[str, Any]], doubt: str | None = None) 
     for reason in dict.fromkeys([doubt, *(entry.get("doubt") for entry in metrics.values())]):
         if reason is not None:
             doubted = [name for name, entry in metrics.items() if entry.get("doubt") == reason]
-            print(f"Do not rely on {', '.join(doubted) or 'the headline'}: {reason}.")
+            print(f"Do not rely on these numbers: {reason}. These are {', '.join(doubted) or 'the headline'}.")
 
 
 if __name__ == "__main__":

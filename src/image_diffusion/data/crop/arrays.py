@@ -60,7 +60,7 @@ def read_array(data: bytes, config: DataConfig) -> Arrays:
     images = []
     for page in _pages(numbers, axes):
         pixels = _UPRIGHT.get(stack.orientation, _UPRIGHT[1])(page)
-        chosen = pixels[_chosen(stack.names, len(pixels), config.channels)]
+        chosen = pixels[_chosen(stack.names, len(pixels), config.channels, config.num_channels)]
         images.append(np.ascontiguousarray(_as_type(chosen, config.dtype)))
     return Arrays(images, stack.format, size[::-1] if size is not None and is_turned else size)
 
@@ -83,7 +83,8 @@ def _decided(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
     place is taken, or all, as the configuration says."""
     numbers = stack.numbers
     shape = " x ".join(map(str, numbers.shape))
-    axes = config.axes or stack.axes or _axes_by_count(numbers.shape, config.channels)
+    count = None if isinstance(config.channels, dict) else config.num_channels
+    axes = config.axes or stack.axes or _axes_by_count(numbers.shape, count)
     if axes is None:
         raise Undecided(
             f"nothing states which axis of {shape} has the {config.num_channels} channels. Set data.axes, a letter for "
@@ -114,17 +115,18 @@ def _pages(numbers: NDArray[Any], axes: str) -> Iterator[NDArray[Any]]:
     yield from numbers.reshape(max(1, math.prod(numbers.shape[:-3])), *numbers.shape[-3:])
 
 
-def _axes_by_count(shape: tuple[int, ...], channels: Channels) -> str | None:
-    """Return the axes of an array whose file states none, where the number of channels leaves one answer."""
+def _axes_by_count(shape: tuple[int, ...], count: int | None) -> str | None:
+    """Return the axes of an array whose file states none, where the number of its channels leaves one answer. count:
+    None where some of the channels are chosen, so that their number is not known."""
     if len(shape) == 2:
         return "YX"
-    count = None if isinstance(channels, dict) else channels if isinstance(channels, int) else len(channels)
     fitting = [axes for axes in ("CYX", "YXC") if len(shape) == 3 and shape[axes.index("C")] == count]
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _chosen(names: tuple[str, ...], count: int, channels: Channels) -> list[int]:
-    """Return the places of the chosen channels in a file. names: of its channels, where it states them."""
+def _chosen(names: tuple[str, ...], count: int, channels: Channels, expected: int) -> list[int]:
+    """Return the places of the chosen channels in a file. names: of its channels, where it states them. count: of
+    these. channels, expected: the configured ones and their number."""
     if isinstance(channels, dict):
         places = list(channels)
         if max(places) >= count:
@@ -132,7 +134,6 @@ def _chosen(names: tuple[str, ...], count: int, channels: Channels) -> list[int]
         return places
     if not isinstance(channels, int) and set(channels) <= set(names):
         return [names.index(name) for name in channels]
-    expected = channels if isinstance(channels, int) else len(channels)
     if expected != count:
         stated = f" ({', '.join(names)})" if names else ""
         raise BadImage(f"other channels: {count}{stated}, but data.channels has {expected}")
