@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -56,8 +57,15 @@ class Cluster:
         return any(line.startswith(f"{job} ") for line in self.jobs())
 
     def kill_daemon(self, name: str) -> None:
-        """SIGKILL one daemon: slurmctld, slurmd-n1, slurmd-n2."""
-        os.kill(int((self.folder / "run" / f"{name}.pid").read_text()), signal.SIGKILL)
+        """SIGKILL one daemon, slurmctld, slurmd-n1 or slurmd-n2, and wait until it has ended."""
+        pid_file = self.folder / "run" / f"{name}.pid"
+        process = os.pidfd_open(int(pid_file.read_text()))
+        try:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            assert select.select([process], [], [], 10)[0], f"{name} outlives SIGKILL"
+        finally:
+            os.close(process)
+        pid_file.unlink()  # the number of a dead daemon can become another's
 
     @contextmanager
     def hiding(self, folder: Path) -> Iterator[None]:
