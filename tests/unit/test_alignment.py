@@ -147,6 +147,8 @@ def test_teachers_see_maps() -> None:
     seen = teacher.maps(images)
     assert seen.shape == (2, 3, 16, 16)
     torch.testing.assert_close(seen.flip(-1), teacher.maps(images.flip(-1)))
+    with pytest.raises(ValueError, match="images have 4 channels but dinov2_vitl14 takes 1 or 3"):
+        teacher.maps(torch.zeros(2, 4, 16, 16, dtype=torch.uint8))
 
 
 def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_anew(sets: Path, tmp_path: Path) -> None:

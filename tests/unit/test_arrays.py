@@ -649,6 +649,13 @@ def check(**sections: Any) -> None:
             {"evaluate": {"detectors": [{"type": "inception"}]}},
             "inception, which takes images of 1 or 3 channels, .* 5",
         ),
+        (
+            {
+                "data": {"dtype": None, "channels": 4, "source": {"type": "folder", "path": "x"}},
+                "evaluate": {"detectors": [{"type": "inception"}]},
+            },
+            "inception, which takes images of 1 or 3 channels, .* 4",
+        ),
         ({"synthesize": {}}, "synthesize"),
         (
             {"train": {"augment": {"brightness": 0.2}}},

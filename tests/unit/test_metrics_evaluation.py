@@ -313,6 +313,16 @@ def test_copies_are_found_where_few_images_are_held_out():
     assert find_copies(small(copied), Samples(train[:1], None, []), None).nearest.shape == (100, 1)
 
 
+def test_held_out_images_that_are_trained_on_too_set_no_threshold():
+    rng = np.random.default_rng(0)
+    train, held_out = (rng.integers(0, 256, (n, 16, 16, 3), np.uint8) for n in (300, 200))
+    held_out[:10] = train[:10]
+    found = find_copies(small(Samples(train[:100], None, [])), Samples(train, None, []), Samples(held_out, None, []))
+    assert bool(found.flagged.all()) and found.num_real == 190
+    seen = copies_seen(*(torch.from_numpy(part).flatten(1).float() for part in (train[:100], train, held_out)))
+    assert bool(seen.flagged.all()) and seen.num_real == 190
+
+
 def test_neighbours_are_the_same_however_many_training_images_are_looked_at_at_a_time(
     data: RealImages, monkeypatch: pytest.MonkeyPatch
 ):
@@ -410,7 +420,7 @@ def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
     settings = EvaluateConfig(neighbours=3, two_sample=False)
     reference = Reference.from_images(detect(Brightness(), data.train), torch.from_numpy(data.train.labels))
     previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
-    curve = measure_previews(previews, Brightness(), reference, CLASSES, settings)
+    curve = measure_previews(previews, Brightness(), lambda _: reference, CLASSES, settings)
     assert [(point["step"], point["num_samples"]) for point in curve] == [(30, 5), (40, 6)]
 
 

@@ -96,3 +96,19 @@ def test_the_gaussian_of_the_own_shares_is_that_of_all_images() -> None:
     torch.testing.assert_close(found.mean, plain.mean)
     torch.testing.assert_close(found.covariance, plain.covariance, rtol=2e-3, atol=2e-3)
     assert found.mean == pytest.approx(plain.mean) and found.count == 3000
+
+
+def test_each_preview_is_compared_in_its_own_label_shares() -> None:
+    data = RealImages(images(450, 50, 0), images(90, 10, 1))
+    previews = {100: images(180, 20, 4), 200: images(100, 100, 5)}
+
+    def curve(samples: Samples) -> list[dict[str, Any]]:
+        settings = EvaluateConfig(copies=False)
+        curve: list[dict[str, Any]] = evaluate_samples(samples, data, [Quarters()], settings, previews=previews)[
+            "curve"
+        ]
+        return curve
+
+    found = [curve(images(*counts, 3)) for counts in ((360, 40), (200, 200), (400, 0))]
+    assert found[0] == found[1] == found[2]
+    assert all(point["inpipe_fd"] < 100 for point in found[0])

@@ -142,6 +142,15 @@ def test_interval_of_the_inception_score_is_that_of_leaving_blocks_out():
     assert found.debiased == pytest.approx(expected.debiased)
 
 
+def test_the_interval_of_a_two_sample_test_covers_chance():
+    covered = 0
+    for seed in range(60):
+        interval = two_sample_test(randn(200, 16, seed=2 * seed), randn(200, 16, seed=2 * seed + 1)).interval
+        assert interval is not None
+        covered += interval[0] <= 0.5 <= interval[1]
+    assert covered >= 56, covered
+
+
 def test_two_sample_test_tells_what_can_be_told():
     same = two_sample_test(randn(400, 6, seed=2), randn(500, 6, seed=3))
     assert same.interval[0] < 0.5 < same.interval[1]
@@ -152,6 +161,8 @@ def test_agreement_confusion_and_missing_classes():
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     recognised = torch.tensor([0, 0, 0, 1, 0, 0])
     assert agreement(recognised, labels).value == pytest.approx(0.5)
+    every = agreement(torch.zeros(100), torch.zeros(100)).interval  # Wilson's; a jackknife's has no width
+    assert every == pytest.approx((100 / (100 + 1.96**2), 1), abs=1e-4)
     assert confusion(recognised, labels, 3).tolist() == [[2, 0, 0], [1, 1, 0], [2, 0, 0]]
     missing = missing_classes(recognised, labels, ["cat", "dog", "emu"])
     assert missing.value == 1 and missing.note == "emu"

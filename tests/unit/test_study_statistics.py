@@ -62,6 +62,15 @@ def test_a_distance_is_compared_as_a_ratio_and_less_of_it_is_better() -> None:
     assert differences("inpipe_agreement", runs(0.5, 0.51), {"a": runs(0.9, 0.91)})["a"].verdict == "better"
 
 
+def test_a_variant_at_or_below_zero_leaves_the_others_as_ratios() -> None:
+    base, rows = runs(12.0, 11, 12.5), {"below": runs(-0.1, 0.2, 0.3), "less": runs(9.0, 8, 8.5)}
+    found = differences("fd_infinity", base, rows)
+    assert [*found] == ["below", "less"]
+    assert found["less"] == differences("fd_infinity", base, {"less": rows["less"]})["less"]
+    assert (found["less"].is_ratio, found["below"].is_ratio) == (True, False)
+    assert found["below"].value == pytest.approx(0.4 / 3 - 35.5 / 3)
+
+
 def test_one_seed_leaves_an_interval_over_samples_only() -> None:
     found = differences("agreement", runs(0.8, deviation=0.03), {"a": runs(0.9, deviation=0.04)})["a"]
     assert found.over == "samples only" and found.verdict == "better"

@@ -82,6 +82,13 @@ def test_a_memoriser_is_detected(copied: int) -> None:
     assert ratio.interval[1] < nearest_ratio(held_out, train).value
 
 
+def test_a_memoriser_is_detected_where_held_out_images_are_trained_on_too() -> None:
+    train, held_out = points(0, 200), points(1, 200)
+    held_out[:10] = train[:10]
+    found = true_positives(near(train, train), near(held_out, train))
+    assert (found.value, found.n) == (1, 200)
+
+
 def test_the_auc_is_the_share_of_pairs_in_order() -> None:
     members, others = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.2, 0.4])
     assert membership_auc(members, others).value == pytest.approx((1 + 1 + 0.5 + 1) / 6)
@@ -497,4 +504,17 @@ def test_a_number_may_not_have_the_name_of_another_column_of_the_set(column: str
     }
     experiment["system"]["condition"] = [{"type": "label"}, {"type": "numbers"}]  # type: ignore[index]
     with pytest.raises(ValueError, match=f"pairs.columns names {column}, which is another column of the files"):
+        check_experiment(parse_experiment(experiment, "x.yaml"), Others())
+
+
+def test_images_can_be_held_out_by_name() -> None:
+    experiment = {
+        "data": {"name": "x", "source": {"type": "slanted_digits"}, "resolution": 16, "held_out": ["1*"]},
+        "system": {"type": "dit", "network": {"depth": 1, "width": 32, "num_heads": 2, "patch": 4}},
+        "train": {"steps": 2},
+        "synthesize": {"like": "train"},
+    }
+    check_experiment(parse_experiment(experiment, "x.yaml"), Others())
+    experiment["data"].pop("held_out")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"there are none\. Set data\.validation_fraction: 0\.1 or data\.held_out"):
         check_experiment(parse_experiment(experiment, "x.yaml"), Others())

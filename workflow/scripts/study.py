@@ -27,7 +27,6 @@ from image_diffusion.metrics.study_statistics import (
     Level,
     Measured,
     differences,
-    is_ratio,
     level,
 )
 
@@ -104,7 +103,7 @@ class Line:
                 texts[place] = " to ".join(as_text(self.metric, end) for end in bounds or ())
         if difference is not None:
             shares = self.metric.endswith("agreement")
-            scale, form = (100, "+.1f") if shares or is_ratio(self.metric) else (1, "+.3g")
+            scale, form = (100, "+.1f") if shares or difference.is_ratio else (1, "+.3g")
             value, *ends = (f"{scale * end:{form}}" for end in (difference.value, *(difference.interval or ())))
             unit = " points" if shares else " %" if scale == 100 else ""
             texts[3] = f"{value}{unit}" + (f" [{', '.join(ends)}]" if ends else "")

@@ -112,10 +112,10 @@ def check_synthesize(experiment: Experiment) -> None:
         raise ValueError(
             "synthesize.reject.confidence or other_class is set, but the data have no classes. Leave it out."
         )
-    if isinstance(experiment.data.source, LatentSource) or experiment.data.validation_fraction == 0:
+    if isinstance(experiment.data.source, LatentSource) or not experiment.data.has_validation:
         raise ValueError(
             "synthesize compares with real images that are held out, but there are none. Set data.validation_fraction: "
-            "0.1, and name images as data.source."
+            "0.1 or data.held_out, and name images as data.source."
         )
     if experiment.data.num_channels == 2 or experiment.data.dtype is not None:
         key = "data.channels is 2" if experiment.data.dtype is None else f"data.dtype is {experiment.data.dtype}"

@@ -66,25 +66,6 @@ class RealImages:
         return {"train": self.train, "validation": self.validation, "degraded": degraded_half(self.train)}
 
 
-class NoImages:
-    """A split of a data set without images, of which only the classes are known."""
-
-    def __init__(self, classes: list[str]) -> None:
-        self.num_samples, self.classes = 0, classes
-        self.shape: tuple[int, ...] = (0, 0, 0)
-        self.labels = np.empty(0, np.int64)
-
-    @property
-    def digest(self) -> str:
-        """Return the digest of nothing."""
-        return ""
-
-    def gather(self, indices: np.ndarray) -> Tensor:
-        """Return no images, uint8 [0, 0, 0, 0]."""
-        assert len(indices) == 0
-        return torch.empty((0, *self.shape), dtype=torch.uint8)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Samples and their reference on one detector.
@@ -129,11 +110,12 @@ def evaluate_samples(
 
     Raises ValueError, before any long computation, for what cannot be measured.
     """
-    _check_samples(samples, data, settings.neighbours)
+    name, k = settings.reference, settings.neighbours
+    _check_samples(samples, data, k)
     stored = read_features(references, detectors, data.looked_at)
     if reference_file is None:
-        _check_split(samples, data, settings.reference, settings.neighbours)
-        compare = partial(_compare_with_split, name=settings.reference, neighbours=settings.neighbours, stored=stored)
+        _check_split(samples, data, name, k)
+        compare = partial(_compare_with_split, name=name, neighbours=k, stored=stored)
     else:
         _check_file(reference_file, samples, detectors, data.levels)
         compare = partial(_compare_with_file, path=reference_file)
@@ -143,9 +125,8 @@ def evaluate_samples(
     points: dict[int, dict[str, Any]] = {}
     for comparison in comparisons:
         entries |= _entries_of(comparison, settings)
-        for point in measure_previews(
-            previews or {}, comparison.detector, comparison.reference, comparison.classes, settings
-        ):
+        reference_for = partial(_reference_for, comparison=comparison, data=data, name=name, neighbours=k)
+        for point in measure_previews(previews or {}, comparison.detector, reference_for, comparison.classes, settings):
             points.setdefault(point["step"], {}).update(point)
     if settings.copies:
         entries["copies"] = _copies(find_copies(pixels.features, data.train, data.validation), samples, data, report)
@@ -331,6 +312,20 @@ def _in_shares(
     baseline = comparison.baseline and _take(*comparison.baseline, rows_in_shares(baseline_labels, shares))
     reference = Reference(gaussians, *_take(detected, reference.labels, rows))
     return replace(comparison, reference=reference, baseline=baseline, note=note)
+
+
+def _reference_for(preview: Samples, comparison: Comparison, data: RealImages, name: str, neighbours: int) -> Reference:
+    """Return the reference in the label shares of a preview, which may differ from those of the samples."""
+    if not comparison.splits:
+        return comparison.reference
+    images, stored = data.split(name), comparison.splits[name]
+    labels = torch.from_numpy(np.asarray(images.labels))
+    reference = Reference(stored.gaussians, stored.detected, None if comparison.labels is None else labels)
+    shares = _differing_shares(preview, images)
+    if shares is None:
+        return reference
+    comparison = replace(comparison, reference=reference, baseline=None)
+    return _in_shares(comparison, labels, labels, shares, neighbours).reference
 
 
 def _compare_with_file(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +52,25 @@ def read_previews(
 def measure_previews(
     previews: Mapping[int, Samples],
     detector: Detector,
-    reference: Reference,
+    reference_for: Callable[[Samples], Reference],
     classes: list[str],
     settings: EvaluateConfig,
 ) -> list[dict[str, Any]]:
-    """Return for each step {"step", "num_samples", and the value of each of `CURVES` that is available}, plain data."""
+    """Return for each step {"step", "num_samples", and the value of each of `CURVES` that is available}, plain data.
+
+    reference_for: returns the reference of a preview, which depends on its labels alone.
+    """
     light = settings.model_copy(update={"two_sample": False, "infinity": False})
-    curve = []
+    curve, references = [], dict[bytes, Reference]()
     for step, samples in previews.items():
         if samples.num_samples <= settings.neighbours + 1:
             continue
         labels = torch.from_numpy(samples.labels) if classes and samples.has_labels else None
         features = detect(detector, samples, f"features of the preview of step {step:,}")
-        estimates = measure(features, labels, reference, classes, light)
+        key = samples.labels.tobytes()
+        if key not in references:
+            references[key] = reference_for(samples)
+        estimates = measure(features, labels, references[key], classes, light)
         values = {detector.metric_name(name): estimates[name].value for name in CURVES if name in estimates}
         curve.append({"step": step, "num_samples": samples.num_samples, **values})
     return curve

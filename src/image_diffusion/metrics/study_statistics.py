@@ -33,15 +33,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a variant from the base. Of a distance, as a share of the base's: -0.2 is a fifth less.
+    """Difference of a variant from the base.
 
-    interval: 95 %; None if the noise is unknown. over: the source of the noise.
+    is_ratio: as a share of the base's value, as that of a distance is, where no run is zero or less: -0.2 is a fifth
+    less. interval: 95 %; None if the noise is unknown. over: the source of the noise.
     """
 
     value: float
     interval: tuple[float, float] | None
     verdict: Verdict | None
     over: Literal["seeds and samples", "samples only"] | None
+    is_ratio: bool
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def level(metric: str, runs: Sequence[Measured]) -> Level:
     """
     from scipy.special import stdtrit
 
-    log, n = is_ratio(metric) and all(run.value > 0 for run in runs), len(runs)
+    log, n = _have_ratios(metric, runs), len(runs)
     scaled = [_scaled(run, log) for run in runs]
     mean, deviations = _mean(scaled), [run.deviation for run in scaled]
 
@@ -98,8 +100,27 @@ def differences(
     metric: str, base: Sequence[Measured], variants: Mapping[str, Sequence[Measured]]
 ) -> dict[str, Difference]:
     """Return the difference of each variant from the base, by the variant's name. base, variants: the measurements of
-    each run; a variant without runs is left out, and all are left out where the base has no runs."""
-    log = is_ratio(metric) and all(run.value > 0 for runs in (base, *variants.values()) for run in runs)
+    each run; a variant without runs is left out, and all are left out where the base has no runs.
+
+    Variants of which a run is zero or less, as `fd_infinity` may be, are compared apart from the others.
+    """
+    groups: dict[bool, dict[str, Sequence[Measured]]] = {}
+    for name, runs in variants.items():
+        groups.setdefault(_have_ratios(metric, (*base, *runs)), {})[name] = runs
+    by_name: dict[str, Difference] = {}
+    for log, group in groups.items():
+        by_name |= _differences(metric, log, base, group)
+    return {name: by_name[name] for name in variants if name in by_name}
+
+
+def _have_ratios(metric: str, runs: Sequence[Measured]) -> bool:
+    return is_ratio(metric) and all(run.value > 0 for run in runs)
+
+
+def _differences(
+    metric: str, log: bool, base: Sequence[Measured], variants: Mapping[str, Sequence[Measured]]
+) -> dict[str, Difference]:
+    """Return the differences of variants, of logarithms or of values."""
     groups = {name: [_scaled(run, log) for run in runs] for name, runs in {"": base, **variants}.items() if runs}
     if "" not in groups:
         return {}
@@ -169,7 +190,7 @@ def _difference(
         verdict = "within noise" if not apart else "better" if (value > 0) == higher_is_better(metric) else "worse"
     if log:
         value, bounds = math.expm1(value), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
-    return Difference(value, bounds, verdict, over)
+    return Difference(value, bounds, verdict, over, is_ratio=log)
 
 
 def _scaled(run: Measured, log: bool) -> Measured:

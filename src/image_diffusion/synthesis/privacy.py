@@ -55,9 +55,10 @@ def true_positives(members: Tensor, others: Tensor) -> Estimate:
     """Return the share of members that are recognised where 1 % of the others are mistaken for members (Carlini et al.
     2022, "Membership inference attacks from first principles", section III).
 
-    members, others: distances to the nearest synthetic image, [N] and [M]. The interval is Wilson's, given the
-    threshold.
+    members, others: distances to the nearest synthetic image, [N] and [M]. Others at a distance of 0 are left out: they
+    are trained on, too. The interval is Wilson's, given the threshold.
     """
+    others = others[others > 0]
     if len(others) < LEAST_HELD_OUT:
         return Estimate(math.nan, len(members), note=f"not measured: it takes {LEAST_HELD_OUT} held-out images")
     return share_estimate(members < others.quantile(FALSE_POSITIVES))

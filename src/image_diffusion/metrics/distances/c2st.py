@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
+from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 
 _MOST = 5000
 
@@ -15,7 +15,8 @@ def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
     """Return the accuracy of a logistic regression on held-out features: 0.5 cannot distinguish, 1 always can.
 
     Each side has as many features as the smaller one, at most 5000. Each half is classified by the model fitted to the
-    other half.
+    other half, so errors in the halves depend on each other: the interval is that of as many independent answers as
+    each half has.
     """
     from sklearn.linear_model import LogisticRegression  # here: loading it would slow the start of every stage
     from sklearn.pipeline import make_pipeline
@@ -34,4 +35,4 @@ def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
         model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=500))
         model.fit(rows[fitted], is_real[fitted])
         right[judged] = model.predict(rows[judged]) == is_real[judged]
-    return mean_estimate(torch.from_numpy(right), 0, 1)
+    return share_estimate(torch.from_numpy(right), independent=count)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.distances.frechet import SAMPLES_PER_DIMENSION, frechet_distance
-from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, mean_estimate, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, share_estimate, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, Gaussian, Moments, block_of_each
 
 _MISSING = 0.1
@@ -14,7 +14,7 @@ _MISSING = 0.1
 
 def agreement(recognised: Tensor, labels: Tensor) -> Estimate:
     """Return the share of samples recognised as the class that was requested. Both: int64 [N]."""
-    return mean_estimate((recognised == labels).to(torch.float64), 0, 1)
+    return share_estimate(recognised == labels)
 
 
 def missing_classes(recognised: Tensor, labels: Tensor, classes: list[str]) -> Estimate:

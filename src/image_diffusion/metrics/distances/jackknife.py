@@ -104,13 +104,15 @@ def mean_estimate(values: Tensor, low: float = -math.inf, high: float = math.inf
     return jackknife(value, left_out, n, low, high)
 
 
-def share_estimate(hits: Tensor) -> Estimate:
+def share_estimate(hits: Tensor, independent: int | None = None) -> Estimate:
     """Return the share of samples for which a condition holds, bool [N], with Wilson's interval (1927): for shares near
-    zero, which may be absent from a block, the jackknife's is too short."""
+    zero or one, which a block may lack, the jackknife's is too short. independent: how many independent samples they
+    are worth; unset: all."""
     from scipy.stats import binomtest  # here: as above
 
     n, count = len(hits), int(hits.sum())
-    bounds = binomtest(count, n).proportion_ci(method="wilson")
+    m = independent or n
+    bounds = binomtest(round(count * m / n), m).proportion_ci(method="wilson")
     return Estimate(count / n, n, count / n, (float(bounds.low), float(bounds.high)))
 
 

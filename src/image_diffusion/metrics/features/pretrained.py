@@ -175,6 +175,11 @@ class Encoder:
         return maps
 
     def _prepared(self, images: Tensor) -> Tensor:
+        if images.shape[1] not in (1, 3):
+            raise ValueError(
+                f"The images have {images.shape[1]} channels but {self.identity['name']} takes 1 or 3. "
+                "Compare them by a detector that was trained on them."
+            )
         x = images.expand(-1, 3, -1, -1).to(torch.float32) / 255
         mode = "bicubic" if self._antialiased else "bilinear"
         x = F.interpolate(x, (self._side,) * 2, mode=mode, antialias=self._antialiased, align_corners=False)

@@ -29,7 +29,8 @@ LEAST_HELD_OUT = 100
 _MOST_OTHERS = 2000
 """Number of training images, at most, that are compared with the others where too few images are held out."""
 _SAME = 0.1
-"""Training images nearer to another than this share of the 90th percentile are the same image: they are left out."""
+"""Real images nearer to a training image than this share of the 90th percentile are the same image: they set no
+threshold."""
 Views = Callable[[int], tuple[Tensor, ...]]
 """Features of a block of training images from a position on, once for each view of them."""
 
@@ -107,7 +108,8 @@ def _nearest_views(
     of_real = distance[n:, 0]
     if rows is not None and total > 1:
         of_real = torch.where(nearest[n:, 0] == rows, distance[n:, 1], of_real)
-        of_real = of_real[of_real >= _SAME * of_real.quantile(0.9)]
+    if len(of_real):
+        of_real = of_real[of_real > _SAME * of_real.quantile(0.9)]
     threshold = float(of_real.quantile(0.01)) if len(of_real) >= LEAST_HELD_OUT else None
     return Copies(distance[:n, 0], nearest[:n, :k], threshold, len(of_real))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,12 +77,13 @@ def evaluate_prompted(samples: Samples, encoder: PromptEncoder) -> dict[str, Any
     """
     prompts: list[str] = samples.protocol["prompts"]
     different = sorted(set(prompts))
-    number = torch.tensor([different.index(entry) for entry in prompts])
+    numbers = {prompt: number for number, prompt in enumerate(different)}
+    number = torch.tensor([numbers[prompt] for prompt in prompts])
     texts = encoder.texts(different)
     features = detect(encoder.images, samples, "images beside prompts").features
     pairs = {"prompt_similarity": texts[number]}
     if (others := other_captions(number[:, None])) is not None:
-        pairs["other_prompt_similarity"] = texts[number[torch.from_numpy(np.asarray(others))]]
+        pairs["other_prompt_similarity"] = texts[number[torch.from_numpy(others)]]
     entries = {name: mean_estimate(cosine(features, text), -1, 1) for name, text in pairs.items()}
     retrievals = retrieval(features, number, texts, torch.arange(len(texts)), "prompts")
     entries |= {f"prompt_{name}": entry for name, entry in retrievals.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.metrics.distances.frechet import frechet_between
-from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, mean_estimate, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, share_estimate, too_few
 from image_diffusion.metrics.features.base import Detected
 
 _WINDOW, _SIGMA = 11, 1.5
@@ -53,7 +53,7 @@ def reconstruction_estimates(original: Detected, decoded: Detected) -> dict[str,
     estimates = {"reconstruction_fd": frechet_between(decoded.features, original.features)}
     if original.logits is not None and decoded.logits is not None:
         same = original.logits.argmax(dim=1) == decoded.logits.argmax(dim=1)
-        estimates["same_class"] = mean_estimate(same.to(torch.float64), 0, 1)
+        estimates["same_class"] = share_estimate(same)
     return estimates
 
 

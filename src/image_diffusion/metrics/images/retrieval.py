@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
+from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 
 RANKS = (1, 5)
 _AT_ONCE = 1024
@@ -34,7 +34,7 @@ def retrieval(
         before.append(((cosine >= best) & ~own).sum(1))
     rank = torch.cat(before)
     note = f"among {len(gallery):,} {of}"
-    estimates = {f"retrieval_at_{k}": mean_estimate((rank < k).double(), 0, 1) for k in RANKS}
+    estimates = {f"retrieval_at_{k}": share_estimate(rank < k) for k in RANKS}
     return {
         name: replace(estimate, note="; ".join(filter(None, (note, estimate.note))))
         for name, estimate in estimates.items()

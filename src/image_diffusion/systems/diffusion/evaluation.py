@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.evaluate_samples import NoImages, RealImages, evaluate_samples
+from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.images.channels import evaluate_channels
 from image_diffusion.metrics.images.drawn_numbers import evaluate_drawn
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
@@ -137,7 +138,7 @@ def real_images(folder: Path | str) -> RealImages:
     train, validation = (open_shards(folder, split, renders=True) for split in ("train", "validation"))
     if train.manifest["kind"] != "latents":
         return RealImages(train, validation, train.levels)
-    none = NoImages(train.classes)
+    none = Samples(np.empty((0, 0, 0, 0), np.uint8), np.empty(0, np.int64), train.classes)
     return RealImages(none, none)
 
 
