@@ -140,7 +140,9 @@ def test_numbers_that_are_not_finite_give_no_crop() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tiff", "png", "colour"])
-def test_a_small_part_of_the_range_stops_the_stage(tmp_path: Path, kind: str) -> None:
+def test_a_small_part_of_the_range_stops_the_stage(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pixels = ramp(1300, 100)
     files = {"tiff": tiff(pixels), "png": png(pixels), "colour": tiff(np.stack([pixels] * 3, -1), photometric=2)}
     used = "0 to 1,535" if kind == "colour" else "100 to 1,300"
@@ -151,7 +153,9 @@ def test_a_small_part_of_the_range_stops_the_stage(tmp_path: Path, kind: str) ->
         of_set(tmp_path, names, channels=3)
     assert "data.range" in str(stop.value) and "\n" not in str(stop.value)
     assert not (tmp_path / "out/manifest.json").exists()
+    capsys.readouterr()
     assert of_set(tmp_path, names, channels=3, range="file")["flags"]["16bit"] == 3
+    assert f"use values {used} of 65,535, which data.range: file makes dark." in capsys.readouterr().err
     if kind == "colour":
         with pytest.raises(ValueError, match="colour of 16 bits"):
             of_set(tmp_path, names, channels=3, range=[0, 2047])

@@ -417,6 +417,30 @@ def test_pictures_that_are_not_read_may_be_odd(tmp_path: Path) -> None:
     assert paged.several_pages and "pages: first" in proposed(paged, "10min")[0].text
 
 
+def test_pictures_that_would_be_nearly_black_are_refused(tmp_path: Path) -> None:
+    pictures(tmp_path, "RGB", (16, 16))
+    Image.fromarray(np.full((16, 16), 4_000, np.uint16)).save(tmp_path / "a" / "deep.png")
+    with pytest.raises(ValueError, match=r"1 of 9 images that were read have 16 bits and use values up to 4,000 of"):
+        look(source_of(tmp_path))
+
+
+def test_what_a_person_may_not_expect_is_noticed(tmp_path: Path) -> None:
+    pictures(tmp_path / "soft" / "images", "RGB", (16, 16))
+    masks(tmp_path / "soft" / "masks", tmp_path / "soft" / "images", *range(40))
+    assert "The folder masks is a class" in look(source_of(tmp_path / "soft")).notices[-1]
+    flat = pictures(tmp_path / "flat", "RGB", (16, 16)) / "a"
+    for path in [*flat.iterdir()]:
+        Image.new("L", (16, 16)).save(flat / f"{path.stem}_mask.png")
+    assert "4 of 8 files are named as masks of others (0_mask.png beside 0.png)" in look(source_of(flat)).notices[-1]
+    Image.new("L", (16, 16)).save(flat / "stack.tif", save_all=True, append_images=[Image.new("L", (16, 16))])
+    assert "Files hold several pages, of which the first is used." in look(source_of(flat)).notices[-1]
+
+
+def test_a_class_of_few_images_is_named() -> None:
+    warnings = proposed(replace(MANY, per_class=(10_000, 9_999, 1)), "6h")[0].warnings
+    assert "The smallest class has 1 image: samples of it may be copies." in warnings
+
+
 def test_damaged_files_make_no_arrays_of_pictures(tmp_path: Path) -> None:
     pictures(tmp_path, "RGB", (16, 16), 8)
     for number in range(10):

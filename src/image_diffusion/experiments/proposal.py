@@ -120,7 +120,8 @@ def propose(
     request = Request(facts, name, machine, seconds_of(budget), start)
     if facts.num_images < LEAST_IMAGES:
         raise ValueError(
-            f"{facts.num_images} images are too few to train on and to hold some out. Give at least {LEAST_IMAGES}."
+            f"{facts.num_images} image{'s are' if facts.num_images > 1 else ' is'} too few to train on and to hold "
+            f"some out. Give at least {LEAST_IMAGES}."
         )
     design, speed = _largest(request, measure)
     if start is None:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.data.quality.facts import Facts
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
-from image_diffusion.experiments.request import Design, Machine, captions_of, masks_of, passes_of
+from image_diffusion.experiments.request import Design, Machine, captions_of, classes_of, masks_of, passes_of
 
 _FEW = 5_000
 """Images below which a user is warned of copies: five times as many as the samples that are compared with them."""
+_FEW_OF_A_CLASS = 10
 
 
 class Choice(NamedTuple):
@@ -33,15 +34,23 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
         )
     if facts.captions is not None and captions_of(facts) is None:
         yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
-    if facts.masks is not None and masks_of(facts) is None:
+    if facts.masks is not None and facts.dtype is not None:
+        yield f"{facts.masks.count:,} images have a mask, which is not used: arrays may take one, but by hand."
+    elif facts.masks is not None and masks_of(facts) is None:
         yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."
+    if classes_of(facts) and (least := min(facts.per_class)) < _FEW_OF_A_CLASS:
+        yield f"The smallest class has {least} image{'s' * (least != 1)}: samples of it may be copies."
     yield from facts.notices
 
 
 def images_in_words(facts: Facts) -> str:
     """Return the images in words."""
     pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
-    kind = f"arrays of {facts.dtype} with {facts.channels} channels" if facts.dtype else pictures
+    kind = (
+        f"arrays of {facts.dtype} with {facts.channels} channel{'s' * (facts.channels != 1)}"
+        if facts.dtype
+        else pictures
+    )
     count = len(facts.per_class)
     classes = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
     low, high = facts.aspect

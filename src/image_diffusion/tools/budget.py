@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from image_diffusion.core.devices import best_device, has_gpu
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.captions import captions_beside
 from image_diffusion.data.encoded.latents import encode_shards, write_manifest
@@ -22,6 +23,7 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.folder import Folder, files_in, stem_of
 from image_diffusion.experiments.experiment import EncodeStage, Experiment
 from image_diffusion.experiments.proposal import Proposal, propose, seconds_of
+from image_diffusion.experiments.proposal_text import images_in_words, machine_in_words
 from image_diffusion.experiments.request import Machine, Speed, captions_of, classes_of, masks_of
 from image_diffusion.experiments.resolve import embed_stage, encode_stage, write_stages
 from image_diffusion.experiments.start import start_of
@@ -53,7 +55,12 @@ def propose_for(images: Path, budget: str, cores: int | None, weights: Path | No
     machine = machine_of(cores, start_s)
     torch.set_num_threads(machine.cores)
     name = re.sub(r"[^A-Za-z0-9._]", "_", images.resolve().stem).lstrip("._") or "images"
-    return propose(facts, name, machine, budget, lambda experiment: measured(experiment, facts, machine), start)
+
+    def measure(experiment: Experiment) -> Speed:
+        log_line(f"init: measuring {machine_in_words(machine)} on {images_in_words(facts)} …")
+        return measured(experiment, facts, machine)
+
+    return propose(facts, name, machine, budget, measure, start)
 
 
 def machine_of(cores: int | None, start_s: float) -> Machine:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.shards.records import Quarantined, ShardRecord
 
-_HALF = 2**15
-"""Images of 16 bits that use no number from here on have some other range."""
+_HALF, DARK = 2**15, 2**13
+"""Images of 16 bits that use no number from here on have some other range, and are nearly black in this one."""
 
 
 def check_rejects(bad: Sequence[Quarantined], total: int, max_bad_fraction: float, table: Path) -> None:
@@ -51,14 +52,22 @@ def check_alpha(records: Sequence[ShardRecord], channels: int, has_background: b
         )
 
 
-def check_range(records: Sequence[ShardRecord]) -> None:
-    """Raise ValueError when it is doubtful which numbers of images of more than 8 bits are black and white."""
+def check_range(records: Sequence[ShardRecord], is_decided: bool = False) -> None:
+    """Raise ValueError when it is doubtful which numbers of images of more than 8 bits are black and white.
+
+    is_decided: `data.range: file` is set. Images that it makes nearly black are then named on the terminal.
+    """
     images = [sample for record in records for sample in (*record.samples, *record.dropped) if sample.view == 0]
     values = np.array([image.values for image in images if image.values])
     if not len(values):
         return
     least, usual, most = int(values[:, 0].min()), int(values[:, 1].max()), int(values[:, 2].max())
     used = f"{least:,} to {usual:,}" + (f" (and 0.1 % of the pixels up to {most:,})" if most > usual else "")
+    have = f"{len(values):,} of {len(images):,} images have 16 bits and use values {used} of 65,535"
+    if is_decided:
+        if usual < DARK:
+            log_line(f"crop: warning: {have}, which data.range: file makes dark.")
+        return
     if usual < _HALF:
         advice = (
             "Set data.range to the numbers that should become black and white, for example "
@@ -66,9 +75,7 @@ def check_range(records: Sequence[ShardRecord]) -> None:
             if all(image.mode in WIDE for image in images if image.values)
             else "Colour is read by its high byte. Convert them to 8 bits, or set data.range to file for [0, 65535]."
         )
-        raise ValueError(
-            f"{len(values):,} of {len(images):,} images have 16 bits and use values {used} of 65,535. {advice}"
-        )
+        raise ValueError(f"{have}. {advice}")
     if len(values) < len(images):
         raise ValueError(
             f"{len(values):,} of {len(images):,} images have 16 bits, values {used}, and the others 8 bits or a range "

@@ -106,8 +106,8 @@ def crop_dataset(
     check_rejects(rejects, num_images + len(rejects), config.max_bad_fraction, output / "quarantine.csv")
     if config.dtype is None:
         check_alpha(records, config.num_channels, has_background=config.background is not None)
-        if config.range is None:
-            check_range(records)
+        if config.range in (None, "file"):
+            check_range(records, is_decided=config.range is not None)
     _warn_of_empty_classes(plan.listing, records)
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", map(index_of, records))

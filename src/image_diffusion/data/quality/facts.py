@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,10 +16,11 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 from image_diffusion.data.crop.stored import WIDE
-from image_diffusion.data.quality.masks import MaskFacts, images_beside_masks, masks_beside
+from image_diffusion.data.cropped.checks import DARK
+from image_diffusion.data.quality.masks import FOLDERS, MOST_LABELS, MaskFacts, images_beside_masks, masks_beside
 from image_diffusion.data.sources.archives.zip import ZipArchive
-from image_diffusion.data.sources.base import Item
-from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.base import Item, Listing
+from image_diffusion.data.sources.folder import Folder, stem_of
 from image_diffusion.data.sources.table import Table, read_columns
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ _TABLES = (*_TEXT_TABLES, ".parquet")
 _LABELS = ("label", "class", "category")
 _CAPTIONS = ("caption", "text")
 """Names that columns of classes and of captions usually have."""
+_MASK_SUFFIXES = ("_mask", "_masks", "_cp_masks", "_seg", "-mask")
 _PAGED = frozenset({".tif", ".tiff"})
 _DEEP = _PAGED | {".png", ".pgm", ".ppm", ".pnm", ".jp2", ".j2k"}
 """Endings of pictures that may have several pages, and 16 bits."""
@@ -166,7 +168,7 @@ def look(source: Images) -> Facts:
         "masks": masks_beside(Path(source.path), [item.name for item in listing.items])
         if isinstance(source, Folder)
         else None,
-        "notices": listing.notices,
+        "notices": (*listing.notices, *_masks_among(listing)),
     }
     reading = DataConfig(
         name="images", source=source, resolution=32, background=(255, 255, 255), range="file", pages="first"
@@ -175,17 +177,56 @@ def look(source: Images) -> Facts:
     endings = {PurePosixPath(item.name).suffix.lower() for item in listing.items}
     are_pictures = not all(crop.mode in WIDE for crop in crops)  # grey of 16 bits keeps them as an array
     if are_pictures and len(crops) > len(items) / 2:
-        return Facts(**common, **_of_pictures(crops, endings))
+        return _facts(common, _of_pictures(crops, endings), _have_pages(crops))
     stacks = _stacks(source, items, reading.model_copy(update={"dtype": "float32"}))
     if are_pictures and len(crops) >= len(stacks):
-        return Facts(**common, **_of_pictures(crops, endings))
+        return _facts(common, _of_pictures(crops, endings), _have_pages(crops))
     if not stacks:
         reason, _ = Counter(reasons).most_common(1)[0] if reasons else ("no files", 0)
         raise ValueError(
             f"The {source.type} {getattr(source, 'path', '')} holds no images: of {len(items)} files none could be "
             f"read ({reason}). Give the folder that holds the images."
         )
-    return Facts(**common, **_of_arrays(stacks))
+    of_arrays = _of_arrays(stacks)
+    return _facts(common, of_arrays, of_arrays["several_pages"])
+
+
+def _facts(common: dict[str, Any], own: dict[str, Any], have_pages: bool) -> Facts:
+    """Return the facts, with a notice of pages that are left out."""
+    if have_pages:
+        notice = "Files hold several pages, of which the first is used. data.pages: all takes each as an image."
+        common |= {"notices": (*common["notices"], notice)}
+    return Facts(**common, **own)
+
+
+def _masks_among(listing: Listing) -> Iterator[str]:
+    """Yield a notice of images that are named as masks of others."""
+    names = [item.name for item in listing.items]
+    masks = next((name for name in listing.classes if name.lower() in FOLDERS), None)
+    if masks is not None and len(listing.classes) == 2:
+        by_folder = [
+            {stem_of(name.partition("/")[2]) for name in names if name.startswith(f"{folder}/")}
+            for folder in listing.classes
+        ]
+        if 2 * len(set.intersection(*by_folder)) > max(map(len, by_folder)):
+            yield (
+                f"The folder {masks} is a class, as its files are no masks of 2 to {MOST_LABELS} labels, but they are "
+                "named like the other images. If they are masks with soft edges, of JPEG or of numbered objects, give "
+                "--data the folder of the images alone."
+            )
+    stems = {stem_of(name): name for name in names}
+    for suffix in _MASK_SUFFIXES:
+        pairs = [stem for stem in stems if stem + suffix in stems]
+        if 3 * len(pairs) > len(names):
+            mask, image = (PurePosixPath(stems[stem]).name for stem in (pairs[0] + suffix, pairs[0]))
+            yield (
+                f"{len(pairs):,} of {len(names):,} files are named as masks of others ({mask} beside {image}) and "
+                "would be trained on as images. Move them to a folder masks next to the folder of images."
+            )
+
+
+def _have_pages(crops: Sequence[Crop]) -> bool:
+    return any("first_frame" in crop.flags and crop.format == "TIFF" for crop in crops)
 
 
 def _captions(source: Images) -> CaptionFacts | None:
@@ -230,14 +271,20 @@ def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[S
 
 def _of_pictures(crops: Sequence[Crop], endings: Set[str]) -> dict[str, Any]:
     """Describe pictures. endings: of all files, since one of 16 bits, or of several pages, would stop the crops, read
-    here or not."""
+    here or not. Raises ValueError for images of 16 bits that would be nearly black."""
+    deep = [crop.values for crop in crops if crop.values]
+    if deep and (usual := max(values[1] for values in deep)) < DARK:
+        raise ValueError(
+            f"{len(deep)} of {len(crops)} images that were read have 16 bits and use values up to {usual:,} of 65,535: "
+            "beside pictures of 8 bits they would be nearly black. Leave them out, or write the experiment by hand, "
+            "with data.range, or with data.dtype to keep their numbers."
+        )
     is_grey = all((pixels == pixels[:1]).all() for crop in crops for pixels in crop.crops)
     return {
         **_sizes([crop.size for crop in crops]),
         "channels": 1 if is_grey else 3,
         "transparent": all("alpha" in crop.flags for crop in crops),
-        "several_pages": not endings.isdisjoint(_PAGED)
-        or any("first_frame" in crop.flags and crop.format == "TIFF" for crop in crops),
+        "several_pages": not endings.isdisjoint(_PAGED) or _have_pages(crops),
         "deep": not endings.isdisjoint(_DEEP) or any("16bit" in crop.flags for crop in crops),
     }
 

@@ -17,7 +17,7 @@ FOLDERS = ("masks", "mask", "labels", "annotations", "segmentations")
 """Names that a folder of masks usually has."""
 _READ, _TRIED = 2000, 16
 """Masks that are read, and that decide whether there are any."""
-_MOST_LABELS = 32
+MOST_LABELS = 32
 """Different values above which images are no masks, but pictures or masks with soft edges."""
 
 
@@ -60,7 +60,7 @@ def masks_beside(images: Path, names: Sequence[str], most: int = _READ) -> MaskF
         files = _files(folder)
         masks = [files[stem_of(name)] for name in names if stem_of(name) in files]
         values = _values(masks[:: 1 + len(masks) // most])
-        if 2 <= len(values) <= _MOST_LABELS:
+        if 2 <= len(values) <= MOST_LABELS:
             return MaskFacts(str(folder), len(masks), tuple(values))
     return None
 
@@ -82,6 +82,6 @@ def _values(paths: Iterable[Path]) -> list[Value]:
                     values.update(label_values(image))
             except Exception:  # decoders raise nearly anything when they are fed damaged files
                 continue
-            if len(values) > _MOST_LABELS:
+            if len(values) > MOST_LABELS:
                 break
     return sorted(values, key=code_of) if len({type(value) for value in values}) == 1 else []
