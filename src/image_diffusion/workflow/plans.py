@@ -70,6 +70,8 @@ class Plan:
     """The files that its codec is read from, where others have trained it."""
     decoder_files: list[str]
     """Files of the decoder that its samples are decoded by, if that is another one."""
+    weaker_files: list[str]
+    """Files of the weaker network that its samples are guided by, where one is set."""
     small_images: str | None
     """Images that samples are conditioned on: `validation` or a file."""
     small_images_experiment: str | None
