@@ -115,7 +115,8 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/bin")
-    write_plans(Path("results"), a_plan())
+    write_plans(Path("results"), a_plan("another"), a_plan())
+    write_json(Path("results/of_before/config/plan.json"), {"experiment": "of_before"})
     write_json(
         Path("results/.resolved.json"), {"code": {"train": "x", "pages": "y"}, "experiments": ["one"], "studies": []}
     )
@@ -123,7 +124,7 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
     assert (known.results, dict(known.code), list(known.plans.by_name)) == (
         "results",
         {"train": "x", "pages": "y"},
-        ["one"],
+        ["another", "one"],  # of which another may have been started before `one` was asked for
     )
     assert len(known.pages) == 64
     assert not Path("results/datasets").exists()
