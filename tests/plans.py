@@ -47,6 +47,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "headline": "inpipe_fd",
         "codec_files": [],
         "decoder_files": [],
+        "weaker_files": [],
         "pictures": [],
         "sweep": {},
         "choose": "",

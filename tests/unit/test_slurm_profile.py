@@ -32,6 +32,15 @@ def test_nothing_is_asked_for_where_nothing_is_said() -> None:
     assert "set-resources" not in found and found["default-resources"] == {"runtime": 60, "mem_mb": 8000}
 
 
+@pytest.mark.parametrize("empty", [None, ""])
+def test_an_empty_value_asks_for_nothing(empty: str | None) -> None:
+    nothing = {"slurm_extra": empty, "qos": empty}
+    found = profile({"every_stage": nothing, "stages": {"train": nothing}})
+    assert "set-resources" not in found and found["default-resources"] == {"runtime": 60, "mem_mb": 8000}
+    found = profile({"every_stage": {"qos": "long", "mem_mb": 0}, "stages": {"train": nothing}})
+    assert found["set-resources"]["train"] == {"qos": "long", "mem_mb": 0}
+
+
 def test_every_stage_is_every_rule_and_one_stage_goes_before_it() -> None:
     asked = profile({"every_stage": {"mem_mb": 1, "qos": "long"}, "stages": {"crop": {"mem_mb": 2}}})["set-resources"]
     text = "".join(path.read_text() for path in (ROOT / "workflow/rules").glob("*.smk"))

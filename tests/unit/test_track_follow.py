@@ -11,13 +11,17 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 import image_diffusion.__main__
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.journal.writer import Journal
+from image_diffusion.stages import track
 from image_diffusion.tracking.live import follow, send_apart
 from image_diffusion.tracking.plan import Request, request_of, watched
 
@@ -141,3 +145,29 @@ def test_what_to_send_follows_from_the_plan(tmp_path: Path) -> None:
     )
     write_json(tmp_path / "demo" / "config" / "plan.json", plan | {"embeddings_experiment": "prior"})
     assert request_of(tmp_path, "demo").embeddings == tmp_path / "prior"
+
+
+class Sends:
+    """In place of the tracker: keeps the request that it is to send."""
+
+    requests: ClassVar[list[Request]] = []
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def send(self, request: Request) -> dict[str, Any]:
+        self.requests.append(request)
+        return {"runs": [], "store": "s", "page": "p"}
+
+
+def test_one_experiment_is_sent_as_its_plan_says(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = experiment.parent
+    plan = {"codec_experiment": None, "dataset": "dots", "headline": "mine_fd", "embeddings_experiment": "prior"}
+    write_json(experiment / "config" / "plan.json", plan)
+    monkeypatch.setitem(sys.modules, "image_diffusion.tracking.tracker", SimpleNamespace(Tracker=Sends))
+    words = ["track", "--store", "s", "--project", "p", "--experiment", str(experiment), "--largest-file-mb", "1"]
+    for more in ([], ["--dataset", str(results / "other"), "--best-metric", "fid"]):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        track.main()
+    planned = Request(experiment, [results / "datasets/dots"], None, "mine_fd", 2**20, results / "prior")
+    assert Sends.requests == [planned, replace(planned, datasets=[results / "other"], best_metric="fid")]

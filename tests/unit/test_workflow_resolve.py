@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -34,10 +35,12 @@ class Place:
         shutil.copy(SCHEMA, self.root / "workflow" / "schemas")
         write_text(Path("config/experiments/one.yaml"), "a: 1")
         write_text(Path("config/experiments/unrelated.yaml"), "a: 1")
+        write_text(Path("rows.csv"), "image")
 
         def configure(experiments: list[Path], results: Path, source: Path, studies: list[Path]) -> None:
             self.done.append("configure")
-            plan = a_plan("one", sweep={"guidance_scale": {"1": "results/one/config/sweep/guidance_scale-1.yaml"}})
+            points = {"guidance_scale": {"1": "results/one/config/sweep/guidance_scale-1.yaml"}}
+            plan = a_plan("one", sweep=points, prompts="rows.csv", synthesize_table="images.csv")
             for path in (*plan.configs.values(), *plan.references.values(), *plan.sweep["guidance_scale"].values()):
                 write_text(Path(path), Path("config/experiments/one.yaml").read_text())
             write_text(Path("results/one/config/sweep/evaluate.yaml"), "a: 1")
@@ -77,6 +80,7 @@ CHANGES: dict[str, Callable[[Place], object]] = {
     "how a reference is made": lambda place: Path("results/datasets/dots-16/config/reference-inpipe.yaml").write_text(
         "a: 9"
     ),
+    "the table of what is sampled": lambda place: Path("rows.csv").write_text("mask"),
     "a truncated plan": lambda place: Path("results/one/config/plan.json").write_text("{"),
 }
 
@@ -88,6 +92,14 @@ def test_what_has_changed_or_is_damaged_is_written_anew(place: Place, what: str)
     assert place.does() == {"configure"}
     assert sorted(path for path in Path("results/one").rglob("*") if path.is_file()) == written
     assert place.does() == set()
+
+
+def test_a_date_in_the_future_counts_for_what_was_written_alone(place: Place) -> None:
+    os.utime("rows.csv", (2e10, 2e10))
+    os.utime("config/experiments/one.yaml", (2e10, 2e10))
+    assert place.does() == set()
+    os.utime("results/one/config/train.yaml", (2e10, 2e10))
+    assert place.does() == {"configure"}
 
 
 def test_an_experiment_that_is_not_asked_for_does_not_count(place: Place) -> None:

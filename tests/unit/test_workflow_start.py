@@ -80,6 +80,17 @@ def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> 
     assert note_code(plans, results, CODE | {"train": "newer"}) == []
 
 
+def test_the_code_of_embed_is_noted_for_each_set_of_pairs(folder: Path) -> None:
+    plans, results = plans_of(a_plan(configs={"embed-clip": "e", "embed-text-large": "e"})), Path("results")
+    assert note_code(plans, results, CODE) == []
+    notes = sorted(path.name for path in (results / "datasets/dots-16/config").iterdir())
+    assert notes == ["embed-clip.code", "embed-text-large.code"]
+    write_text(results / "datasets/dots-16/text-large/manifest.json", "{}")
+    assert note_code(plans, results, CODE | {"embed": "newer"}) == [
+        "The code of embed has changed since. To make it again: rm -r results/datasets/dots-16/text-large"
+    ]
+
+
 def test_stages_find_python_and_what_lies_beside_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     once = search_path(Path("/w"), "/usr/bin:/bin")
     assert once.split(":") == [str(Path(sys.executable).parent), "/w/workflow/scripts", "/usr/bin", "/bin"]
@@ -104,7 +115,8 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/bin")
-    write_plans(Path("results"), a_plan())
+    write_plans(Path("results"), a_plan("another"), a_plan())
+    write_json(Path("results/of_before/config/plan.json"), {"experiment": "of_before"})
     write_json(
         Path("results/.resolved.json"), {"code": {"train": "x", "pages": "y"}, "experiments": ["one"], "studies": []}
     )
@@ -112,7 +124,7 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
     assert (known.results, dict(known.code), list(known.plans.by_name)) == (
         "results",
         {"train": "x", "pages": "y"},
-        ["one"],
+        ["another", "one"],  # of which another may have been started before `one` was asked for
     )
     assert len(known.pages) == 64
     assert not Path("results/datasets").exists()

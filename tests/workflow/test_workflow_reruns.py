@@ -110,6 +110,21 @@ def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Proj
     assert "has changed since" not in finished.run("-n")
 
 
+def test_another_weaker_network_makes_the_samples_again(finished: Project) -> None:
+    trained, weaker = finished / "results/micro/train", finished / "weaker"
+    weaker.mkdir()
+    for name in ("weights.safetensors", "model.json"):
+        shutil.copy(trained / name, weaker)
+    guided = {"weaker_weights": "weaker", "guidance": {"guidance_scale": 2}}
+    finished.edit(lambda experiment: experiment["sample"].update(guided))
+    finished.run("results/micro/samples/samples.npz")
+    assert "sample" not in finished.planned()
+    os.utime(weaker / "weights.safetensors")
+    assert finished.planned() == AFTER_SAMPLE
+    shutil.rmtree(weaker)
+    assert finished.planned() == AFTER_SAMPLE
+
+
 def test_images_that_are_not_stored_give_the_same_numbers(finished: Project) -> None:
     result = finished / "results/micro"
     before = read_json(result / "metrics.json")

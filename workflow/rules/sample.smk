@@ -30,7 +30,7 @@ rule sample:
         **files.options("trained_by", "codec", "small_images", "embeddings", "crop"),
         devices=machine.devices_option,
         code=code["sample"],
-        decoder=files.stamps("decoder_files"),
+        other_weights=files.stamps("decoder_files", "weaker_files"),
         pictures=files.stamps("pictures"),
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion sample --config {input.config:q}"

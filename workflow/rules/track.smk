@@ -18,15 +18,11 @@ rule track:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        **files.options("codec"),
         # A URI can hold a password, which everybody could read here: the environment has it.
         store=variable_of(config["tracking"]["uri"]),
         project=config["tracking"]["project"],
         experiment=subpath(output.summary, parent=True),
-        dataset=files.dataset_folder,
-        headline=lambda wildcards: plans.plan_for(wildcards).headline,
         code=code["track"],
     shell:
         "export MLFLOW_TRACKING_URI=${params.store}; exec logged {log:q} python -m image_diffusion track"
-        " --project {params.project:q} --experiment {params.experiment:q} --dataset {params.dataset:q} {params.codec:q}"
-        " --best-metric {params.headline:q} --output {output.summary:q}"
+        " --project {params.project:q} --experiment {params.experiment:q} --output {output.summary:q}"

@@ -129,6 +129,12 @@ def decoder_files(experiment: Experiment) -> list[str]:
     return [str(path) for path in files_of(decoder)] if decoder is not None else []
 
 
+def weaker_files(experiment: Experiment) -> list[str]:
+    """Return the files of the weaker network that samples are guided by, where one is set."""
+    folder = getattr(experiment.sample, "weaker_weights", None)
+    return [str(Path(folder, name)) for name in ("weights.safetensors", "model.json")] if folder else []
+
+
 def encode_stage(experiment: Experiment) -> EncodeStage:
     """Return the configuration of `encode`, for an experiment that has a codec."""
     assert experiment.encode is not None
@@ -280,6 +286,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         codec_experiment=others.get(CODEC),
         codec_files=[str(path) for path in experiment.codec.files],
         decoder_files=decoder_files(experiment),
+        weaker_files=weaker_files(experiment),
         small_images=sources.small_images if isinstance(sources.small_images, str) else None,
         small_images_experiment=others.get(SMALL_IMAGES),
         embeddings=sources.embeddings if isinstance(sources.embeddings, str) else None,

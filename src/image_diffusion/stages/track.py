@@ -1,7 +1,7 @@
 """Send the journals of the stages to MLflow. Sending again adds nothing; a later call sends what is missing.
 
     python -m image_diffusion track --store sqlite:///mlflow.db --project demo \
-        --experiment results/demo --dataset results/datasets/digits-32 --output results/demo/tracked.json
+        --experiment results/demo --output results/demo/tracked.json
 
 Training knows nothing of this: it writes its journal. With --follow the same is done while the stages run, until
 standard input ends:
@@ -11,6 +11,8 @@ standard input ends:
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from image_diffusion.core.process.command import Parser, run
 from image_diffusion.core.process.secrets import store_named
 from image_diffusion.tracking.live import follow, send_apart, stop_at_end
 from image_diffusion.tracking.plan import Request, journals, request_of
+from image_diffusion.workflow.plans import plan_file
 
 
 def main() -> None:
@@ -40,9 +43,20 @@ def main() -> None:
     parser.add_argument(
         "--every", type=float, default=10.0, metavar="SECONDS", help="with --follow: interval of checks (default: 10)"
     )
-    parser.add_argument("--dataset", action="extend", nargs="+", type=Path, default=[], help="results/datasets/<name>")
-    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
-    parser.add_argument("--best-metric", default="fid", help="metric that chooses the best model; lower is better")
+    parser.add_argument(
+        "--dataset",
+        action="extend",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="results/datasets/<name> (default: the plan's)",
+    )
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the trained codec (default: the plan's)"
+    )
+    parser.add_argument(
+        "--best-metric", help="metric that chooses the best model; lower is better (default: the plan's, else fid)"
+    )
     parser.add_argument("--largest-file-mb", type=float, default=64.0, help="largest file that is copied (default: 64)")
     parser.add_argument("--output", type=Path, help="file to write once everything is sent, tracked.json")
     options = parser.parse_args()
@@ -53,13 +67,7 @@ def main() -> None:
         return
     request = None
     if options.experiment is not None:
-        request = Request(
-            options.experiment,
-            options.dataset,
-            options.codec_weights.parent if options.codec_weights else None,
-            options.best_metric,
-            int(options.largest_file_mb * 2**20),
-        )
+        request = _requested(options)
         journals(request)  # fail before a store is created
     # It imports MLflow, which takes seconds: a wrong argument should fail before.
     from image_diffusion.tracking.tracker import Tracker
@@ -70,6 +78,20 @@ def main() -> None:
         write_json(options.output, tracked)
     points = sum(run["points"] for run in tracked["runs"])
     print(f"track: {len(tracked['runs'])} runs and {points:,} points are in {tracked['store']}, page {tracked['page']}")
+
+
+def _requested(options: argparse.Namespace) -> Request:
+    """Return the request for one experiment: as its plan says, where it has one, but for what the options say."""
+    experiment: Path = options.experiment
+    has_plan = plan_file(experiment.parent, experiment.name).is_file()
+    planned = request_of(experiment.parent, experiment.name) if has_plan else Request(experiment)
+    return replace(
+        planned,
+        datasets=options.dataset or planned.datasets,
+        codec_weights=options.codec_weights.parent if options.codec_weights else planned.codec_weights,
+        best_metric=options.best_metric or planned.best_metric,
+        largest=int(options.largest_file_mb * 2**20),
+    )
 
 
 if __name__ == "__main__":

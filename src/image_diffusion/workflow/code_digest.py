@@ -35,8 +35,11 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
     """
     messages = set()
     for plan in [*plans.by_name.values(), *plans.latents.values()]:
-        for stage in LONG_STAGES.keys() & plan.configs.keys():
-            output, note = (results / form.format(**asdict(plan)) for form in LONG_STAGES[stage])
+        for key in plan.configs:
+            stage, _, pairs = key.partition("-")
+            if stage not in LONG_STAGES:
+                continue
+            output, note = (results / form.format(**asdict(plan) | {"pairs": pairs}) for form in LONG_STAGES[stage])
             noted = _noted(note)
             if noted is None and note.is_file() and output.is_file():
                 messages.add(f"{note} was damaged: whether the code of {stage} has changed before now is not known.")

@@ -257,9 +257,14 @@ class Files:
         """Return the detector that is trained on the data set itself."""
         return f"{self.dataset_folder(wildcards)}/detector/detector.json"
 
-    def stamps(self, kind: Literal["codec_files", "decoder_files", "pictures"]) -> Callable[[Wildcards], list[str]]:
-        """Return stamps that distinguish files that others have made from any that take their place, older ones too."""
-        return lambda wildcards: _stamps(getattr(self.plans.plan_for(wildcards), kind))
+    def stamps(
+        self, *kinds: Literal["codec_files", "decoder_files", "weaker_files", "pictures"]
+    ) -> Callable[[Wildcards], list[str]]:
+        """Return stamps that distinguish files that others have made from any that take their place, older ones too.
+        kinds: fields of the plan that list them."""
+        return lambda wildcards: [
+            stamp for kind in kinds for stamp in _stamps(getattr(self.plans.plan_for(wildcards), kind))
+        ]
 
     # ---- Configurations of stages
 
@@ -270,7 +275,8 @@ class Files:
     def configs_before(self, stage: str) -> Callable[[Wildcards], list[str]]:
         """Return the configurations of the stages before: should one of those fail, nothing after it passes for up to
         date."""
-        before = STAGES[: STAGES.index(stage)]
+        # A set of pairs is of no codec: experiments with different ones share it.
+        before = ("crop",) if stage == "embed" else STAGES[: STAGES.index(stage)]
 
         def configs(wildcards: Wildcards) -> list[str]:
             plan, others = self.plans.plan_for(wildcards), list[tuple[str | None, str]]()

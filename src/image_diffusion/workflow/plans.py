@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +71,8 @@ class Plan:
     """The files that its codec is read from, where others have trained it."""
     decoder_files: list[str]
     """Files of the decoder that its samples are decoded by, if that is another one."""
+    weaker_files: list[str]
+    """Files of the weaker network that its samples are guided by, where one is set."""
     small_images: str | None
     """Images that samples are conditioned on: `validation` or a file."""
     small_images_experiment: str | None
@@ -215,6 +218,17 @@ class Plans:
         for name in (*names, *(run for study in study_plans.values() for run in study.runs)):
             add(name)
         return cls(plans, tuple(names), study_plans)
+
+    def with_others(self, results: str | Path) -> Plans:
+        """Return these and every other plan under the results, before them: for a data set that several use, these are
+        asked first. Plans that cannot be read are left out."""
+        others: dict[str, Plan] = {}
+        for path in sorted(Path(results).glob(str(plan_file("", "*")))):
+            name = path.parents[1].name
+            if name not in self.by_name:
+                with suppress(ValueError):
+                    others[name] = read_plan(path)
+        return replace(self, by_name=others | self.by_name)
 
     @cached_property
     def datasets(self) -> dict[str, Plan]:

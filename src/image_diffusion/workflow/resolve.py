@@ -119,7 +119,7 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
         current["code"] = {**stage_digests(source), "pages": scripts_digest(scripts, source)}
     current["experiments"], current["studies"] = config["experiments"], config.get("study") or []
     targets = [current["experiments"], current["studies"]]
-    if same_package and [cached["experiments"], cached["studies"]] == targets and _intact(cached["files"]):
+    if same_package and [cached["experiments"], cached["studies"]] == targets and _intact(cached["files"], results):
         current["files"] = cached["files"]
     else:
         experiments = [EXPERIMENTS / f"{name}.yaml" for name in current["experiments"]]
@@ -151,7 +151,8 @@ def configure(experiments: list[Path], results: Path, source: Path, studies: Seq
 
 
 def read_and_written(results: Path, experiments: list[str], studies: list[str]) -> list[Path]:
-    """Return the files that `configure` read and wrote: those of the experiments and of all that they build on."""
+    """Return the files that `configure` read and wrote: those of the experiments and of all that they build on, and
+    the tables of what is sampled."""
     loaded = Plans.read(results, experiments, studies)
     plans, runs = loaded.by_name, {run for study in loaded.studies.values() for run in study.runs}
     names = {*(plans.keys() - runs), *(name for study in loaded.studies.values() for name in study.experiments)}
@@ -163,6 +164,8 @@ def read_and_written(results: Path, experiments: list[str], studies: list[str]) 
         points = {Path(path) for axis in plan.sweep.values() for path in axis.values()}
         paths |= {*map(Path, plan.configs.values()), *map(Path, plan.references.values())}
         paths |= {*points, *(path.with_name("evaluate.yaml") for path in points)}
+        tables = (Path(table) for table in (plan.prompts, plan.synthesize_table) if table)
+        paths |= {table for table in tables if table.is_file()}
     return sorted(paths)
 
 
@@ -182,8 +185,10 @@ def _read(results: Path) -> dict[str, Any]:
     return cached if complete else {}
 
 
-def _intact(files: Mapping[str, str]) -> bool:
-    """Return True if all files are unchanged, and none is from the future: that would be newer than what is made of
-    it."""
+def _intact(files: Mapping[str, str], results: Path) -> bool:
+    """Return True if all files are unchanged, and none that was written is from the future: that would be newer than
+    what is made of it."""
     paths = {Path(path): sha256 for path, sha256 in files.items()}
-    return all(path.is_file() and not is_ahead(path) and sha256_file(path) == sha256 for path, sha256 in paths.items())
+    written = (path for path in paths if path.is_relative_to(results))
+    unchanged = all(path.is_file() and sha256_file(path) == sha256 for path, sha256 in paths.items())
+    return unchanged and not any(map(is_ahead, written))

@@ -214,7 +214,7 @@ class Machine:
         job's time, less half a minute for the way to the processes and back."""
         site = self.config.get("slurm") or {}
         every, stages = site.get("every_stage") or {}, site.get("stages") or {}
-        extra = {**every, **(stages.get("train") or {})}.get("slurm_extra") or ""
+        extra = (stages.get("train") or {}).get("slurm_extra") or every.get("slurm_extra") or ""
         match = re.search(r"--signal[= ]\S*@(\d+)", extra)
         return max(1, (int(match[1]) if match else SIGNAL_LEAD_S) - 30)
 

@@ -87,7 +87,9 @@ def start(
             targets = requested(config, arguments)
             code = resolve(root, {**config, **targets})
         plans = Plans.read(results, targets["experiments"], targets["study"])
-        if not remote:
+        if remote:  # Snakemake may have been started for others since this job went to the queue
+            plans = plans.with_others(results)
+        else:
             if not _LISTS & set(arguments):
                 look_at_sources(plans, Path(results), config.get("trust_ctime", True))
             compiled = sorted(Path(__file__).parents[1].rglob("*.compiled"))
