@@ -1,6 +1,6 @@
 """Extract the features of a data set's real images, once for all comparisons.
 
-    python -m image_diffusion reference --config reference.yaml --data crops --detector detector \
+    python -m image_diffusion reference --config reference.yaml --data crops --detector detector \\
         --output references/inpipe
 
 Writes a folder: the features of every image and of some degraded ones, the statistics of both splits in the layout of

@@ -5,7 +5,7 @@
     snakemake --cores all
 
 With --data and --budget, the project has an experiment that is sized for these images, this machine and this time:
-config/experiments/mine.yaml, with a reason for each choice. The speed of the machine is measured for some seconds.
+config/experiments/mine.yaml, with a reason for each choice. Measuring the machine takes about a minute.
 Without them, the project begins with the demo.
 
 The Snakefile includes the rules, so that rules of your own can stand beside them (docs/module.md).
