@@ -35,11 +35,12 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
 
     Its label table has 1001 rows, the last for no label, as DiTPipeline asks for label 1000 then; rows between the
     classes and that one are copies of it. For a network of unlabelled data every row is zero. A network whose
-    time_frequencies are "dit" gets another time embedding, with the same values at every timestep (`_refit_time`).
+    time_frequencies are "dit" gets another time embedding, with the same values at every timestep (`_refit_time`). A
+    network of intervals becomes what it is without one: the velocity at a time.
 
     Raises ValueError for what diffusers' DiT does not have: RMSNorm, normalised queries and keys, SwiGLU, rotary
-    positions, a bottleneck, class tokens, more than 1000 classes, or DiT's own frequencies in a network of too few
-    channels.
+    positions, a bottleneck, class tokens, conditions beside the class, more than 1000 classes, or DiT's own frequencies
+    in a network of too few channels.
     """
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
@@ -51,6 +52,7 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
         "rope true": config.rope,
         "patch_bottleneck": config.patch_bottleneck is not None,
         "class_tokens": config.class_tokens > 0,
+        "conditions": bool(spec.conditions),
     }
     if any(foreign.values()):
         raise ValueError(
@@ -77,6 +79,9 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
             "The network's positions were interpolated from another resolution (train.init_from), but diffusers' DiT "
             "computes its own. Set export.format to pipeline."
         )
+    tensors, names = _without_interval(network), diffusers_names(depth)
+    if unknown := sorted(tensors.keys() - names.keys() - {"pos_embed"}):
+        raise ValueError(f"Diffusers' DiT has no {', '.join(unknown)}. Set export.format to pipeline.")
     transformer = DiTTransformer2DModel(
         num_attention_heads=num_heads,
         attention_head_dim=width // num_heads,
@@ -88,12 +93,11 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
         num_embeds_ada_norm=NULL_LABEL,
         norm_eps=1e-6,
     )
-    tensors = {name: tensor.detach().cpu().float() for name, tensor in network.state_dict().items()}
     if config.time_frequencies == "dit":
         tensors |= _refit_time(tensors, num_timesteps)
     tensors["y_embedder.embedding_table.weight"] = _label_table(network, tensors)
     theirs: dict[str, Tensor] = {}
-    for ours, places in diffusers_names(depth).items():
+    for ours, places in names.items():
         parts = tensors[ours].chunk(3) if ".attn.qkv." in ours else [tensors[ours]] * len(places)
         theirs |= dict(zip(places, parts, strict=True))
     transformer.load_state_dict(theirs)
@@ -170,6 +174,17 @@ def write_dit_pipeline(
     pipeline.register_to_config(id2label={str(i): name for i, name in enumerate(classes)})
     with atomic_folder(folder) as written:
         pipeline.save_pretrained(written)
+
+
+@torch.no_grad()
+def _without_interval(network: DiT) -> dict[str, Tensor]:
+    """Return the tensors of a network, float32. The embedding of the interval 0 joins the bias of the time's."""
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in network.state_dict().items()}
+    if hasattr(network, "interval_embedder"):
+        zero = network.pos_embed.new_zeros(1)
+        constant = network.interval_embedder(zero, zero.dtype)[0].cpu().float()  # [D]
+        tensors["t_embedder.mlp.2.bias"] = tensors["t_embedder.mlp.2.bias"] + constant
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("interval_embedder.")}
 
 
 def _label_table(network: DiT, tensors: dict[str, Tensor]) -> Tensor:
