@@ -10,6 +10,7 @@ from image_diffusion.codecs.base import Codec
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.unet import UNet
 from image_diffusion.networks.weights import unet_diffusers
+from image_diffusion.networks.weights.dit_diffusers import prediction_type
 from image_diffusion.networks.weights.unet_diffusers import ddpm_scheduler, to_diffusers_unet, write_ddpm_pipeline
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import Others, Sections, spec_of
@@ -43,8 +44,8 @@ def write_unet(system: IddpmSystem, model: TrainedNetwork, codec: Codec, folder:
 
 
 def _process_of(system: IddpmSystem, codec_type: str) -> Discrete:
-    """Return the process of the system. Raises ValueError for one that diffusers' DDPMPipeline does not have, or a
-    codec."""
+    """Return the process of the system. Raises ValueError for a process, prediction or codec that diffusers'
+    DDPMPipeline does not have."""
     if codec_type != "rgb":
         raise ValueError(
             "Diffusers' DDPMPipeline works on pixels, but this model on latents. Set export.format to pipeline."
@@ -55,4 +56,5 @@ def _process_of(system: IddpmSystem, codec_type: str) -> Discrete:
             "Diffusers' DDPMPipeline has no scheduler for this process. Train on a discrete process with all its "
             "timesteps, or set export.format to pipeline."
         )
+    prediction_type(system.objective.prediction, "DDPM")
     return process

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from image_diffusion.core.files.atomic import atomic_folder
 from image_diffusion.core.types import IMAGE, NUMBERS, DataSpec
 from image_diffusion.networks.unet import GROUPS, Attention, Double, Halve, ResidualBlock, Stage, UNet, UNetConfig
+from image_diffusion.networks.weights.dit_diffusers import prediction_type
 from image_diffusion.nn.positions import sinusoid
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -26,7 +27,6 @@ _RESIDUAL = {
     "out_layers.3": "conv2",
     "skip_connection": "conv_shortcut",
 }
-_PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
 
 
 def check_unet(
@@ -106,17 +106,11 @@ def ddpm_scheduler(betas: Tensor, prediction: str, variance: str) -> DDPMSchedul
     """
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
-    if prediction not in _PREDICTIONS:
-        raise ValueError(
-            f"The network predicts {prediction}, which diffusers' DDPM does not support; use "
-            f"{', '.join(_PREDICTIONS)}. "
-            f"Or set export.format to pipeline."
-        )
     return DDPMScheduler(
         num_train_timesteps=len(betas),
         trained_betas=betas.tolist(),
         variance_type=variance,
-        prediction_type=_PREDICTIONS[prediction],
+        prediction_type=prediction_type(prediction, "DDPM"),
         clip_sample=True,
         timestep_spacing="linspace",
     )
