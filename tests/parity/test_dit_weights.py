@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.weights.dit import DiTWeights, folder_tensors, read_dit
 from image_diffusion.networks.weights.dit_diffusers import (
@@ -39,10 +39,11 @@ SPEC = DataSpec(channels=4, resolution=8, num_classes=5)
 TINY = {"depth": 2, "width": 48, "num_heads": 3, "patch": 2}
 
 
-def random_dit(spec: DataSpec = SPEC, learned_variance: bool = True, **config) -> DiT:
+def random_dit(spec: DataSpec = SPEC, learned_variance: bool = True, interval: bool = False, **config) -> DiT:
     """A DiT whose every weight is away from zero, so that an exchanged one shows."""
     torch.manual_seed(0)
-    network = DiTConfig(**(config if "size" in config else TINY | config)).build(spec, learned_variance).eval()
+    described = DiTConfig(**(config if "size" in config else TINY | config))
+    network = described.build(spec, learned_variance, interval).eval()
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.5 if "y_embedder" in name else 0.1)
@@ -156,6 +157,16 @@ def test_diffusers_computes_the_same_and_reads_back(tmp_path, spec, learned_vari
     assert (weights.config, weights.spec, weights.learned_variance) == (network.config, spec, learned_variance)
     assert weights.tensors.keys() == network.state_dict().keys()
     assert torch.equal(outputs(built(weights)), outputs(network))
+
+
+@pytest.mark.parametrize("wide", [{}, {"width": 1152, "num_heads": 16, "depth": 1, "time_frequencies": "dit"}])
+def test_a_network_of_intervals_is_the_same_function_without_one(wide):
+    """Diffusers gives no interval, which is 0 here: its embedding is one more constant in that of the time."""
+    network = random_dit(learned_variance=False, interval=True, **wide)
+    with torch.no_grad():
+        network.t_embedder.mlp[0].weight *= 0.2
+    transformer = to_diffusers_transformer(network)
+    torch.testing.assert_close(outputs_of_diffusers(transformer), outputs(network), rtol=1e-3, atol=1e-3)
 
 
 def test_a_folder_in_parts_is_read_without_what_every_name_begins_with(tmp_path):
@@ -343,6 +354,15 @@ def test_the_folder_is_replaced_whole_and_leaves_the_autoencoder_alone(tmp_path,
 def test_what_diffusers_cannot_hold_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         to_diffusers_transformer(random_dit(**config))
+
+
+def test_conditions_and_layers_that_diffusers_does_not_know_are_refused():
+    with pytest.raises(ValueError, match="Diffusers' DiT has no conditions"):
+        to_diffusers_transformer(random_dit(SPEC.model_copy(update={"conditions": {NUMBERS: (2, 2)}})))
+    network = random_dit()
+    network.register_module("extra", nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"no extra\.bias, extra\.weight\. Set export\.format"):
+        to_diffusers_transformer(network)
 
 
 def test_more_classes_than_the_pipeline_has_labels_for_are_refused():

@@ -179,6 +179,15 @@ def member_of(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -
     os.truncate(path, 512 + -(-size // 512) * 512 + 10240)
 
 
+def negative(path: Path, size: int) -> None:
+    """A tar with a hidden member of which a pax header says a negative size, from which the next member is counted."""
+    member = tarfile.TarInfo(".x.png")
+    member.pax_headers = {"size": str(size)}
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo("x"))
+        tar.addfile(member)
+
+
 def doubled(path: Path) -> None:
     """Two tars, one behind the other."""
     tar_of(path, {"1.png": png(1), "1.cls": b"1"})
@@ -217,6 +226,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: member_of(path, "x.png", HUGE, tarfile.XHDTYPE),
         "cannot be read as a tar file: it has a header of 7,516,192,768 bytes",
     ),
+    "a size below 0": (lambda path: negative(path, -1), r"is refused: its member '\.x\.png' has -1 bytes\."),
+    "a size that leads back": (lambda path: negative(path, -1536), r"is refused: its member '\.x\.png' has -1,536"),
     "a huge name": (lambda path: member_of(path, "x.png", HUGE, tarfile.GNUTYPE_LONGNAME), "it has a header of 7,516"),
     "a class of 5,000 digits": (
         lambda path: tar_of(path, {"x.png": png(0), "x.cls": b"1" * 5000}),

@@ -378,6 +378,31 @@ def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared], name
     assert found.here.shape == (3, 16) and np.abs(found.here - found.there).max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    "system",
+    [
+        dit(Flow()),
+        dit(Edm(), objective=EdmDenoising(label_drop_probability=0.1)),
+        dit(Flow(), objective={"type": "mean_flow"}),
+        dit(process={"type": "discrete", "num_timesteps": 100}, objective={"type": "denoising"}),
+    ],
+    ids=["flow", "edm", "mean_flow", "discrete"],
+)
+def test_the_code_of_the_card_runs(tmp_path: Path, system: DiTSystem) -> None:
+    """With the default sampler of the folder, which fits the process and the objective."""
+    from diffusers import DiffusionPipeline
+
+    case = Case(system, DataSpec(channels=3, resolution=8, num_classes=3), Rgb(), {})
+    use = export_of(system, "pipeline").write(system, case.model, case.codec, tmp_path / "out")
+    code = use.code.splitlines()[-1]
+    pipeline = DiffusionPipeline.from_pretrained(
+        tmp_path / "out", custom_pipeline=str(tmp_path / "out"), trust_remote_code=True
+    )
+    names: dict[str, Any] = {"pipeline": pipeline}
+    exec(code, names)
+    assert names["image"].size == (8, 8)
+
+
 def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) -> None:
     """Where the package is installed too, and two models of different code are loaded one after the other."""
     code = (

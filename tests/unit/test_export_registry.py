@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
+from image_diffusion.core.config.base import merged, read_yaml, to_yaml
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.export.registry import export_of, exports_of
 from image_diffusion.foreign.registry import READERS
 from image_diffusion.systems import SYSTEMS
 from image_diffusion.systems.base import System, name_of
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.rin import RinSystem
+
+EXPERIMENTS = Path(__file__).parents[2] / "config/experiments"
 
 
 class Variant(DiTSystem):
@@ -44,3 +50,34 @@ def test_a_format_that_a_system_does_not_have_is_an_error() -> None:
 
 def test_readers_are_of_systems_that_experiments_can_name() -> None:
     assert set(READERS) <= set(SYSTEMS)
+
+
+def dit_of(folder: Path, changes: dict[str, Any]) -> Path:
+    """An experiment of a DiT of flow matching on latents that is exported to diffusers, changed."""
+    raw = merged(read_yaml(EXPERIMENTS / "demo_flow.yaml"), {"export": {"format": "diffusers"}})
+    raw["codec"] = {"type": "stability_vae"}
+    (folder / "x.yaml").write_text(to_yaml(merged(raw, changes)))
+    return folder / "x.yaml"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"system": {"network": {"qk_norm": True, "rope": True}}}, "has no qk_norm true and no rope true"),
+        ({"system": {"network": {"class_tokens": 2}}}, "has no class_tokens"),
+        ({"system": {"network": {"mlp_ratio": 2}}}, "network.mlp_ratio is 2.0"),
+        ({"system": {"process": {"time_scale": 10}}}, "flow times multiplied by 10; diffusers needs velocity and 1000"),
+        ({"system": {"objective": {"prediction": "x0"}}}, "predicts x0 at flow times"),
+        ({"data": {"resolution": [32, 64]}}, "diffusers' DiT takes squares alone"),
+        (
+            {"data": {"source": {"type": "tar_stream", "urls": ["pipe:x"], "classes": 1001}}},
+            "has 1001 classes",
+        ),
+    ],
+)
+def test_a_dit_that_diffusers_does_not_have_is_refused_before_any_work(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    load_all([dit_of(tmp_path, {})])
+    with pytest.raises(ValueError, match=re.escape(told)):
+        load_all([dit_of(tmp_path, changes)])

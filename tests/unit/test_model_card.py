@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,3 +52,12 @@ def test_without_metrics_it_claims_none(tmp_path: Path) -> None:
     write_model(tmp_path, step=10)
     text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, None, {})
     assert "model-index" not in text and "## Results" not in text
+
+
+def test_names_from_the_data_are_text_and_no_markdown(tmp_path: Path) -> None:
+    write_model(tmp_path, step=10)
+    model = replace(
+        load_model(tmp_path / "train"), classes=["<img src=x>", "[a](http://b)", "a & b", "two\nlines", r"\[c]"]
+    )
+    text = model_card("mine", "flowers-64", model, USE, None, {})
+    assert r"| Classes | &lt;img src=x&gt;, \[a](http://b), a &amp; b, two lines, \\\[c] |" in text

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import dump, merged, read_yaml, to_yaml
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.levels import Levels
+from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.networks.weights.unet_diffusers import to_diffusers_unet
@@ -124,9 +125,43 @@ def test_what_diffusers_does_not_have_is_refused(changes: dict[str, Any], classe
         to_diffusers_unet(UNetConfig(**SMALL | changes).build(spec), EVERY)
 
 
-def test_it_is_refused_before_any_work(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"conditions": {NUMBERS: (2, 2)}}, "no conditions on numbers"),
+        ({"levels": Levels(dtype="uint8", channels=("a", "b", "c"), low=(0,) * 3, high=(255,) * 3)}, "no arrays"),
+        ({"channels": 2}, "no images of 2 channels"),
+    ],
+)
+def test_data_that_diffusers_does_not_have_are_refused(changes: dict[str, Any], told: str) -> None:
+    spec = SPEC.model_copy(update=changes)
+    with pytest.raises(ValueError, match=f"{told}. Set export.format to pipeline"):
+        to_diffusers_unet(UNetConfig(**SMALL).build(spec), EVERY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"system": {"process": {"respacing": 50}}}, "DDPMPipeline has no scheduler for this process"),
+        (
+            {"system": {"objective": {"prediction": "previous_x", "variance": "fixed_small", "loss": "simple"}}},
+            "predicts previous_x, which diffusers' DDPM does not support",
+        ),
+        (
+            {
+                "data": {"source": {"type": "folder", "path": "images", "classes": "none"}},
+                "system": {"condition": {"type": "numbers"}},
+                "pairs": {"type": "numbers", "columns": ["age"], "table": "ages.csv"},
+            },
+            "DDPMPipeline has no conditions on numbers",
+        ),
+        ({"data": {"dtype": "uint16", "channels": 5}}, "has no classes and no arrays and no images of 5 channels"),
+    ],
+)
+def test_it_is_refused_before_any_work(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     raw = read_yaml(ROOT / "config/experiments/iddpm_demo.yaml")
     path = tmp_path / "x.yaml"
-    path.write_text(to_yaml(merged(raw, {"export": {"format": "diffusers"}, "system": {"process": {"respacing": 50}}})))
-    with pytest.raises(ValueError, match=re.escape("DDPMPipeline has no scheduler for this process")):
+    same = {"export": {"format": "diffusers"}, "evaluate": {"likelihood": None}}
+    path.write_text(to_yaml(merged(merged(raw, same), changes)))
+    with pytest.raises(ValueError, match=re.escape(told)):
         load_all([path])

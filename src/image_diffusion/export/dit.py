@@ -9,10 +9,17 @@ from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.dit import DiT
-from image_diffusion.networks.weights.dit_diffusers import ddim_scheduler, flow_scheduler, write_dit_pipeline
+from image_diffusion.networks.weights.dit_diffusers import (
+    check_flow,
+    check_transformer,
+    ddim_scheduler,
+    flow_scheduler,
+    prediction_type,
+    write_dit_pipeline,
+)
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.systems.base import Others, Sections
+from image_diffusion.systems.base import Others, Sections, spec_of
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.interface import TrainedNetwork
 
@@ -37,6 +44,9 @@ def check_dit(system: DiTSystem, experiment: Sections, others: Others) -> None:
             "Set export.format to pipeline, or use codec.type stability_vae."
         )
     _check_process(system)
+    classes = experiment.data.source.known_classes() or []
+    spec = spec_of(experiment, others.codec).model_copy(update={"num_classes": len(classes)})
+    check_transformer(system.network, spec)
 
 
 def write_dit(system: DiTSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
@@ -58,13 +68,15 @@ def write_dit(system: DiTSystem, model: TrainedNetwork, codec: Codec, folder: Pa
 
 
 def _check_process(system: DiTSystem) -> Discrete | Flow:
-    """Return the process of the system."""
-    process = system.process
+    """Return the process of the system. Raises ValueError for one, or a prediction on it, without a scheduler."""
+    process, prediction = system.process, system.objective.prediction
     if isinstance(process, Flow):
+        check_flow(process.time_scale, prediction)
         return process
     if not isinstance(process, Discrete) or process.respacing != "" or process.rescale_timesteps:
         raise ValueError(
             "Diffusers' DiTPipeline has no scheduler for this process. Train on a discrete process with all its "
             "timesteps or on a flow process, or set export.format to pipeline."
         )
+    prediction_type(prediction, "DDIM")
     return process

@@ -12,6 +12,7 @@ from image_diffusion.export.bundle.folder import Network, place_of, trained, wri
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
 from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
 from image_diffusion.export.model_card import PIPELINE, CardUse
+from image_diffusion.samplers import FlowMap, Heun
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainedNetwork
@@ -21,9 +22,20 @@ from image_diffusion.systems.tokens.tokens import TokensSystem
 
 def write_diffusion_model(system: DiffusionSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder with its own pipeline.py."""
+    return _write_image_model(ExportedDiffusion, system, _usual(system), model, codec, folder)
+
+
+def _usual(system: DiffusionSystem) -> SampleConfig:
+    """Return the sampling settings that are usual for the type of a system, with another sampler where the usual one
+    does not fit its process."""
     usual = system.sections["sample"].default
     assert isinstance(usual, SampleConfig)
-    return _write_image_model(ExportedDiffusion, system, usual, model, codec, folder)
+    try:
+        usual.sampler.grid(system.process)
+    except ValueError:
+        sampler = FlowMap() if system.objective.learns_intervals else Heun(num_steps=25)
+        return usual.model_copy(update={"sampler": sampler})
+    return usual
 
 
 def write_token_model(system: TokensSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,4 +94,10 @@ def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, A
 
 def _table(head: tuple[str, ...], rows: Any) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    """Return a value as the text of a cell: names come from the data, and are no HTML, links or rows of their own."""
+    text = html.escape(" ".join(str(value).splitlines()), quote=False)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("[", "\\[")

@@ -11,6 +11,7 @@ from torch import Tensor
 from image_diffusion.core.types import DataSpec
 from image_diffusion.foreign.weights import Described, ForeignWeights, checked_weights
 from image_diffusion.networks.prior import PriorConfig
+from image_diffusion.networks.weights.fit import num_blocks
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.prior.prior import PriorSystem
@@ -63,7 +64,7 @@ def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
     """Return the configuration of the network, as far as the tensors' shapes determine it; it divides by the maximum,
     as the original does."""
     dim = tensors[_QUERY].shape[0]
-    depth = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith(f"{_LAYER}."))
+    depth = num_blocks(tensors, f"{_LAYER}.")
     num_heads = tensors["causal_transformer.rel_pos_bias.relative_attention_bias.weight"].shape[1]
     table, last = tensors.get("to_time_embeds.0.weight"), tensors.get("to_time_embeds.0.1.net.2.weight")
     image = tensors.get("to_image_embeds.0.weight")

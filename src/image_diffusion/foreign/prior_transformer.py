@@ -10,7 +10,7 @@ import torch
 
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.weights import Described, Description, ForeignWeights
+from image_diffusion.foreign.weights import Described, ForeignWeights
 from image_diffusion.networks.prior_transformer import STATISTICS, config_of_diffusers
 from image_diffusion.networks.weights.dit import folder_tensors
 from image_diffusion.networks.weights.fit import check_fit
@@ -22,28 +22,16 @@ from image_diffusion.systems.prior.prior import PriorSystem
 def read_prior_transformer(
     content: Mapping[str, Any], path: Path, codec: str, described: Described
 ) -> ForeignWeights | None:
-    """Return a prior in a folder of diffusers."""
-    folder = folder_of(path) if path.is_dir() else None
-    return None if folder is None else read_folder(folder, described(PriorSystem))
-
-
-def folder_of(path: Path) -> Path | None:
-    """Return the folder of a PriorTransformer, which is a folder itself or the part `prior` of a pipeline's; None:
-    neither."""
-    for folder in (path, path / "prior"):
-        file = folder / "config.json"
-        if file.is_file() and read_json(file).get("_class_name") == "PriorTransformer":
-            return folder
-    return None
-
-
-def read_folder(folder: Path, described: Description[PriorSystem] | None) -> ForeignWeights:
-    """Read the weights in a folder.
+    """Return a prior in a folder of diffusers.
 
     The prior predicts x0 on the 1,000 cosine timesteps of Karlo and Kandinsky. Its unconditional input is an empty
-    caption, so guidance is not available. described: an experiment with other settings. Raises ValueError for another
+    caption, so guidance is not available; an experiment may describe other settings. Raises ValueError for another
     network, and if mean and deviation were never set.
     """
+    folder = _folder_of(path) if path.is_dir() else None
+    if folder is None:
+        return None
+    experiment = described(PriorSystem)
     network, dim = config_of_diffusers(read_json(folder / "config.json"), f"{folder}/config.json")
     tensors = {name: tensor.float() for name, tensor in folder_tensors(folder).items()}
     spec = DataSpec(channels=dim, resolution=1)
@@ -58,8 +46,18 @@ def read_folder(folder: Path, described: Description[PriorSystem] | None) -> For
         )
     process: Any = Discrete(schedule=Cosine())
     objective: Any = {"prediction": "x0", "text_drop_probability": 0.0, "image_drop_probability": 0.0}
-    if described is not None:
-        process, objective = described.system.process, described.system.objective
+    if experiment is not None:
+        process, objective = experiment.system.process, experiment.system.objective
     statistics = {"mean": mean.tolist(), "std": std.tolist()}
     system = PriorSystem(network=network, process=process, objective=objective, image_statistics=statistics)
     return ForeignWeights(tensors, system, spec, f"diffusers' PriorTransformer of depth {network.depth}")
+
+
+def _folder_of(path: Path) -> Path | None:
+    """Return the folder of a PriorTransformer, which is a folder itself or the part `prior` of a pipeline's; None:
+    neither."""
+    for folder in (path, path / "prior"):
+        file = folder / "config.json"
+        if file.is_file() and read_json(file).get("_class_name") == "PriorTransformer":
+            return folder
+    return None

@@ -77,10 +77,10 @@ def write_hub_folder(
         index["vae"] = ["diffusers", type(vae).__name__]
     with atomic_folder(folder) as written:
         (written / "model").mkdir()
-        _write(written / "model_index.json", to_json(index))
-        _write(written / "pipeline.py", inspect.getsource(pipeline))
-        _write(written / "model" / "config.json", to_json(config))
-        _write(written / "model" / "exported.py", _with_sources(package, sources))
+        (written / "model_index.json").write_text(to_json(index), encoding="utf-8")
+        (written / "pipeline.py").write_text(inspect.getsource(pipeline), encoding="utf-8")
+        (written / "model" / "config.json").write_text(to_json(config), encoding="utf-8")
+        (written / "model" / "exported.py").write_text(_with_sources(package, sources), encoding="utf-8")
         for name, part in networks.items():
             tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in part.network.state_dict().items()}
             safetensors.torch.save_file(tensors, written / "model" / f"{name}.safetensors")
@@ -111,7 +111,3 @@ def _with_sources(package: str, sources: Mapping[str, str]) -> str:
         assert whole.count(before) == 1, before
         whole = whole.replace(before, after)
     return whole
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

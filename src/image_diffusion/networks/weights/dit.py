@@ -26,7 +26,7 @@ from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.files.weights import without_wrappers
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import SIZES, DiTConfig
-from image_diffusion.networks.weights.fit import listed, misfits
+from image_diffusion.networks.weights.fit import listed, misfits, num_blocks
 from image_diffusion.nn.embedders import TIME_CHANNELS
 from image_diffusion.nn.positions import grid_positions, sinusoid
 
@@ -208,8 +208,14 @@ def _from_shapes(
             f"{path} is not a DiT: {listed(absent)} missing; it holds {listed(tensors)}. "
             f"Expected the names of DiT-XL-2-256x256.pt, or a diffusers folder."
         )
-    width, channels, patch, _ = tensors["x_embedder.proj.weight"].shape
-    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    patches = tensors["x_embedder.proj.weight"]
+    if patches.ndim != 4 or not patches.numel():
+        raise ValueError(
+            f"{path} is not a DiT: x_embedder.proj.weight has the shape {list(patches.shape)}. Expected [width, "
+            f"channels, patch, patch]."
+        )
+    width, channels, patch, _ = patches.shape
+    depth = num_blocks(tensors, "blocks.")
     num_heads = num_heads or next((size.num_heads for size in SIZES.values() if size.width == width), None)
     if num_heads is None:
         raise ValueError(

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from image_diffusion.core.files.atomic import atomic_folder
 from image_diffusion.core.resolution import shown
-from image_diffusion.networks.dit import DiT
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.weights.dit import diffusers_names
 from image_diffusion.nn.embedders import TIME_CHANNELS
 from image_diffusion.nn.positions import grid_positions, sinusoid
@@ -30,20 +31,10 @@ NULL_LABEL = 1000
 _TIME_ERROR = 1e-4  # largest error of the refitted time embedding, as a share of its largest value
 
 
-def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTransformer2DModel:
-    """Return the same function as a DiTTransformer2DModel, of timesteps 0 … num_timesteps - 1.
-
-    Its label table has 1001 rows, the last for no label, as DiTPipeline asks for label 1000 then; rows between the
-    classes and that one are copies of it. For a network of unlabelled data every row is zero. A network whose
-    time_frequencies are "dit" gets another time embedding, with the same values at every timestep (`_refit_time`).
-
-    Raises ValueError for what diffusers' DiT does not have: RMSNorm, normalised queries and keys, SwiGLU, rotary
-    positions, a bottleneck, class tokens, more than 1000 classes, or DiT's own frequencies in a network of too few
-    channels.
-    """
-    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
-
-    config, spec = network.config, network.spec
+def check_transformer(config: DiTConfig, spec: DataSpec) -> None:
+    """Raise ValueError for what diffusers' DiT does not have: RMSNorm, normalised queries and keys, SwiGLU, rotary
+    positions, a bottleneck, class tokens, conditions beside the class, another MLP, more than 1000 classes, or
+    rectangles."""
     foreign = {
         "qk_norm true": config.qk_norm,
         "norm rms_norm": config.norm != "layer_norm",
@@ -51,6 +42,7 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
         "rope true": config.rope,
         "patch_bottleneck": config.patch_bottleneck is not None,
         "class_tokens": config.class_tokens > 0,
+        "conditions": bool(spec.conditions),
     }
     if any(foreign.values()):
         raise ValueError(
@@ -66,17 +58,37 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
             f"The network has {spec.num_classes} classes, but DiTPipeline takes label {NULL_LABEL} for none. "
             f"Set export.format to pipeline."
         )
-    depth, width, num_heads, patch = config.shape
     if not isinstance(spec.resolution, int):
         raise ValueError(
             f"The network works on {shown(spec.resolution)} values, but diffusers' DiT takes squares alone. Set "
             "export.format to pipeline."
         )
+
+
+def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTransformer2DModel:
+    """Return the same function as a DiTTransformer2DModel, of timesteps 0 … num_timesteps - 1.
+
+    Its label table has 1001 rows, the last for no label, as DiTPipeline asks for label 1000 then; rows between the
+    classes and that one are copies of it. For a network of unlabelled data every row is zero. A network whose
+    time_frequencies are "dit" gets another time embedding, with the same values at every timestep (`_refit_time`). A
+    network of intervals becomes what it is without one: the velocity at a time.
+
+    Raises ValueError for what diffusers' DiT does not have: `check_transformer`, positions that were interpolated, or
+    DiT's own frequencies in a network of too few channels.
+    """
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+    config, spec = network.config, network.spec
+    check_transformer(config, spec)
+    depth, width, num_heads, patch = config.shape
     if not torch.allclose(network.pos_embed.cpu(), grid_positions(width, network.grid_size)[None], atol=1e-5):
         raise ValueError(
             "The network's positions were interpolated from another resolution (train.init_from), but diffusers' DiT "
             "computes its own. Set export.format to pipeline."
         )
+    tensors, names = _without_interval(network), diffusers_names(depth)
+    if unknown := sorted(tensors.keys() - names.keys() - {"pos_embed"}):
+        raise ValueError(f"Diffusers' DiT has no {', '.join(unknown)}. Set export.format to pipeline.")
     transformer = DiTTransformer2DModel(
         num_attention_heads=num_heads,
         attention_head_dim=width // num_heads,
@@ -88,16 +100,29 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
         num_embeds_ada_norm=NULL_LABEL,
         norm_eps=1e-6,
     )
-    tensors = {name: tensor.detach().cpu().float() for name, tensor in network.state_dict().items()}
     if config.time_frequencies == "dit":
         tensors |= _refit_time(tensors, num_timesteps)
     tensors["y_embedder.embedding_table.weight"] = _label_table(network, tensors)
     theirs: dict[str, Tensor] = {}
-    for ours, places in diffusers_names(depth).items():
+    for ours, places in names.items():
         parts = tensors[ours].chunk(3) if ".attn.qkv." in ours else [tensors[ours]] * len(places)
         theirs |= dict(zip(places, parts, strict=True))
     transformer.load_state_dict(theirs)
     return transformer.eval()
+
+
+_PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
+
+
+def prediction_type(prediction: str, scheduler: str) -> str:
+    """Return diffusers' name of a prediction on a discrete process. scheduler: to name in the message. Raises
+    ValueError for a prediction that diffusers does not have."""
+    if prediction not in _PREDICTIONS:
+        raise ValueError(
+            f"The network predicts {prediction}, which diffusers' {scheduler} does not support; use "
+            f"{', '.join(_PREDICTIONS)}. Or set export.format to pipeline."
+        )
+    return _PREDICTIONS[prediction]
 
 
 def ddim_scheduler(betas: Tensor, prediction: str) -> DDIMScheduler:
@@ -108,19 +133,22 @@ def ddim_scheduler(betas: Tensor, prediction: str) -> DDIMScheduler:
     """
     from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
-    predictions = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
-    if prediction not in predictions:
-        raise ValueError(
-            f"The network predicts {prediction}, which diffusers' DDIM does not support; use {', '.join(predictions)}. "
-            f"Or set export.format to pipeline."
-        )
     return DDIMScheduler(
         num_train_timesteps=len(betas),
         trained_betas=betas.tolist(),
         clip_sample=False,
         set_alpha_to_one=True,
-        prediction_type=predictions[prediction],
+        prediction_type=prediction_type(prediction, "DDIM"),
     )
+
+
+def check_flow(time_scale: float, prediction: str) -> None:
+    """Raise ValueError unless the network predicts the velocity at times in [0, 1] that are multiplied by 1000."""
+    if prediction != "velocity" or time_scale != 1000:
+        raise ValueError(
+            f"The network predicts {prediction} at flow times multiplied by {time_scale:g}; diffusers needs velocity "
+            f"and 1000. Train with process.time_scale 1000 and prediction velocity, or set export.format to pipeline."
+        )
 
 
 def flow_scheduler(time_scale: float, prediction: str) -> DPMSolverMultistepScheduler:
@@ -132,11 +160,7 @@ def flow_scheduler(time_scale: float, prediction: str) -> DPMSolverMultistepSche
     """
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
-    if prediction != "velocity" or time_scale != 1000:
-        raise ValueError(
-            f"The network predicts {prediction} at flow times multiplied by {time_scale:g}; diffusers needs velocity "
-            f"and 1000. Train with process.time_scale 1000 and prediction velocity, or set export.format to pipeline."
-        )
+    check_flow(time_scale, prediction)
     return DPMSolverMultistepScheduler(
         num_train_timesteps=1000, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
     )
@@ -170,6 +194,17 @@ def write_dit_pipeline(
     pipeline.register_to_config(id2label={str(i): name for i, name in enumerate(classes)})
     with atomic_folder(folder) as written:
         pipeline.save_pretrained(written)
+
+
+@torch.no_grad()
+def _without_interval(network: DiT) -> dict[str, Tensor]:
+    """Return the tensors of a network, float32. The embedding of the interval 0 joins the bias of the time's."""
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in network.state_dict().items()}
+    if hasattr(network, "interval_embedder"):
+        zero = network.pos_embed.new_zeros(1)
+        constant = network.interval_embedder(zero, zero.dtype)[0].cpu().float()  # [D]
+        tensors["t_embedder.mlp.2.bias"] = tensors["t_embedder.mlp.2.bias"] + constant
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("interval_embedder.")}
 
 
 def _label_table(network: DiT, tensors: dict[str, Tensor]) -> Tensor:

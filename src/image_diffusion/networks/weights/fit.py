@@ -34,6 +34,12 @@ def misfits(expected: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]
     return "; ".join(f"{problem}: {listed(names)}" for problem, names in problems.items() if names)
 
 
+def num_blocks(names: Iterable[str], prefix: str) -> int:
+    """Return how many blocks there are under a prefix, whose names go on with a number and a dot. A number may be
+    larger than any network is deep, so the blocks are counted."""
+    return len({name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)})
+
+
 def listed(names: Iterable[str]) -> str:
     """Return the first names of tensors as text, and how many more there are."""
     names = [str(name) for name in names]

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.networks.unet import MULTIPLIERS, UNetConfig
-from image_diffusion.networks.weights.fit import listed
+from image_diffusion.networks.weights.fit import listed, num_blocks
 
 _LABELS = "label_emb.weight"
-_NEEDED = ("time_embed.0.weight", "input_blocks.0.0.weight", "input_blocks.1.0.out_layers.3.weight", "out.2.weight")
+_NEEDED = (
+    "time_embed.0.weight", "input_blocks.0.0.weight", "input_blocks.1.0.out_layers.3.weight",
+    "output_blocks.0.0.out_layers.3.weight", "out.2.weight",
+)  # fmt: skip
 
 
 def is_unet(names: Iterable[str]) -> bool:
@@ -37,10 +40,10 @@ def unet_of_shapes(
     if absent:
         raise ValueError(f"{path} is not a complete U-Net: {listed(absent)} missing. Use the complete file.")
     channels = tensors["time_embed.0.weight"].shape[1]
-    num_blocks = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("output_blocks."))
+    count = num_blocks(tensors, "output_blocks.")
     doubling = [match for name in tensors if (match := re.match(r"output_blocks\.(\d+)\.[12]\.(conv|in_layers)", name))]
-    num_res_blocks = min((int(match[1]) for match in doubling), default=num_blocks - 1)
-    firsts = [1 + i for i in range(0, num_blocks, num_res_blocks + 1)]  # the first residual block of each level
+    num_res_blocks = min((int(match[1]) for match in doubling), default=count - 1)
+    firsts = [1 + i for i in range(0, count, num_res_blocks + 1)]  # the first residual block of each level
     widths = [tensors[f"input_blocks.{i}.0.out_layers.3.weight"].shape[0] for i in firsts]
     stem = tensors["input_blocks.0.0.weight"].shape[0]
     multipliers = tuple(width / channels for width in widths)

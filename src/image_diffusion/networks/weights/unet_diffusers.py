@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.files.atomic import atomic_folder
-from image_diffusion.core.types import IMAGE, DataSpec
+from image_diffusion.core.types import IMAGE, NUMBERS, DataSpec
 from image_diffusion.networks.unet import GROUPS, Attention, Double, Halve, ResidualBlock, Stage, UNet, UNetConfig
+from image_diffusion.networks.weights.dit_diffusers import prediction_type
 from image_diffusion.nn.positions import sinusoid
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -25,18 +27,23 @@ _RESIDUAL = {
     "out_layers.3": "conv2",
     "skip_connection": "conv_shortcut",
 }
-_PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
 
 
-def check_unet(config: UNetConfig, spec: DataSpec, num_classes: int) -> None:
-    """Raise ValueError for what UNet2DModel and DDPMPipeline do not have. num_classes: of the data."""
+def check_unet(
+    config: UNetConfig, spec: DataSpec, num_classes: int, conditions: Collection[str], is_array: bool
+) -> None:
+    """Raise ValueError for what UNet2DModel and DDPMPipeline do not have. num_classes: of the data. conditions: the
+    names of those beside the class. is_array: whether the images are arrays."""
     levels = config.levels(spec)
     attended = {levels[resolution] for resolution in config.attention_resolutions} | {list(levels.values())[-1]}
     heads = {width // config.heads(width, upward) for width in attended for upward in (False, True)}
     first = next(iter(levels.values()))
     foreign = {
         "classes": num_classes > 0,
-        "conditions on images": IMAGE in spec.conditions,
+        "conditions on images": IMAGE in conditions,
+        "conditions on numbers": NUMBERS in conditions,
+        "arrays": is_array,
+        f"images of {spec.channels} channels": spec.channels not in (1, 3, 4),
         "network.residual_resampling": config.residual_resampling,
         f"attention heads of several widths ({', '.join(map(str, sorted(heads)))})": len(heads) > 1,
         "other width than network.channels at the first level": first != config.channels,
@@ -57,7 +64,7 @@ def to_diffusers_unet(network: UNet, times: Tensor) -> UNet2DModel:
     from diffusers.models.unets.unet_2d import UNet2DModel
 
     config, spec = network.config, network.spec
-    check_unet(config, spec, spec.num_classes)
+    check_unet(config, spec, spec.num_classes, spec.conditions, spec.levels is not None)
     levels = config.levels(spec)
     attends = [side in config.attention_resolutions for side in levels]
     middle = network.middle_block[1]
@@ -99,17 +106,11 @@ def ddpm_scheduler(betas: Tensor, prediction: str, variance: str) -> DDPMSchedul
     """
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
-    if prediction not in _PREDICTIONS:
-        raise ValueError(
-            f"The network predicts {prediction}, which diffusers' DDPM does not support; use "
-            f"{', '.join(_PREDICTIONS)}. "
-            f"Or set export.format to pipeline."
-        )
     return DDPMScheduler(
         num_train_timesteps=len(betas),
         trained_betas=betas.tolist(),
         variance_type=variance,
-        prediction_type=_PREDICTIONS[prediction],
+        prediction_type=prediction_type(prediction, "DDPM"),
         clip_sample=True,
         timestep_spacing="linspace",
     )

@@ -62,6 +62,8 @@ def members_of(file: IO[bytes], name: str, labelled: bool, names: tuple[str, ...
     with _naming_tar(name), tarfile.open(fileobj=cast("IO[bytes]", _Sober(file)), mode="r:") as tar:
         for member in tar:
             shown = plain_text(member.name)
+            if member.size < 0:  # a pax header can say so, and tarfile would go back and read the same again, for ever
+                raise _Refused(f"is refused: its member '{shown}' has {member.size:,} bytes.")
             end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE * member.isreg()
             parts = PurePosixPath(member.name).parts
             if member.name.startswith("/") or ".." in parts:
