@@ -291,12 +291,14 @@ def requested_labels(
     seeds: Tensor,
     seed: int = 0,
     untrained: Sequence[str] = (),
+    first_seed: int | None = None,
 ) -> Tensor | None:
     """Return the label of each sample, int64 [N]; None without classes.
 
     labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed and the `seed` that all
     share, a list of class names or numbers is repeated in turn. untrained: names of classes without a training image,
-    which only a list draws. Raises ValueError for a class that does not exist.
+    which only a list draws. first_seed: seed whose turn is the first, for seeds that need not follow each other; None:
+    the turns are those of the rows. Raises ValueError for a class that does not exist.
     """
     if not classes:
         return None
@@ -304,7 +306,8 @@ def requested_labels(
     if labels == "random":
         return torch.tensor(trained)[image_streams(seeds, seed).integers("label", len(trained))]
     chosen = trained if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
-    return torch.tensor([chosen[i % len(chosen)] for i in range(len(seeds))], dtype=torch.int64)
+    turns = torch.arange(len(seeds)) if first_seed is None else seeds - first_seed
+    return torch.tensor(chosen)[turns % len(chosen)]
 
 
 def chosen_classes(key: str, labels: Sequence[ClassLabel], classes: list[str]) -> list[int]:
