@@ -177,6 +177,11 @@ def test_a_teacher_s_average_velocity_leaves_no_error() -> None:
     assert losses.loss.max() < 1e-8
 
 
+class Zeros(torch.nn.Module):
+    def forward(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
 def test_a_teacher_is_guided_in_place_of_the_network() -> None:
     def teacher(x: Tensor, t: Tensor, /, label: Tensor, interval: Tensor | None = None) -> Tensor:
         return (label + 1).float().view(-1, 1, 1, 1).expand_as(x)
@@ -188,6 +193,7 @@ def test_a_teacher_is_guided_in_place_of_the_network() -> None:
     dropped = given.streams.event("label_drop", 0.3)
     told = (given.cond["label"] + 1).float()
     torch.testing.assert_close(mse, torch.where(dropped, torch.tensor(4.0), 3 * told - 2 * 4).square())
+    torch.testing.assert_close(objective(Zeros().eval(), given).parts["mse"], (3 * told - 2 * 4).square())
 
 
 def test_intervals_say_nothing_at_first() -> None:
