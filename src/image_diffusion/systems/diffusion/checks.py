@@ -19,7 +19,7 @@ from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
-from image_diffusion.systems.diffusion.generator import SampleConfig, check_scales, chosen_classes
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance, chosen_classes
 from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pairs.inputs import sets_of
@@ -216,17 +216,12 @@ def check_settings(
             f"{section}.sampler.type is {settings.sampler.type}, but the network learns no average velocities. Set "
             "system.objective.type to mean_flow, or take another sampler."
         )
-    if settings.sampler.asks_intervals and scale != 1:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but average velocities cannot be guided afterwards. Use "
-            "1, and set system.objective.guidance_scale."
-        )
+    check_guidance(section, settings, reading)
     if scale != 1 and not reading.drops_labels and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
-    check_scales(section, settings, reading)
     if settings.decoder is not None:
         codec.check_decoder(f"{section}.decoder", settings.decoder)
     if scale != 1 and classes is not None and not classes and settings.weaker_weights is None:

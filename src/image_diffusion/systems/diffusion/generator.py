@@ -170,13 +170,13 @@ class Generator:
         null: Mapping[str, Tensor] | None = None,
         pictures: Pictures | None = None,
     ) -> None:
+        check_guidance("sample", settings, reading)
         scale, labelled, conditions = settings.guidance.guidance_scale, spec.num_classes > 0, spec.conditions
         if scale != 1 and (labelled or conditions) and weaker is None and not reading.drops_labels:
             raise ValueError(
                 f"sample.guidance.guidance_scale is {scale}, but no labels were dropped in training. Use 1, or "
                 f"train with system.objective.label_drop_probability above 0."
             )
-        check_scales("sample", settings, reading)
         self._device = next(network.parameters()).device
         if settings.decoder is not None:
             codec = codec.with_decoder(settings.decoder, self._device)
@@ -268,9 +268,20 @@ class Generator:
         return self._tiles.joined(denoisers, size), noise, streams
 
 
-def check_scales(section: str, settings: SampleConfig, reading: Reading) -> None:
-    """Raise ValueError for scales of parts that were not dropped alone, or that a sampler or another network does not
-    allow. section: the name of the settings."""
+def check_guidance(section: str, settings: SampleConfig, reading: Reading) -> None:
+    """Raise ValueError for guidance of average velocities, a power without a time from 1 to 0, and scales of parts that
+    were not dropped alone, or that a sampler or another network does not allow. section: the name of the settings."""
+    scale = settings.guidance.guidance_scale
+    if settings.sampler.asks_intervals and scale != 1:
+        raise ValueError(
+            f"{section}.guidance.guidance_scale is {scale:g}, but average velocities cannot be guided afterwards. Use "
+            "1, and set system.objective.guidance_scale."
+        )
+    if settings.guidance.power is not None and reading.process.type == "edm":
+        raise ValueError(
+            f"{section}.guidance.power is set, but time of the process edm is a logarithm of sigma, not from 1 to 0. "
+            f"Use guidance.interval, or leave it out."
+        )
     scales, key = settings.guidance.scales, f"{section}.guidance.scales"
     if scales is None:
         return
