@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -153,9 +154,13 @@ class DiffusionSystem(System):
                 f"system.objective.type is {self.objective.type}, but the network of the system {self.type} takes no "
                 "intervals. Use the system dit, or another objective."
             )
+
+        def check_sampling(section: str, settings: SampleConfig) -> None:
+            check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
+
         for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
             settings: SampleConfig = experiment.section(section)
-            check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
+            check_sampling(section, settings)
             condition.check(section, settings, sets_of(experiment.section("pairs")))
             check_classes_of_rows(section, settings.conditions, classes)
         if condition.reads and experiment.section("evaluate").likelihood is not None:
@@ -164,7 +169,7 @@ class DiffusionSystem(System):
                 "Remove it."
             )
         sample, sweep = experiment.section("sample"), experiment.section("sweep")
-        check_sweep(sweep, sample, self.process, reading.drops_labels, train)
+        check_sweep(sweep, sample, partial(check_sampling, "sample"), train)
         check_sections(self.process, condition.image, experiment, others)
         if condition.image is not None and train.augment is not None:
             raise ValueError(
