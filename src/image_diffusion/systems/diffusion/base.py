@@ -32,6 +32,7 @@ from image_diffusion.systems.diffusion.checks import (
     check_condition,
     check_drops,
     check_embeddings,
+    check_negative_prompt,
     check_objective,
     check_pairs,
     check_sections,
@@ -52,7 +53,7 @@ from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pictures import Pictures
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
-NOT_IN_PREVIEWS = ("small_images", "compile", "keep", "given", "start", "tiles")
+NOT_IN_PREVIEWS = ("small_images", "compile", "keep", "given", "start", "tiles", "weaker_weights")
 """Keys of the section sample that do nothing in the section preview."""
 
 
@@ -162,6 +163,7 @@ class DiffusionSystem(System):
             settings: SampleConfig = experiment.section(section)
             check_sampling(section, settings)
             condition.check(section, settings, sets_of(experiment.section("pairs")))
+            check_negative_prompt(section, settings)
             check_classes_of_rows(section, settings.conditions, classes)
         if condition.reads and experiment.section("evaluate").likelihood is not None:
             raise ValueError(

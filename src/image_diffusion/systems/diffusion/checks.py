@@ -8,7 +8,7 @@ from typing import Any
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.resolution import shown
-from image_diffusion.core.types import IMAGE, DataSpec
+from image_diffusion.core.types import IMAGE, TEXT, DataSpec
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
@@ -227,12 +227,30 @@ def check_settings(
     if scale != 1 and classes is not None and not classes and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
-            f"out. Use 1, or set {section}.weaker_weights."
+            f"out. Use 1{', or set sample.weaker_weights' if section == 'sample' else ''}."
         )
     if classes is not None and not isinstance(settings.labels, str):
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
         chosen_classes(f"{section}.labels", settings.labels, list(classes))
+
+
+def check_negative_prompt(section: str, settings: SampleConfig) -> None:
+    """Raise ValueError for a negative prompt of a section that guidance never leads away from."""
+    guidance = settings.guidance
+    if not settings.negative_prompt:
+        return
+    if settings.weaker_weights is not None:
+        raise ValueError(
+            f"{section}.negative_prompt is set, but guidance leads away from {section}.weaker_weights. Leave one of "
+            f"the two out."
+        )
+    if TEXT not in guidance.scales if guidance.scales is not None else guidance.guidance_scale == 1:
+        is_scaled = guidance.scales is not None
+        advice = f"Add {TEXT} to {section}.guidance.scales" if is_scaled else f"Set {section}.guidance.guidance_scale"
+        raise ValueError(
+            f"{section}.negative_prompt is set, but guidance leads away from no prompt. {advice}, or leave it out."
+        )
 
 
 def _check_against(experiment: Sections, others: Others) -> None:

@@ -51,7 +51,7 @@ class SampleConfig(Sparse):
     """Prompts of a network that is conditioned on words, each used in turn. A list, or a file: `.txt` with one a line,
     or `.csv` or `.parquet` with a column "prompt"."""
     negative_prompt: str = ""
-    """Prompt that guidance leads away from; unset: the empty caption."""
+    """Prompt that guidance leads away from; unset: the empty caption. Not without guidance, or with weaker_weights."""
     sampler: Sampler = Ddim()
     """Sampler and its number of steps."""
     guidance: Guidance = Guidance()
