@@ -173,6 +173,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             DIT | {"sample": {"keep": False, "pictures": True}},
             "sample.keep is false, so that images are looked at once, but sample.pictures needs them again",
         ),
+        (DIT | {"sample": {"first_seed": 10**20}}, "sample.first_seed is 100000000000000000000: input should be less"),
         (DIT | {"preview": {"weaker_weights": "a"}}, "preview.weaker_weights is set, but a system of type dit has"),
         (DIT | {"preview": {"keep": False}}, "preview.keep is set, but a system of type dit has no use for it"),
         (PRIOR | {"codec": {"type": "stability_vae"}}, "codec is set, but a system of type prior has no use for it"),

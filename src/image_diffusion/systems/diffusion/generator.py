@@ -40,7 +40,7 @@ class SampleConfig(Sparse):
 
     num_samples: int = Field(64, ge=1)
     """Number of images."""
-    first_seed: int = Field(0, ge=0)
+    first_seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the first image; image number i has seed first_seed + i."""
     seed: int = Field(0, ge=0)
     """Seed that is mixed into every image's own seed: another value makes another set of images."""
