@@ -26,7 +26,8 @@ class Discrete(Config):
     num_timesteps: int = Field(1000, gt=0)
     """T, the number of timesteps of the schedule."""
     respacing: str | int | list[int] = ""
-    """Timesteps to train on: "" for all; 250, [10, 15, 20] in equal sections, or "ddim50" with an integer stride."""
+    """Timesteps to train on: "" for all; 250, [10, 15, 20] in equal sections, or "ddim50" with an integer stride. A
+    sampler whose num_steps is the same asks at these alone; any other asks at others of the whole schedule, too."""
     rescale_timesteps: bool = False
     """Show the network t * 1000 / num_timesteps in place of t."""
 

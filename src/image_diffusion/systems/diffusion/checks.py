@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import IMAGE, TEXT, DataSpec
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.grid import Grid
 from image_diffusion.systems.base import Others, Sections, makes
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
@@ -207,9 +212,11 @@ def check_settings(
     learns_intervals: whether the network learns average velocities. classes: of the data; None if unknown or unused.
     """
     try:
-        settings.sampler.grid(reading.process)
+        grid: Grid = settings.sampler.grid(reading.process)
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
+    if isinstance(reading.process, Discrete):
+        _warn_of_times(f"{section}.sampler", grid, reading.process)
     scale = settings.guidance.guidance_scale
     if settings.sampler.asks_intervals and not learns_intervals:
         raise ValueError(
@@ -233,6 +240,15 @@ def check_settings(
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
         chosen_classes(f"{section}.labels", settings.labels, list(classes))
+
+
+def _warn_of_times(key: str, grid: Grid, process: Discrete) -> None:
+    """Write a line where a sampler asks at timesteps that respacing leaves out of training. key: of the sampler."""
+    if process.respacing != "" and not torch.isin(grid.time, process.build().grid().time).all():
+        log_line_once(
+            f"warning: {key} asks the network at timesteps that system.process.respacing {process.respacing} leaves "
+            f"out of training. Set num_steps: {process.respacing} for those that it was trained at."
+        )
 
 
 def check_negative_prompt(section: str, settings: SampleConfig) -> None:
