@@ -339,6 +339,8 @@ def test_a_list_of_one_set_is_the_set_alone(made: Made, tmp_path: Path) -> None:
 
 NUMBERS = {"type": "numbers", "columns": ["age"], "table": "numbers.csv"}
 
+DROPS = {"label_drop_probability": 0.1}
+
 
 def guided(objective: dict[str, Any], guidance: dict[str, Any], **sample: Any) -> dict[str, Any]:
     """Return the sections of an experiment on words and numbers that are dropped and guided in this way."""
@@ -396,6 +398,21 @@ def guided(objective: dict[str, Any], guidance: dict[str, Any], **sample: Any) -
             guided({"drop_probabilities": {"text": 0.1}}, {"scales": {"text": 2}, "guidance_scale": 2}),
             "guidance_scale is 2 and scales is set, each in place of the other. Leave one of the two out.",
         ),
+        (
+            ["text", "numbers"],
+            guided({}, {}, negative_prompt="a cat"),
+            "sample.negative_prompt is set, but guidance leads away from no prompt. Set sample.guidance.guidance_scale",
+        ),
+        (
+            ["text", "numbers"],
+            guided(DROPS, {"guidance_scale": 2}, negative_prompt="a cat", weaker_weights="weaker"),
+            "sample.negative_prompt is set, but guidance leads away from sample.weaker_weights. Leave one of the two",
+        ),
+        (
+            ["text", "numbers"],
+            guided({"drop_probabilities": {"numbers": 0.1}}, {"scales": {"numbers": 2}}, negative_prompt="a cat"),
+            "sample.negative_prompt is set, but guidance leads away from no prompt. Add text to sample.guidance.scales",
+        ),
     ],
     ids=[
         "twice",
@@ -408,6 +425,9 @@ def guided(objective: dict[str, Any], guidance: dict[str, Any], **sample: Any) -
         "not alone",
         "weaker",
         "both",
+        "no guidance",
+        "two negatives",
+        "no scale",
     ],
 )
 def test_sets_that_do_not_fit_are_told_in_one_line(

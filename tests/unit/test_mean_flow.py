@@ -142,6 +142,10 @@ def test_a_network_that_takes_no_interval_has_no_weights_for_it_and_says_so() ->
             "flow_map sampler needs average velocities, and the process discrete",
         ),
         ({"guidance": {"guidance_scale": 2.0}}, "cannot be guided afterwards. Use 1, and set system.objective.guid"),
+        (
+            {"sweep": {"guidance_scale": [1, 3]}},
+            "sweep.guidance_scale 3: sample.guidance.guidance_scale is 3, but avera",
+        ),
         ({"type": "iddpm"}, "the network of the system iddpm takes no intervals. Use the system dit"),
         ({"objective": {"type": "mean_flow", "guidance_scale": 2.0}}, "the network never learns to do without a label"),
     ],
@@ -153,9 +157,10 @@ def test_what_does_not_go_together_is_told_before_any_work(
     more = {"network": DIT} if system["type"] == "dit" else {}
     written = {
         "data": {"name": "d", "source": {"type": "digits"}, "resolution": 32},
-        "system": {k: v for k, v in system.items() if k != "guidance"} | more,
+        "system": {k: v for k, v in system.items() if k not in ("guidance", "sweep")} | more,
         "train": {"steps": 10, "global_batch": 4, "grid_every_steps": None},
         "sample": {"sampler": {"type": "flow_map"}, "guidance": system.get("guidance", {})},
+        "sweep": system.get("sweep", {}),
     }
     (tmp_path / "x.yaml").write_text(json.dumps(written))
     with pytest.raises(ValueError) as told:
@@ -177,6 +182,11 @@ def test_a_teacher_s_average_velocity_leaves_no_error() -> None:
     assert losses.loss.max() < 1e-8
 
 
+class Zeros(torch.nn.Module):
+    def forward(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
 def test_a_teacher_is_guided_in_place_of_the_network() -> None:
     def teacher(x: Tensor, t: Tensor, /, label: Tensor, interval: Tensor | None = None) -> Tensor:
         return (label + 1).float().view(-1, 1, 1, 1).expand_as(x)
@@ -188,6 +198,7 @@ def test_a_teacher_is_guided_in_place_of_the_network() -> None:
     dropped = given.streams.event("label_drop", 0.3)
     told = (given.cond["label"] + 1).float()
     torch.testing.assert_close(mse, torch.where(dropped, torch.tensor(4.0), 3 * told - 2 * 4).square())
+    torch.testing.assert_close(objective(Zeros().eval(), given).parts["mse"], (3 * told - 2 * 4).square())
 
 
 def test_intervals_say_nothing_at_first() -> None:

@@ -93,6 +93,9 @@ def test_a_real_time_has_no_respacing(process: Flow | Continuous, num_steps: str
 def test_bad_schedules_are_refused() -> None:
     with pytest.raises(ValueError, match=r"start must be below end; got start 3\.0 and end -3\.0"):
         SigmoidGamma(start=3, end=-3)
+    for kind, start, tau in ((SigmoidGamma, -3, 0.004), (SigmoidGamma, -3, 1e17), (CosineGamma, 0.5, 2000.0)):
+        with pytest.raises(ValueError, match="gamma has no numbers with start .* and tau .*Use a tau nearer to 1"):
+            kind(start=start, end=1, tau=tau)
     with pytest.raises(ValueError, match="less than or equal to 1"):
         Continuous(scale=1.5)
     assert math.isclose(Continuous(scale=1).build().levels(torch.tensor([0.5]))[0].item() ** 2, 0.5)

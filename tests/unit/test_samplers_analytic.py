@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, Sde, UniPc, image_streams, initial_noise
@@ -111,6 +112,22 @@ def observed_order(sampler: SamplerConfig, path: Callable[[int], Grid], num_step
 @pytest.mark.parametrize(("sampler", "order"), [(Ddim(), 1), (Euler(), 1), (Heun(), 2)], ids=label)
 def test_order_of_one_step_solvers(sampler: SamplerConfig, order: int, path: Callable[[int], Grid]) -> None:
     assert observed_order(sampler, path, 64) == pytest.approx(order, abs=0.1)
+
+
+@pytest.mark.parametrize("sampler", [Ddpm, Ddim, DpmSolver, UniPc, Euler, Heun])
+def test_one_step_of_the_discrete_process_gives_the_mean_of_what_the_noise_leaves_open(
+    sampler: type[SamplerConfig],
+) -> None:
+    streams = image_streams(torch.arange(64))
+    noise = initial_noise(streams, (3,)).double()
+    for num_steps in (1, "1", [1]):
+        one = sampler(num_steps=num_steps)  # type: ignore[arg-type]
+        grid = one.grid(Discrete())
+        denoiser = GaussianDenoiser(grid, COVARIANCE)
+        result = one(denoiser, grid, noise, streams)
+        assert grid.time.tolist() == [999]
+        torch.testing.assert_close(result, denoiser(noise, 0).x0, rtol=0, atol=1e-5)
+        torch.testing.assert_close(result, MEAN.expand_as(result), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("path", [straight_levels, preserving_levels, exploding])

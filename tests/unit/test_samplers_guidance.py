@@ -12,10 +12,13 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest
+from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Grid
-from image_diffusion.samplers import Guidance, guided
+from image_diffusion.samplers import Guidance, Heun, guided
 from image_diffusion.samplers.guidance import times_between
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance
 
 NULL = {"label": torch.tensor(10)}
 
@@ -199,6 +202,14 @@ def test_a_power_lets_the_scale_rise_from_one(inputs: tuple[Tensor, Tensor, dict
     scale = 1 + 2 * (1 - math.cos(math.pi * 0.75**4)) / 2
     expected = [guided(network, each, NULL)(x, t, **cond)[i] for i, each in enumerate((1 + 1e-12, scale, 3.0))]
     torch.testing.assert_close(risen(x, t, **cond), torch.stack(expected))
+
+
+def test_a_power_needs_a_time_from_one_to_zero() -> None:
+    reading = Reading(process=Edm(), prediction="x0", variance="fixed_small", drops_labels=True)
+    chosen = SampleConfig(sampler=Heun(num_steps=4), guidance=Guidance(guidance_scale=2, power=2.0))
+    with pytest.raises(ValueError, match=r"^sample.guidance.power is set, but time of the process edm is a logarithm"):
+        check_guidance("sample", chosen, reading)
+    check_guidance("sample", chosen, reading.model_copy(update={"process": Flow()}))
 
 
 def test_a_forecast_counts_the_points_that_are_guided() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.experiments.experiment import experiment_of, parse_experiment
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.systems import SYSTEMS
@@ -173,6 +174,8 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             DIT | {"sample": {"keep": False, "pictures": True}},
             "sample.keep is false, so that images are looked at once, but sample.pictures needs them again",
         ),
+        (DIT | {"sample": {"first_seed": 10**20}}, "sample.first_seed is 100000000000000000000: input should be less"),
+        (DIT | {"preview": {"weaker_weights": "a"}}, "preview.weaker_weights is set, but a system of type dit has"),
         (DIT | {"preview": {"keep": False}}, "preview.keep is set, but a system of type dit has no use for it"),
         (PRIOR | {"codec": {"type": "stability_vae"}}, "codec is set, but a system of type prior has no use for it"),
         ({"system": {"type": "prior"}}, "pairs is missing, and a system of type prior needs it"),
@@ -182,6 +185,23 @@ def test_what_would_do_nothing_is_told_before_any_work(tmp_path: Path, sections:
     found = told(tmp_path, sections)
     assert message in found and len(found.splitlines()) == 1, found
     assert found.startswith(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize(("num_steps", "is_told"), [(50, True), (250, False), ("ddim125", True), ("", True)])
+def test_timesteps_that_are_sampled_and_not_trained_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int | str, is_told: bool
+) -> None:
+    log_line_once.cache_clear()
+    system = SMALL_DIT | {"process": {"type": "discrete", "respacing": 250}}
+    sample = {"sampler": {"type": "ddim", "num_steps": num_steps}}
+    train = {"steps": 1, "grid_every_steps": None}
+    assert told(tmp_path, {"system": system, "sample": sample, "train": train}) == ""
+    warned = [line for line in capsys.readouterr().err.splitlines() if "respacing" in line]
+    expected = (
+        "warning: sample.sampler asks the network at timesteps that system.process.respacing 250 leaves out of "
+        "training. Set num_steps: 250 for those that it was trained at."
+    )
+    assert warned == [expected] * is_told
 
 
 @pytest.mark.parametrize("sections", [PRIOR, RIN, DVAE, DIT, DVAE | {"preview": {"batch_size": 4}}])

@@ -30,6 +30,8 @@ TEXT: dict[str, Any] = {
     "sample": {"num_samples": 20, "sampler": {"type": "ddim", "num_steps": 5, "eta": 0.5, "clip_denoised": True}},
 }
 
+UNLABELLED = {"type": "folder", "path": ".", "classes": "none"}
+
 
 def experiment(folder: Path, **changes: Any) -> Experiment:
     path = folder / "mine.yaml"
@@ -72,7 +74,11 @@ def test_a_point_differs_from_the_samples_in_one_thing(tmp_path: Path) -> None:
         ({"sweep": {"ema": [0.9999, 0.9999]}}, "sweep.ema names a value twice"),
         (
             {"sweep": {"guidance_scale": [1, 2]}, "system": {"type": "dit", "network": TEXT["system"]["network"]}},
-            "sweep.guidance_scale 2 guides, but the network never learns to do without a label",
+            "sweep.guidance_scale 2: sample.guidance.guidance_scale is 2, but the network never learns to do without a",
+        ),
+        (
+            {"sweep": {"guidance_scale": [1, 2]}, "data": TEXT["data"] | {"source": UNLABELLED}},
+            "sweep.guidance_scale 2: sample.guidance.guidance_scale is 2, but the data have no classes",
         ),
         (
             {"sweep": {"num_steps": [2]}, "system": {"type": "dvae", "network": {"num_layers": 2}}},

@@ -23,7 +23,7 @@ import setuptools
 import torch
 from PIL import Image
 
-from image_diffusion.core.config.base import dump, parse
+from image_diffusion.core.config.base import dump, parse, read_yaml, to_yaml
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.journal.writer import Journal
@@ -106,9 +106,17 @@ def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) 
 def test_without_labels_seeds_get_those_of_the_sample_stage(folder: Path) -> None:
     import pandas
 
+    conditioned(folder, [{"type": "label"}], {})
     model = _load_pyfunc(str(folder))
     given = model.predict(pandas.DataFrame({"seed": [0, 1], "label": [0, 1]}))  # type: ignore[arg-type]
     assert np.array_equal(model.predict(pandas.DataFrame({"seed": [0, 1]})), given)  # type: ignore[arg-type]
+    alone = model.predict(pandas.DataFrame({"seed": [1]}))  # type: ignore[arg-type]
+    np.testing.assert_allclose(alone[0], given[1], atol=1)
+    assert np.array_equal(asked(folder, seed=[1, -1]), asked(folder, seed=[1, -1], label=[1, 1]))
+    sample = folder / "sample.yaml"
+    chosen = read_yaml(sample)["sample"] | {"first_seed": 5, "labels": [1, 0, 0]}
+    sample.write_text(to_yaml({"sample": chosen}))
+    assert np.array_equal(asked(folder, seed=[6, 5]), asked(folder, seed=[6, 5], label=[0, 1]))
 
 
 def test_a_label_that_is_no_class_is_told(folder: Path) -> None:

@@ -93,7 +93,8 @@ class MeanFlowObjective(Objective):
             with torch.no_grad():
                 v = self.teacher(x_t, time, **cond).to(x.dtype)
         if self._config.guidance_scale != 1:
-            v = self._guided(self.teacher or network, batch, x_t, t, v)
+            dropped = self._drop_labels.dropped(batch, network)
+            v = self._guided(self.teacher or network, batch, x_t, t, v, dropped)
         r = torch.where(interval, r, t)
         predicted = network(x_t, time, **cond, interval=self._process.network_time(t - r))
         target = self._target(network, x_t, r, t, v, cond)
@@ -109,12 +110,11 @@ class MeanFlowObjective(Objective):
         return same
 
     @torch.no_grad()
-    def _guided(self, network: Network, batch: Batch, x_t: Tensor, t: Tensor, v: Tensor) -> Tensor:
-        """w v + (1 - w) u(x_t, t, t | no label) [B, C, ...]; v itself where the label is dropped."""
+    def _guided(self, network: Network, batch: Batch, x_t: Tensor, t: Tensor, v: Tensor, dropped: Tensor) -> Tensor:
+        """w v + (1 - w) u(x_t, t, t | no label) [B, C, ...]; v itself where the label is dropped, bool [B]."""
         w, null = self._config.guidance_scale, self._drop_labels.null(batch.cond)
         without = network(x_t, self._process.network_time(t), **null).to(v.dtype)
-        dropped = self._drop_labels.dropped(batch, network).view(-1, *[1] * (v.ndim - 1))
-        return torch.where(dropped, v, w * v + (1 - w) * without)
+        return torch.where(dropped.view(-1, *[1] * (v.ndim - 1)), v, w * v + (1 - w) * without)
 
     def _target(
         self, network: Network, x_t: Tensor, r: Tensor, t: Tensor, v: Tensor, cond: dict[str, Tensor]

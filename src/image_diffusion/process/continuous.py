@@ -58,6 +58,11 @@ class CosineGamma(_Between):
     tau: float = Field(1.0, gt=0)
     """The larger, the more of the time is spent at high noise."""
 
+    @model_validator(mode="after")
+    def _has_numbers(self) -> Self:
+        _check_numbers(self)
+        return self
+
     def gamma(self, t: Tensor) -> Tensor:
         """gamma at times t, any shape."""
         u = t * (self.end - self.start) + self.start
@@ -77,12 +82,30 @@ class SigmoidGamma(_Between):
     tau: float = Field(1.0, gt=0)
     """The larger, the nearer to linear."""
 
+    @model_validator(mode="after")
+    def _has_numbers(self) -> Self:
+        _check_numbers(self)
+        return self
+
     def gamma(self, t: Tensor) -> Tensor:
         """gamma at times t, any shape."""
         u = t * (self.end - self.start) + self.start
         first, last = (1 / (1 + math.exp(-end / self.tau)) for end in (self.start, self.end))
         value = torch.sigmoid(u / self.tau)
         return ((last - value) / (last - first)).clamp(self.minimum, 1)
+
+
+def _check_numbers(schedule: CosineGamma | SigmoidGamma) -> None:
+    """Raise ValueError unless gamma is finite at both ends and falls between them."""
+    try:
+        first, last = schedule.gamma(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+    except OverflowError:
+        first = last = math.nan
+    if not first > last:  # NaN, too
+        raise ValueError(
+            f"gamma has no numbers with start {schedule.start:g}, end {schedule.end:g} and tau {schedule.tau:g}. Use a "
+            f"tau nearer to 1."
+        )
 
 
 GammaSchedule = Annotated[LinearGamma | CosineGamma | SigmoidGamma, Field(discriminator="type")]

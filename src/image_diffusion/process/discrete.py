@@ -26,7 +26,8 @@ class Discrete(Config):
     num_timesteps: int = Field(1000, gt=0)
     """T, the number of timesteps of the schedule."""
     respacing: str | int | list[int] = ""
-    """Timesteps to train on: "" for all; 250, [10, 15, 20] in equal sections, or "ddim50" with an integer stride."""
+    """Timesteps to train on: "" for all; 250, [10, 15, 20] in equal sections, or "ddim50" with an integer stride. A
+    sampler whose num_steps is the same asks at these alone; any other asks at others of the whole schedule, too."""
     rescale_timesteps: bool = False
     """Show the network t * 1000 / num_timesteps in place of t."""
 
@@ -93,9 +94,13 @@ class DiscreteProcess(NoiseProcess):
 
     def grid(self, num_steps: Respacing | None = None) -> Grid:
         """Return the points to sample at: this process's own timesteps, or others of the whole schedule
-        (`respaced`)."""
+        (`respaced`). A single point is the last timestep: at the first one, the noise would count as an image."""
         if num_steps is not None:
-            return self.respaced(num_steps).grid()
+            process = self.respaced(num_steps)
+            if process.num_timesteps == 1:
+                last = len(self._schedule_alpha_bar) - 1
+                process = DiscreteProcess(self._schedule_alpha_bar, [last], self._rescale_timesteps)
+            return process.grid()
         clean = self.alpha_bar.new_ones(1)
         alpha_bar = torch.cat([self.alpha_bar.flip(0), clean])
         return Grid(time=self._network_time.flip(0), alpha=alpha_bar.sqrt(), sigma=(1 - alpha_bar).sqrt())

@@ -38,7 +38,8 @@ class Guidance(Sparse):
     """Guide only where the noise level sigma / alpha lies between these two, both included; none: everywhere."""
     power: float | None = Field(None, gt=0)
     """Guide the less, the earlier: at time t, 1 where sampling begins, the scale is 1 + (guidance_scale - 1) times
-    (1 - cos(pi (1 - t)^power)) / 2. Unset: the same scale throughout."""
+    (1 - cos(pi (1 - t)^power)) / 2. Unset: the same scale throughout. Not with the process edm,
+    whose time is a logarithm of sigma."""
     scales: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(None, min_length=1)
     """Scale of each part of the condition, by its type, in place of guidance_scale: in this order, each part leads away
     from the prediction without it and those after it. A part that is left out stays in all predictions. One more

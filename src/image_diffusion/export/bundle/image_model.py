@@ -58,11 +58,13 @@ class ExportedDiffusion(ExportedModel):
             raise ValueError("class_labels are given, but the model has no classes. Leave them out.")
         class_names = classes if self.spec.num_classes else []
         untrained = self.described.get("untrained", ())
-        requested = requested_labels(
-            "balanced" if labels is None else labels, class_names, numbers, untrained=untrained
+        config = self.settings(**chosen)
+        requested = (
+            requested_labels("balanced", class_names, numbers, untrained=untrained, first_seed=config.first_seed)
+            if labels is None
+            else requested_labels(labels, class_names, numbers)
         )
         conditions |= self._image(image, len(seeds))
-        config = self.settings(**chosen)
         generator = self.generator(self._codec(vae), config, null)
         parts = []
         for start in range(0, len(seeds), config.batch_size):

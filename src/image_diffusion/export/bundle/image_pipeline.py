@@ -42,15 +42,15 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         """Sample images, each from its own seed: they do not depend on the batch and equal those of image-diffusion.
 
         seeds: an image each; left out, `num_images` are drawn from `generator`. class_labels: numbers or names of
-        classes, each in turn; left out, every class in turn. prompt: of a model conditioned on words, each in turn.
-        image_embeds: of a model conditioned on embeddings, float [N, dim], each in turn. image: of a model conditioned
-        on images, such as small ones to enlarge, float [N, C', h, w] in [-1, 1], each in turn. sampler: a sampler of
-        image-diffusion, such as {"type": "ddim", "num_steps": 50}; left out, the one that its kind of model is usually
-        sampled with. num_inference_steps: its steps. guidance_scale: one for the whole condition, or one for each part
-        by its type. precision: float32, tf32 or bf16. output_type: "pil", "np" ([N, H, W, C]) or "pt" ([N, C, H, W]):
-        uint8, or the numbers of arrays, which "pil" shows as pictures. numbers: of a model conditioned on numbers, rows
-        of them by name, each in turn; a missing one is left out. Raises ValueError for what the model does not
-        understand."""
+        classes, each in turn; left out, those that `sample` gives the seeds. prompt: of a model conditioned on words,
+        each in turn. image_embeds: of a model conditioned on embeddings, float [N, dim], each in turn. image: of a
+        model conditioned on images, such as small ones to enlarge, float [N, C', h, w] in [-1, 1], each in turn.
+        sampler: a sampler of image-diffusion, such as {"type": "ddim", "num_steps": 50}; left out, the one that its
+        kind of model is usually sampled with. num_inference_steps: its steps. guidance_scale: one for the whole
+        condition, or one for each part by its type. precision: float32, tf32 or bf16. output_type: "pil", "np" ([N, H,
+        W, C]) or "pt" ([N, C, H, W]): uint8, or the numbers of arrays, which "pil" shows as pictures. numbers: of a
+        model conditioned on numbers, rows of them by name, each in turn; a missing one is left out. Raises ValueError
+        for what the model does not understand."""
         if seeds is None:
             seeds = torch.randint(2**31, (num_images,), generator=generator).tolist()
         images: Tensor = self.model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from image_diffusion.systems.diffusion.checks import (
     check_condition,
     check_drops,
     check_embeddings,
+    check_negative_prompt,
     check_objective,
     check_pairs,
     check_sections,
@@ -51,7 +53,7 @@ from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pictures import Pictures
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
-NOT_IN_PREVIEWS = ("small_images", "compile", "keep", "given", "start", "tiles")
+NOT_IN_PREVIEWS = ("small_images", "compile", "keep", "given", "start", "tiles", "weaker_weights")
 """Keys of the section sample that do nothing in the section preview."""
 
 
@@ -153,10 +155,15 @@ class DiffusionSystem(System):
                 f"system.objective.type is {self.objective.type}, but the network of the system {self.type} takes no "
                 "intervals. Use the system dit, or another objective."
             )
+
+        def check_sampling(section: str, settings: SampleConfig) -> None:
+            check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
+
         for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
             settings: SampleConfig = experiment.section(section)
-            check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
+            check_sampling(section, settings)
             condition.check(section, settings, sets_of(experiment.section("pairs")))
+            check_negative_prompt(section, settings)
             check_classes_of_rows(section, settings.conditions, classes)
         if condition.reads and experiment.section("evaluate").likelihood is not None:
             raise ValueError(
@@ -164,7 +171,7 @@ class DiffusionSystem(System):
                 "Remove it."
             )
         sample, sweep = experiment.section("sample"), experiment.section("sweep")
-        check_sweep(sweep, sample, self.process, reading.drops_labels, train)
+        check_sweep(sweep, sample, partial(check_sampling, "sample"), train)
         check_sections(self.process, condition.image, experiment, others)
         if condition.image is not None and train.augment is not None:
             raise ValueError(

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.resolution import shown
-from image_diffusion.core.types import IMAGE, DataSpec
+from image_diffusion.core.types import IMAGE, TEXT, DataSpec
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.grid import Grid
 from image_diffusion.systems.base import Others, Sections, makes
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
-from image_diffusion.systems.diffusion.generator import SampleConfig, check_scales, chosen_classes
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance, chosen_classes
 from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pairs.inputs import sets_of
@@ -214,37 +219,61 @@ def check_settings(
     learns_intervals: whether the network learns average velocities. classes: of the data; None if unknown or unused.
     """
     try:
-        settings.sampler.grid(reading.process)
+        grid: Grid = settings.sampler.grid(reading.process)
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
+    if isinstance(reading.process, Discrete):
+        _warn_of_times(f"{section}.sampler", grid, reading.process)
     scale = settings.guidance.guidance_scale
     if settings.sampler.asks_intervals and not learns_intervals:
         raise ValueError(
             f"{section}.sampler.type is {settings.sampler.type}, but the network learns no average velocities. Set "
             "system.objective.type to mean_flow, or take another sampler."
         )
-    if settings.sampler.asks_intervals and scale != 1:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but average velocities cannot be guided afterwards. Use "
-            "1, and set system.objective.guidance_scale."
-        )
+    check_guidance(section, settings, reading)
     if scale != 1 and not reading.drops_labels and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
-    check_scales(section, settings, reading)
     if settings.decoder is not None:
         codec.check_decoder(f"{section}.decoder", settings.decoder)
     if scale != 1 and classes is not None and not classes and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
-            f"out. Use 1, or set {section}.weaker_weights."
+            f"out. Use 1{', or set sample.weaker_weights' if section == 'sample' else ''}."
         )
     if classes is not None and not isinstance(settings.labels, str):
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
         chosen_classes(f"{section}.labels", settings.labels, list(classes))
+
+
+def _warn_of_times(key: str, grid: Grid, process: Discrete) -> None:
+    """Write a line where a sampler asks at timesteps that respacing leaves out of training. key: of the sampler."""
+    if process.respacing != "" and not torch.isin(grid.time, process.build().grid().time).all():
+        log_line_once(
+            f"warning: {key} asks the network at timesteps that system.process.respacing {process.respacing} leaves "
+            f"out of training. Set num_steps: {process.respacing} for those that it was trained at."
+        )
+
+
+def check_negative_prompt(section: str, settings: SampleConfig) -> None:
+    """Raise ValueError for a negative prompt of a section that guidance never leads away from."""
+    guidance = settings.guidance
+    if not settings.negative_prompt:
+        return
+    if settings.weaker_weights is not None:
+        raise ValueError(
+            f"{section}.negative_prompt is set, but guidance leads away from {section}.weaker_weights. Leave one of "
+            f"the two out."
+        )
+    if TEXT not in guidance.scales if guidance.scales is not None else guidance.guidance_scale == 1:
+        is_scaled = guidance.scales is not None
+        advice = f"Add {TEXT} to {section}.guidance.scales" if is_scaled else f"Set {section}.guidance.guidance_scale"
+        raise ValueError(
+            f"{section}.negative_prompt is set, but guidance leads away from no prompt. {advice}, or leave it out."
+        )
 
 
 def _check_against(experiment: Sections, others: Others) -> None:

@@ -40,7 +40,7 @@ class SampleConfig(Sparse):
 
     num_samples: int = Field(64, ge=1)
     """Number of images."""
-    first_seed: int = Field(0, ge=0)
+    first_seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the first image; image number i has seed first_seed + i."""
     seed: int = Field(0, ge=0)
     """Seed that is mixed into every image's own seed: another value makes another set of images."""
@@ -51,7 +51,7 @@ class SampleConfig(Sparse):
     """Prompts of a network that is conditioned on words, each used in turn. A list, or a file: `.txt` with one a line,
     or `.csv` or `.parquet` with a column "prompt"."""
     negative_prompt: str = ""
-    """Prompt that guidance leads away from; unset: the empty caption."""
+    """Prompt that guidance leads away from; unset: the empty caption. Not without guidance, or with weaker_weights."""
     sampler: Sampler = Ddim()
     """Sampler and its number of steps."""
     guidance: Guidance = Guidance()
@@ -170,13 +170,13 @@ class Generator:
         null: Mapping[str, Tensor] | None = None,
         pictures: Pictures | None = None,
     ) -> None:
+        check_guidance("sample", settings, reading)
         scale, labelled, conditions = settings.guidance.guidance_scale, spec.num_classes > 0, spec.conditions
         if scale != 1 and (labelled or conditions) and weaker is None and not reading.drops_labels:
             raise ValueError(
                 f"sample.guidance.guidance_scale is {scale}, but no labels were dropped in training. Use 1, or "
                 f"train with system.objective.label_drop_probability above 0."
             )
-        check_scales("sample", settings, reading)
         self._device = next(network.parameters()).device
         if settings.decoder is not None:
             codec = codec.with_decoder(settings.decoder, self._device)
@@ -268,9 +268,20 @@ class Generator:
         return self._tiles.joined(denoisers, size), noise, streams
 
 
-def check_scales(section: str, settings: SampleConfig, reading: Reading) -> None:
-    """Raise ValueError for scales of parts that were not dropped alone, or that a sampler or another network does not
-    allow. section: the name of the settings."""
+def check_guidance(section: str, settings: SampleConfig, reading: Reading) -> None:
+    """Raise ValueError for guidance of average velocities, a power without a time from 1 to 0, and scales of parts that
+    were not dropped alone, or that a sampler or another network does not allow. section: the name of the settings."""
+    scale = settings.guidance.guidance_scale
+    if settings.sampler.asks_intervals and scale != 1:
+        raise ValueError(
+            f"{section}.guidance.guidance_scale is {scale:g}, but average velocities cannot be guided afterwards. Use "
+            "1, and set system.objective.guidance_scale."
+        )
+    if settings.guidance.power is not None and reading.process.type == "edm":
+        raise ValueError(
+            f"{section}.guidance.power is set, but time of the process edm is a logarithm of sigma, not from 1 to 0. "
+            f"Use guidance.interval, or leave it out."
+        )
     scales, key = settings.guidance.scales, f"{section}.guidance.scales"
     if scales is None:
         return
@@ -291,12 +302,14 @@ def requested_labels(
     seeds: Tensor,
     seed: int = 0,
     untrained: Sequence[str] = (),
+    first_seed: int | None = None,
 ) -> Tensor | None:
     """Return the label of each sample, int64 [N]; None without classes.
 
     labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed and the `seed` that all
     share, a list of class names or numbers is repeated in turn. untrained: names of classes without a training image,
-    which only a list draws. Raises ValueError for a class that does not exist.
+    which only a list draws. first_seed: seed whose turn is the first, for seeds that need not follow each other; None:
+    the turns are those of the rows. Raises ValueError for a class that does not exist.
     """
     if not classes:
         return None
@@ -304,7 +317,8 @@ def requested_labels(
     if labels == "random":
         return torch.tensor(trained)[image_streams(seeds, seed).integers("label", len(trained))]
     chosen = trained if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
-    return torch.tensor([chosen[i % len(chosen)] for i in range(len(seeds))], dtype=torch.int64)
+    turns = torch.arange(len(seeds)) if first_seed is None else seeds - first_seed
+    return torch.tensor(chosen)[turns % len(chosen)]
 
 
 def chosen_classes(key: str, labels: Sequence[ClassLabel], classes: list[str]) -> list[int]:

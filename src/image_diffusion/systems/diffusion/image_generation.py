@@ -197,14 +197,17 @@ class ImageSampling(Sampling, ABC):
         decoder, generators = codec(), list[Generates]()
 
         def predict(table: pandas.DataFrame) -> NDArray[Any]:
-            """Return images, [N, H, W, C]. table: the columns of `served`; without a class, the seeds get the
-            classes that `sample` would choose. Raises ValueError for a class that does not exist, or that is named
+            """Return images, [N, H, W, C]. table: the columns of `served`; without a class, each seed gets
+            the class that `sample` gives it. Raises ValueError for a class that does not exist, or that is named
             twice, and for an image that cannot be read or does not fit."""
             seeds = torch.tensor(table["seed"].to_numpy(np.int64))
             labels = None
             if model.spec.num_classes:
-                requested = _wanted_labels(table) or settings.labels
-                labels = requested_labels(requested, model.classes, seeds, settings.seed, model.untrained)
+                named = _wanted_labels(table)
+                first_seed = None if named else settings.first_seed
+                labels = requested_labels(
+                    named or settings.labels, model.classes, seeds, settings.seed, model.untrained, first_seed
+                )
             rows = table.drop(columns=["seed", LABEL, "class"], errors="ignore").to_dict("records")
             request = self.condition.sampling_request(
                 ConditionInputs(

@@ -3,13 +3,13 @@ steps or other averages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.metrics.choice import Rule, parse_rule
-from image_diffusion.process import Process
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainSettings
 
@@ -89,25 +89,21 @@ class SweepConfig(Config):
 
 
 def check_sweep(
-    sweep: SweepConfig, sample: SampleConfig, process: Process, drops_labels: bool, train: TrainSettings
+    sweep: SweepConfig, sample: SampleConfig, check: Callable[[SampleConfig], None], train: TrainSettings
 ) -> None:
     """Raise ValueError, before any work, for a point that cannot be sampled.
 
-    drops_labels: whether labels are dropped in training. train: the section whose checkpoints and averages are sampled.
+    check: raises ValueError for settings of `sample` that do not fit the experiment. train: the section whose
+    checkpoints and averages are sampled.
     """
     check_values(sweep, train)
     for axis, values in sweep.values.items():
         for value in values:
             point = sweep.samples(axis, value, sample)
             try:
-                point.sampler.grid(process)
+                check(point)
             except ValueError as error:
                 raise ValueError(f"sweep.{axis} {value}: {error}") from None
-            if point.guidance.guidance_scale != 1 and not drops_labels and point.weaker_weights is None:
-                raise ValueError(
-                    f"sweep.{axis} {value} guides, but the network never learns to do without a label. Use a "
-                    "guidance_scale of 1, or set system.objective.label_drop_probability above 0."
-                )
 
 
 def check_values(sweep: SweepConfig, train: TrainSettings) -> None:

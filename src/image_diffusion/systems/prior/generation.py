@@ -52,7 +52,7 @@ class PriorSampleConfig(EmbeddingSampling):
     "prompt"."""
     num_samples: int = Field(64, ge=1)
     """Number of embeddings."""
-    first_seed: int = Field(0, ge=0)
+    first_seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the first embedding; embedding number i has seed first_seed + i."""
     embeddings_per_job: int = Field(100_000, ge=1)
     """Embeddings that one job makes; for more of them several run side by side. Does not change them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -30,6 +30,9 @@ class LogitGuidance(Config):
 
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
     """Scale of guidance. 1: no guidance. Above 1: away from the prediction without a class or caption."""
+
+    scales: ClassVar[None] = None
+    """Parts of a condition have no scales of their own."""
 
 
 class TokenSampleConfig(SampleConfig):

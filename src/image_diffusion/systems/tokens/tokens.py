@@ -25,7 +25,7 @@ from image_diffusion.networks.token_transformer import TokenTransformer, TokenTr
 from image_diffusion.objectives import TokenObjective
 from image_diffusion.objectives.tokens.masked import MaskedTokens
 from image_diffusion.systems.base import Others, Sections, System, spec_of
-from image_diffusion.systems.diffusion.checks import check_kept, check_pairs
+from image_diffusion.systems.diffusion.checks import check_kept, check_negative_prompt, check_pairs
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
@@ -125,6 +125,7 @@ class TokensSystem(System):
             settings: TokenSampleConfig = experiment.section(section)
             check_settings(section, settings, reading, classes, spec)
             self.condition.check(section, settings)
+            check_negative_prompt(section, settings)
         check_sweep(experiment.section("sweep"), experiment.section("sample"), reading, classes, spec, train)
 
     def spec(self, data: Shards) -> DataSpec:
