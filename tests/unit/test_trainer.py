@@ -20,7 +20,7 @@ from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.monitor import throughput
 from image_diffusion.training.monitor.meter import Health, Meter
 from image_diffusion.training.monitor.patience import Patience
-from image_diffusion.training.monitor.reports import _at
+from image_diffusion.training.monitor.reports import Reports, _at
 from image_diffusion.training.optim.adam import Adam, AdamW
 from image_diffusion.training.optim.ema import (
     Averages,
@@ -31,6 +31,7 @@ from image_diffusion.training.optim.ema import (
     power_of_width,
     width_of_power,
 )
+from image_diffusion.training.optim.precision import Precision
 from image_diffusion.training.optim.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd
 from image_diffusion.training.parallel import flat_parameters as flat_vectors
 from image_diffusion.training.parallel import world as distributed
@@ -365,6 +366,21 @@ def test_an_overflow_is_no_alarm_where_steps_may_be_skipped() -> None:
     health = Health(ALONE)
     health.watch(1, torch.tensor(1.0), torch.tensor(math.inf), norm_may_overflow=True)
     health.check(lambda: "")
+
+
+def test_a_gradient_that_no_loss_scale_makes_finite_is_an_alarm() -> None:
+    weight, precision = nn.Parameter(torch.zeros(1)), Precision("fp16", ALONE.device)
+    sgd = torch.optim.SGD([weight])
+    trainer = SimpleNamespace(health=Health(ALONE), precision=precision)
+    reports: Any = SimpleNamespace(_state=SimpleNamespace(wait=lambda: None, advice="Kept."), _trainer=trainer)
+    for _ in range(57):  # from 2^16
+        assert Reports._check_health(reports) == [0.0]
+        precision.scaler.scale((weight * 0).sqrt()).backward()  # 0, with the gradient NaN
+        precision.scaler.step(sgd)
+        precision.scaler.update()
+    told = r"not finite at any loss scale: fp16 has lowered it to 4.5e-13. Kept. Set train.precision to bf16 or float32"
+    with pytest.raises(ValueError, match=told):
+        Reports._check_health(reports)
 
 
 def settings(**changes: Any) -> TrainConfig:

@@ -23,6 +23,8 @@ from image_diffusion.training.monitor.validation import validation_sums
 from image_diffusion.training.trainer import Trainer
 
 VALIDATION_CHUNK = 64
+_LEAST_SCALE = 2.0**-40
+"""Of the loss in fp16: what overflows below is no large gradient, but one that is not finite."""
 
 
 class Reports:
@@ -130,7 +132,14 @@ class Reports:
             self._state.wait()
             return self._state.advice
 
-        return self._trainer.health.check(advice, waited_s)
+        waits = self._trainer.health.check(advice, waited_s)
+        precision = self._trainer.precision
+        if precision.skips_overflow and (scale := precision.scaler.get_scale()) < _LEAST_SCALE:
+            raise ValueError(
+                f"The gradient is not finite at any loss scale: fp16 has lowered it to {scale:.2g}. {advice()} "
+                "Set train.precision to bf16 or float32."
+            )
+        return waits
 
     def _slowest(self, waited_s: list[float], elapsed: float) -> tuple[dict[str, float], str]:
         """Name the process that the others wait for: numbers for the journal and a sentence for the log, if the waiting
