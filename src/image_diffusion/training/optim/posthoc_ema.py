@@ -6,6 +6,7 @@ linear combination of them has the combination of the profiles, and least square
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,10 +58,13 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
     return np.asarray(solution / solution.sum(), dtype=np.float64)
 
 
-def kept_averages(state: Path) -> list[KeptAverage]:
-    """Return the averages in the checkpoints of a run's state folder. Raises ValueError if it holds none to combine."""
+def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage]:
+    """Return the averages in the checkpoints of a run's state folder, up to a step: later ones are from when the run
+    was longer. Raises ValueError if it holds none to combine."""
     averages = []
     for folder in sorted(state.glob("step-*")):
+        if int(folder.name.removeprefix("step-")) > last_step:
+            continue
         with _undamaged(folder):
             record = read_record(folder)
         ema: dict[str, Any] = record["identity"]["train"]["ema"]
@@ -77,12 +81,12 @@ def kept_averages(state: Path) -> list[KeptAverage]:
     return averages
 
 
-def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
-    """Return the weights averaged with a relative width, and the step they are of, the last one kept.
+def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
+    """Return the weights averaged with a relative width, and the step they are of, the last one kept up to `last_step`.
 
     Float64 sums over one average at a time. Raises ValueError as `kept_averages` does.
     """
-    kept = kept_averages(state)
+    kept = kept_averages(state, last_step)
     steps = [int(average.record["step"]) for average in kept]
     last = max(steps)
     factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
