@@ -497,6 +497,15 @@ def test_gradients_are_clipped_as_pytorch_does_it(limit: float) -> None:
         torch.testing.assert_close(laid.named(laid.gradient)[name], parameter.grad)
 
 
+@pytest.mark.parametrize("compares", [{"weights": "best"}, {"patience": 0.5}])
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_validation_loss_that_is_not_finite_is_not_compared(compares: dict[str, Any], loss: float) -> None:
+    steps = {"steps": 2000, "validate_every_steps": 1000}
+    with pytest.raises(ValueError, match=f"loss is {loss} at step 1,000, but train.weights: best and train.patience"):
+        Trainer.validated(parts(settings(**steps, **compares)), 1000, loss)
+    Trainer.validated(parts(settings(**steps), patience=Patience(2000, None)), 1000, loss)
+
+
 def test_a_compiled_network_can_be_left_out() -> None:
     from torch._dynamo import eval_frame
 
