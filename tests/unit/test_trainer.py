@@ -342,6 +342,24 @@ def test_a_meter_goes_on_from_its_state() -> None:
     assert whole.take() == second.take()
 
 
+def test_a_part_of_the_loss_is_a_mean_over_the_examples_that_had_it() -> None:
+    meter = Meter(ALONE, strict=False)
+    for parts in ({}, {"adversarial": torch.tensor([2.0, 4.0])}, {}):
+        meter.add(Losses(torch.ones(2), parts, torch.tensor([0.1, 0.9])), torch.tensor(1.0))
+    means = meter.take()
+    assert (means["loss"], means["loss_q3"]) == (1.0, 1.0)
+    assert (means["adversarial"], means["adversarial_q0"], means["adversarial_q3"]) == (3.0, 2.0, 4.0)
+
+
+def test_a_meter_goes_on_from_a_checkpoint_of_before() -> None:
+    """In which one count was of all sums."""
+    meter = Meter(ALONE, strict=False)
+    count, norm = torch.tensor([[4.0, 4.0, 0.0, 0.0, 0.0]]).double(), torch.tensor([[2.0, 1.0]]).double()
+    meter.load_state_dict({"count": count, "loss": 3 * count, "mse": 2 * count, "norm": norm})
+    meter.add(Losses(torch.ones(4), {"mse": torch.zeros(4)}, torch.zeros(4)), torch.tensor(2.0))
+    assert meter.take() == {"loss": 2.0, "loss_q0": 2.0, "mse": 1.0, "mse_q0": 1.0, "grad_norm": 2.0}
+
+
 @pytest.mark.parametrize(
     ("losses", "norms", "message"),
     [
