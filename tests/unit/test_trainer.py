@@ -548,11 +548,27 @@ def test_the_share_of_the_peak_is_that_of_all_devices(monkeypatch: pytest.Monkey
         return Losses(plain(some.stored).sum(1), {})
 
     alone, two = (
-        throughput.Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses)
+        throughput.Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses, {"loss"})
         for size in (1, 2)
     )
     assert alone["speed/share_of_peak"] == pytest.approx(1000 * alone["speed/tflops"])
     assert two["speed/share_of_peak"] == pytest.approx(alone["speed/share_of_peak"] / 2)
+
+
+def test_operations_are_counted_anew_where_the_loss_has_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
+    plain, speed = network(), throughput.Speed(ALONE, torch.float32)
+
+    def rate(passes: int, *parts: str) -> float:
+        def losses(some: Examples, step: int) -> Losses:
+            return Losses(sum(plain(some.stored).sum(1) for _ in range(passes)), {})  # type: ignore[arg-type]
+
+        return speed.values(10.0, examples(2), losses, {"loss", *parts})["speed/tflops"]
+
+    once = rate(1)
+    assert rate(2) == once, "they are counted once"
+    assert rate(2, "adversarial") == pytest.approx(2 * once)
+    assert rate(1) == once
 
 
 def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

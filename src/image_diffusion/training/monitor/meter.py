@@ -62,6 +62,11 @@ class Meter:
         finite = torch.isfinite(norm)
         self._norm = self._norm + torch.stack([torch.where(finite, norm, 0.0).double(), finite.double()])
 
+    @property
+    def parts(self) -> set[str]:
+        """Return "loss" and the names of its parts since the last log; nothing where there was no step."""
+        return set(self._sums)
+
     def take(self) -> dict[str, float]:
         """Return the means by name, "grad_norm" among them, in every process. Starts anew."""
         if self._world.size > 1 and not self._strict:
