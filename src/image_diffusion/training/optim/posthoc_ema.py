@@ -7,8 +7,7 @@ linear combination of them has the combination of the profiles, and least square
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from image_diffusion.training.checkpoint.checkpoint import Damaged, read_group, read_record
+from image_diffusion.training.checkpoint.checkpoint import read_group, read_record, undamaged
 from image_diffusion.training.finetune.lora import lora_of, written
 from image_diffusion.training.optim.ema import average_name, power_of_width
 
 Profiles = NDArray[np.float64]
+
+_THEN = "run this again"  # without a damaged checkpoint there are others to combine
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage
     for folder in sorted(state.glob("step-*")):
         if int(folder.name.removeprefix("step-")) > last_step:
             continue
-        with _undamaged(folder):
+        with undamaged(folder, _THEN):
             record = read_record(folder)
         ema: dict[str, Any] = record["identity"]["train"]["ema"]
         if ema["type"] != "power":
@@ -91,21 +92,13 @@ def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tupl
     last = max(steps)
     factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
     newest = max(kept, key=lambda average: average.folder)
-    with _undamaged(newest.folder):
+    with undamaged(newest.folder, _THEN):
         network = read_group(newest.folder, newest.record, "network")
     sums: dict[str, Tensor] = {}
     for factor, average in zip(factors.tolist(), kept, strict=True):
-        with _undamaged(average.folder):
+        with undamaged(average.folder, _THEN):
             weights = read_group(average.folder, average.record, average.name)
         for name, tensor in weights.items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
     averaged = {name: tensor.to(network[name].dtype) for name, tensor in sums.items()}
     return written(network | averaged, lora_of(newest.record["identity"])), last
-
-
-@contextmanager
-def _undamaged(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Damaged as damage:
-        raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it and run this again.") from None
