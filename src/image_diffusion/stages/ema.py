@@ -83,7 +83,7 @@ def _reconstructed(state: Path, weights: Path | None, width: float) -> tuple[dic
 
 def _run_of(state: Path, weights: Path, model: dict[str, Any]) -> Path:
     """Return the folder of the run that ended with these weights. state: of that run, or of all."""
-    fingerprint = model.get("fingerprint", state.absolute().name)  # other programs write none
+    fingerprint: str = model.get("fingerprint", state.absolute().name)  # other programs write none
     if state.absolute().name == fingerprint:
         return state
     if not (state / fingerprint).is_dir():

@@ -24,7 +24,7 @@ from image_diffusion.training.trainer import Trainer
 
 VALIDATION_CHUNK = 64
 _LEAST_SCALE = 2.0**-40
-"""Of the loss in fp16: what overflows below is no large gradient, but one that is not finite."""
+"""Smallest scale of a loss in fp16: what overflows below is no large gradient, but one that is not finite."""
 
 
 class Reports:
