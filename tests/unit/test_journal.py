@@ -234,6 +234,26 @@ def test_a_full_disk_stops_nothing_and_is_made_good(
     assert capsys.readouterr().err.count("No space left") == 1
 
 
+def test_a_disk_that_cannot_be_flushed_to_stops_nothing_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flush = os.fsync
+
+    def limited(file: int) -> None:
+        if file == journal._file:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        flush(file)
+
+    with Journal.open(tmp_path, "train") as journal:
+        monkeypatch.setattr(os, "fsync", limited)
+        for step in range(3):
+            journal.metrics({"loss": step}, step=step)
+            journal.sync()
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.series("loss") == ([0, 1, 2], [0, 1, 2])
+    assert capsys.readouterr().err.count("Disk quota") == 1
+
+
 def test_a_missing_picture_or_file_is_told_and_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,19 +88,39 @@ def test_an_average_of_another_width_is_close_to_the_one_never_kept(trained: Pat
     assert torch.equal(tensors["buffer"], torch.ones(2))
 
 
-def test_the_command_writes_a_weights_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_weights(
-        tmp_path / "train", {"w": torch.zeros(6)}, {"step": STEPS, "examples_seen": 4 * STEPS, "ema": "ema-0.05"}
-    )
-    options = {"state": trained, "weights": tmp_path / "train/weights.safetensors", "width": "0.07"}
-    options["output"] = tmp_path / "out/weights.safetensors"
+def reconstructed(state: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> tuple[Any, Any]:
+    """What the command writes for width 0.07 of a training that ended with weights that the model describes."""
+    about = {"step": STEPS, "examples_seen": 4 * STEPS, "ema": "ema-0.05", **model}
+    save_weights(folder / "train", {"w": torch.zeros(6)}, about)
+    options = {"state": state, "weights": folder / "train/weights.safetensors", "width": "0.07"}
+    options["output"] = folder / "out/weights.safetensors"
     monkeypatch.setattr(
         sys, "argv", ["ema", *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
     )
     verb.main()
-    tensors, model = read_weights(tmp_path / "out")
+    return read_weights(folder / "out")
+
+
+def test_the_command_writes_a_weights_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, model = reconstructed(trained, tmp_path, monkeypatch)
     assert torch.equal(tensors["w"], reconstruct(trained, 0.07)[0]["w"])
     assert (model["ema"], model["step"], model["examples_seen"]) == ("ema-0.07", STEPS, 4 * STEPS)
+
+
+@pytest.mark.parametrize("ended", [{"train": {"steps": 400}}, {"train": {"steps": STEPS}, "ended_early_at": 400}])
+def test_the_checkpoints_are_those_of_the_run_that_ended_with_the_weights(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[str, Any]
+) -> None:
+    run, other = tmp_path / "state/aaaa", tmp_path / "state/bbbb"
+    for folder in (run, other):
+        shutil.copytree(trained, folder)
+    about = {"fingerprint": "aaaa", "step": 80, "examples_seen": 320, **ended}  # as weights: best may end
+    for state in (run, run.parent):
+        tensors, model = reconstructed(state, tmp_path, monkeypatch, **about)
+        assert torch.equal(tensors["w"], reconstruct(trained, 0.07, last_step=400)[0]["w"])
+        assert (model["step"], model["examples_seen"]) == (400, 1600)
+    with pytest.raises(ValueError, match=r"bbbb is not of the run aaaa, which ended with .*\.safetensors\. Give"):
+        reconstructed(other, tmp_path, monkeypatch, **about)
 
 
 def test_what_cannot_be_combined_is_told(tmp_path: Path) -> None:

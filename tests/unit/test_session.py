@@ -452,6 +452,8 @@ def test_a_training_ends_where_the_validation_loss_no_longer_improves(
     model = read_model(tmp_path / "ended" / "train")
     assert (model["step"], model["examples_seen"], model.get("ended_early_at", 40)) == (end, 8 * end, end)
     assert max(drawn) == end, "the last step has its preview"
+    logged = [[point for point in points(tmp_path / name) if point[0] == "train/loss"] for name in ("ended", "shorter")]
+    assert logged[0] == logged[1], "the last step has its log line"
     history = read_journal(tmp_path / "ended" / "journal" / "train")
     assert history is not None and history.params.get("ended_early_at", 40) == end
     printed = [line for line in capsys.readouterr().out.splitlines() if "ends at step" in line]

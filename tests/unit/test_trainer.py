@@ -20,7 +20,7 @@ from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.monitor import throughput
 from image_diffusion.training.monitor.meter import Health, Meter
 from image_diffusion.training.monitor.patience import Patience
-from image_diffusion.training.monitor.reports import _at
+from image_diffusion.training.monitor.reports import Reports, _at
 from image_diffusion.training.optim.adam import Adam, AdamW
 from image_diffusion.training.optim.ema import (
     Averages,
@@ -31,6 +31,7 @@ from image_diffusion.training.optim.ema import (
     power_of_width,
     width_of_power,
 )
+from image_diffusion.training.optim.precision import Precision
 from image_diffusion.training.optim.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd
 from image_diffusion.training.parallel import flat_parameters as flat_vectors
 from image_diffusion.training.parallel import world as distributed
@@ -341,6 +342,24 @@ def test_a_meter_goes_on_from_its_state() -> None:
     assert whole.take() == second.take()
 
 
+def test_a_part_of_the_loss_is_a_mean_over_the_examples_that_had_it() -> None:
+    meter = Meter(ALONE, strict=False)
+    for parts in ({}, {"adversarial": torch.tensor([2.0, 4.0])}, {}):
+        meter.add(Losses(torch.ones(2), parts, torch.tensor([0.1, 0.9])), torch.tensor(1.0))
+    means = meter.take()
+    assert (means["loss"], means["loss_q3"]) == (1.0, 1.0)
+    assert (means["adversarial"], means["adversarial_q0"], means["adversarial_q3"]) == (3.0, 2.0, 4.0)
+
+
+def test_a_meter_goes_on_from_a_checkpoint_of_before() -> None:
+    """In which one count was of all sums."""
+    meter = Meter(ALONE, strict=False)
+    count, norm = torch.tensor([[4.0, 4.0, 0.0, 0.0, 0.0]]).double(), torch.tensor([[2.0, 1.0]]).double()
+    meter.load_state_dict({"count": count, "loss": 3 * count, "mse": 2 * count, "norm": norm})
+    meter.add(Losses(torch.ones(4), {"mse": torch.zeros(4)}, torch.zeros(4)), torch.tensor(2.0))
+    assert meter.take() == {"loss": 2.0, "loss_q0": 2.0, "mse": 1.0, "mse_q0": 1.0, "grad_norm": 2.0}
+
+
 @pytest.mark.parametrize(
     ("losses", "norms", "message"),
     [
@@ -365,6 +384,21 @@ def test_an_overflow_is_no_alarm_where_steps_may_be_skipped() -> None:
     health = Health(ALONE)
     health.watch(1, torch.tensor(1.0), torch.tensor(math.inf), norm_may_overflow=True)
     health.check(lambda: "")
+
+
+def test_a_gradient_that_no_loss_scale_makes_finite_is_an_alarm() -> None:
+    weight, precision = nn.Parameter(torch.zeros(1)), Precision("fp16", ALONE.device)
+    sgd = torch.optim.SGD([weight])
+    trainer = SimpleNamespace(health=Health(ALONE), precision=precision)
+    reports: Any = SimpleNamespace(_state=SimpleNamespace(wait=lambda: None, advice="Kept."), _trainer=trainer)
+    for _ in range(57):  # from 2^16
+        assert Reports._check_health(reports) == [0.0]
+        precision.scaler.scale((weight * 0).sqrt()).backward()  # 0, with the gradient NaN
+        precision.scaler.step(sgd)
+        precision.scaler.update()
+    told = r"not finite at any loss scale: fp16 has lowered it to 4.5e-13. Kept. Set train.precision to bf16 or float32"
+    with pytest.raises(ValueError, match=told):
+        Reports._check_health(reports)
 
 
 def settings(**changes: Any) -> TrainConfig:
@@ -481,6 +515,15 @@ def test_gradients_are_clipped_as_pytorch_does_it(limit: float) -> None:
         torch.testing.assert_close(laid.named(laid.gradient)[name], parameter.grad)
 
 
+@pytest.mark.parametrize("compares", [{"weights": "best"}, {"patience": 0.5}])
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_validation_loss_that_is_not_finite_is_not_compared(compares: dict[str, Any], loss: float) -> None:
+    steps = {"steps": 2000, "validate_every_steps": 1000}
+    with pytest.raises(ValueError, match=f"loss is {loss} at step 1,000, but train.weights: best and train.patience"):
+        Trainer.validated(parts(settings(**steps, **compares)), 1000, loss)
+    Trainer.validated(parts(settings(**steps), patience=Patience(2000, None)), 1000, loss)
+
+
 def test_a_compiled_network_can_be_left_out() -> None:
     from torch._dynamo import eval_frame
 
@@ -505,11 +548,27 @@ def test_the_share_of_the_peak_is_that_of_all_devices(monkeypatch: pytest.Monkey
         return Losses(plain(some.stored).sum(1), {})
 
     alone, two = (
-        throughput.Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses)
+        throughput.Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses, {"loss"})
         for size in (1, 2)
     )
     assert alone["speed/share_of_peak"] == pytest.approx(1000 * alone["speed/tflops"])
     assert two["speed/share_of_peak"] == pytest.approx(alone["speed/share_of_peak"] / 2)
+
+
+def test_operations_are_counted_anew_where_the_loss_has_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
+    plain, speed = network(), throughput.Speed(ALONE, torch.float32)
+
+    def rate(passes: int, *parts: str) -> float:
+        def losses(some: Examples, step: int) -> Losses:
+            return Losses(sum(plain(some.stored).sum(1) for _ in range(passes)), {})  # type: ignore[arg-type]
+
+        return speed.values(10.0, examples(2), losses, {"loss", *parts})["speed/tflops"]
+
+    once = rate(1)
+    assert rate(2) == once, "they are counted once"
+    assert rate(2, "adversarial") == pytest.approx(2 * once)
+    assert rate(1) == once
 
 
 def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

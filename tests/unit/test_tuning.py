@@ -18,6 +18,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.unet import UNetConfig
+from image_diffusion.nn import transformer
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.training.checkpoint.averaged_weights import weights_at, weights_in
 from image_diffusion.training.config import TrainConfig
@@ -171,6 +172,18 @@ def test_merged_weights_are_those_of_peft() -> None:
             module.merge()
             theirs = module.get_base_layer().weight
             torch.testing.assert_close(found[f"{name}.weight"], theirs, rtol=0, atol=1e-6)
+
+
+@needs_peft
+def test_adapters_count_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer, "writes_gelu", lambda x: not torch.is_grad_enabled())  # as on a GPU
+    adapted = network()
+    add_adapters(adapted, Lora(rank=2, alpha=6, layers=("blocks.*.mlp.fc1",)))
+    random_adapters(adapted)
+    mlp, x = adapted.blocks[0].mlp, torch.randn(2, 5, 16)  # type: ignore[index, union-attr]
+    with torch.no_grad():
+        found = mlp(x)
+    torch.testing.assert_close(found, mlp(x), rtol=0, atol=1e-5)
 
 
 @pytest.fixture

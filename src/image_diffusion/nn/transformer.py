@@ -101,9 +101,10 @@ def gelu_of_product(layer: Linear, x: Tensor) -> Tensor:
     """Return gelu(layer(x)), [..., in_features] -> [..., out_features].
 
     On a GPU without gradients the product writes the GELU of its sums, from cuBLASLt's epilogue, so that they are not
-    written and read once more. (With gradients the backward pass needs the sums.)
+    written and read once more. (With gradients the backward pass needs the sums.) A layer that wraps another, as
+    adapters do, computes more than the product of its weight.
     """
-    if not writes_gelu(x):
+    if type(layer) is not Linear or not writes_gelu(x):
         return gelu(layer(x))
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     rows, weight, bias = x.reshape(-1, x.shape[-1]).to(dtype), layer.weight.to(dtype), layer.bias.to(dtype)

@@ -17,6 +17,7 @@ more of them, the closer the reconstruction (Karras et al. 2024, section 3.2).
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,22 @@ def _reconstructed(state: Path, weights: Path | None, width: float) -> tuple[dic
     if weights is None:
         raise ValueError("--width needs --weights, the file that the training ended with.")
     model = read_model(weights.parent)
-    tensors, step = reconstruct(state, width)
+    end = model.get("ended_early_at", model.get("train", {}).get("steps", sys.maxsize))  # the best may be earlier
+    tensors, step = reconstruct(_run_of(state, weights, model), width, end)
     examples = model["examples_seen"] // model["step"] * step
     return tensors, {**model, "step": step, "examples_seen": examples, "ema": average_name(width)}
+
+
+def _run_of(state: Path, weights: Path, model: dict[str, Any]) -> Path:
+    """Return the folder of the run that ended with these weights. state: of that run, or of all."""
+    fingerprint: str = model.get("fingerprint", state.absolute().name)  # other programs write none
+    if state.absolute().name == fingerprint:
+        return state
+    if not (state / fingerprint).is_dir():
+        raise ValueError(
+            f"{state} is not of the run {fingerprint}, which ended with {weights}. Give its folder as --state."
+        )
+    return state / fingerprint
 
 
 def _chosen_step(curve: Path) -> int:

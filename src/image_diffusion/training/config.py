@@ -198,12 +198,11 @@ class TrainConfig(Sparse):
 
     def advice(self) -> list[str]:
         """Return a sentence for each setting that works but was hardly intended."""
-        if self.weights == "raw" or self.average is None:
-            return []
+        if self.weights == "raw" or self.average is None or not isinstance(self.ema, ExponentialEma):
+            return []  # of the initial weights a power average has nothing, since its first update copies
         share = self.ema.initial_share(self.average, self.steps)
         if share <= LARGEST_INITIAL_SHARE:
             return []
-        assert isinstance(self.ema, ExponentialEma)
         fitting = self.ema.fitting_rate(self.steps, LARGEST_INITIAL_SHARE)
         rates = f"train.ema.rates: [{fitting:g}] or less, or " if fitting > 0 else ""
         return [

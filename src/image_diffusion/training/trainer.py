@@ -215,7 +215,12 @@ class Trainer:
 
     def validated(self, step: int, loss: float) -> None:
         """Keep the average if its loss in a validation, the same in every process, is the smallest so far; set the end
-        if the loss has not improved for long."""
+        if the loss has not improved for long. Raises ValueError if that is to be known of a loss that is not finite."""
+        if not math.isfinite(loss) and (self.config.weights == "best" or self.config.patience is not None):
+            raise ValueError(
+                f"The validation loss is {loss} at step {step:,}, but train.weights: best and train.patience compare "
+                "it. Lower train.optimizer.lr, or use bf16 in place of fp16."
+            )
         self.patience.observe(step, loss)
         if self.config.weights == "best":
             self.best.offer(loss, step, self._average())

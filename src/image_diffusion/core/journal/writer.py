@@ -61,9 +61,9 @@ class Journal:
         self._append(header)
         try:
             sync_folder(path.parent)
-            self.sync()
         except OSError as error:
-            self._warn(f"it cannot be flushed to disk: {error}")
+            self._warn_once(f"it cannot be flushed to disk: {error}")
+        self.sync()
 
     @classmethod
     def open(
@@ -154,7 +154,10 @@ class Journal:
             self._write()
             if self._file < 0:
                 return
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self._warn_once(f"it cannot be flushed to disk: {error}")
             receipt = receipts_of(self.path.parent) / f"{self.path.stem}.json"
             try:
                 write_json(receipt, {**self._receipt, "records": self._num_records})
@@ -172,8 +175,11 @@ class Journal:
         with self._lock:
             if self._pending:
                 self._warn(f"{len(self._pending):,} bytes could not be written")
-            os.close(self._file)
-            self._file = -1
+            file, self._file = self._file, -1
+            try:
+                os.close(file)
+            except OSError as error:  # of a write before, on a file system of another machine
+                self._warn_once(f"it cannot be flushed to disk: {error}")
 
     def __enter__(self) -> Journal:
         return self
@@ -198,9 +204,12 @@ class Journal:
             while self._pending:
                 self._pending = self._pending[os.write(self._file, self._pending) :]
         except OSError as error:
-            if not self._warned:
-                self._warn(f"it cannot be written: {error}")
-                self._warned = True
+            self._warn_once(f"it cannot be written: {error}")
+
+    def _warn_once(self, message: str) -> None:
+        if not self._warned:
+            self._warn(message)
+            self._warned = True
 
     def _warn(self, message: str) -> None:
         log_line(f"warning: journal {self.path}: {message}. The stage continues.")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ _ROWS = re.compile(r"(?P<group>.+)\.(?P<part>\d+)-of-\d+")
 
 class Damaged(Exception):  # noqa: N818 - no error message: the reader falls back to an older checkpoint
     """A checkpoint whose bytes differ from those that were written."""
+
+
+@contextmanager
+def undamaged(folder: Path, then: str = "train again") -> Iterator[None]:
+    """Raise ValueError where a checkpoint that is read inside is damaged. then: what to do once it is removed."""
+    try:
+        yield
+    except Damaged as damage:
+        raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it, and {then}.") from None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ _QUARTILES = 4
 
 
 def sums_of(losses: Losses) -> dict[str, Tensor]:
-    """Float64 [5] for the loss, each part and "count": the sum over all examples and over each quartile of the time."""
+    """Float64 [2, 5] for the loss and each part: the sum over all examples and over each quartile of the time, and how
+    many they are."""
     rows = torch.stack([losses.loss.detach().double(), *(part.detach().double() for part in losses.parts.values())])
     weights = rows.new_zeros(rows.shape[1], 1 + _QUARTILES)
     weights[:, 0] = 1
@@ -27,16 +28,16 @@ def sums_of(losses: Losses) -> dict[str, Tensor]:
         weights[:, 1:] = torch.nn.functional.one_hot(quartile, _QUARTILES)
     # Row by row and not as a matrix product, whose order of addition would depend on the number of examples.
     sums = torch.stack([(row.unsqueeze(1) * weights).sum(0) for row in rows])
-    return dict(zip(["loss", *losses.parts, "count"], [*sums, weights.sum(0)], strict=True))
+    counted = torch.stack([sums, weights.sum(0).expand_as(sums)], dim=1)
+    return dict(zip(["loss", *losses.parts], counted, strict=True))
 
 
 def means_of(sums: dict[str, Tensor]) -> dict[str, float]:
     """Sums -> means: "loss", "loss_q0" … "loss_q3" where a quartile has examples, and the same for each part."""
     values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
-    counts = values.pop("count", [])
     means = {}
-    for key, row in values.items():
-        for i, (total, count) in enumerate(zip(row, counts, strict=True)):
+    for key, (totals, counts) in values.items():
+        for i, (total, count) in enumerate(zip(totals, counts, strict=True)):
             if count:
                 means[key if i == 0 else f"{key}_q{i - 1}"] = total / count
     return means
@@ -61,6 +62,11 @@ class Meter:
         finite = torch.isfinite(norm)
         self._norm = self._norm + torch.stack([torch.where(finite, norm, 0.0).double(), finite.double()])
 
+    @property
+    def parts(self) -> set[str]:
+        """Return "loss" and the names of its parts since the last log; nothing where there was no step."""
+        return set(self._sums)
+
     def take(self) -> dict[str, float]:
         """Return the means by name, "grad_norm" among them, in every process. Starts anew."""
         if self._world.size > 1 and not self._strict:
@@ -80,6 +86,10 @@ class Meter:
 
     def load_state_dict(self, rows: dict[str, Tensor]) -> None:
         """Resume from what `state_dict` returned, in a world of this size or another."""
+        if "count" in rows:  # in a checkpoint of before, of all sums: a part may have begun or ended among them
+            count = rows["count"]
+            sums = {key: torch.stack([row, count], 1) for key, row in rows.items() if key not in ("count", "norm")}
+            rows = {"norm": rows["norm"], **sums}
         own = {}
         for key, row in rows.items():
             if key == "norm" or self._strict:  # the same in every process

@@ -23,6 +23,8 @@ from image_diffusion.training.monitor.validation import validation_sums
 from image_diffusion.training.trainer import Trainer
 
 VALIDATION_CHUNK = 64
+_LEAST_SCALE = 2.0**-40
+"""Smallest scale of a loss in fp16: what overflows below is no large gradient, but one that is not finite."""
 
 
 class Reports:
@@ -78,6 +80,7 @@ class Reports:
     def log(self, step: int, rate: float) -> None:
         """Write the means since the last log into the journal."""
         waited_s = self._check_health(self._trainer.gradients.waits.take_s())
+        parts = self._trainer.meter.parts
         means = self._trainer.meter.take()  # waits for the device, so that the clock below is right
         now, config = time.monotonic(), self._trainer.config
         elapsed = max(now - self._logged_at - self._away_s, 1e-9)
@@ -95,8 +98,8 @@ class Reports:
             values["train/loss_scale"] = self._trainer.precision.scaler.get_scale()
         if self._examples is not None:
             with self._trainer.eagerly():
-                losses_of = partial(self._trainer.losses, 0)
-                values |= self._trainer.speed.values(examples / elapsed, self._examples, losses_of)
+                losses_of = partial(self._trainer.losses, step)
+                values |= self._trainer.speed.values(examples / elapsed, self._examples, losses_of, parts)
         values |= self._machine.readings()
         self._journal.metrics(values, step, step * config.global_batch)
         self._logged_step, self._logged_at, self._waited_s, self._away_s = step, time.monotonic(), 0.0, 0.0
@@ -104,11 +107,13 @@ class Reports:
 
     def report(self, step: int) -> None:
         """Validate and draw previews. They are pending, in every process, if they were given up because the run was
-        asked to stop."""
+        asked to stop. If the validation ends the run, what was not logged yet is."""
         started = time.monotonic()
         validated = not self._validates(step) or self._validate(step)
         self.pending = not (validated and (not self._draws(step) or self._draw(step)))
         self._away_s += time.monotonic() - started
+        if step == self._trainer.last_step and self._trainer.meter.parts:
+            self.log(step, self._trainer.set_learning_rate(step))
 
     def save(self, step: int) -> None:
         """Save a checkpoint, never one that is not finite."""
@@ -130,7 +135,14 @@ class Reports:
             self._state.wait()
             return self._state.advice
 
-        return self._trainer.health.check(advice, waited_s)
+        waits = self._trainer.health.check(advice, waited_s)
+        precision = self._trainer.precision
+        if precision.skips_overflow and (scale := precision.scaler.get_scale()) < _LEAST_SCALE:
+            raise ValueError(
+                f"The gradient is not finite at any loss scale: fp16 has lowered it to {scale:.2g}. {advice()} "
+                "Set train.precision to bf16 or float32."
+            )
+        return waits
 
     def _slowest(self, waited_s: list[float], elapsed: float) -> tuple[dict[str, float], str]:
         """Name the process that the others wait for: numbers for the journal and a sentence for the log, if the waiting

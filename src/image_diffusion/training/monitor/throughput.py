@@ -31,15 +31,18 @@ class Speed:
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self._world, self._dtype = world, dtype
-        self._measured: tuple[int, float] | None = None
+        self._peak, self._flops, self._parts = 0.0, 0, set[str]()
 
-    def values(self, examples_per_second: float, examples: Examples, losses_of: LossesOf) -> dict[str, float]:
-        """Return the values for the journal, in every process. examples: some of any step, of which the first call uses
-        one: it leaves its gradient in the network's, and waits for the device."""
-        if self._measured is None:
-            self._measured = flops_per_example(examples, losses_of), product_rate(self._world.device, self._dtype)
-        flops, peak = self._measured
-        rate = flops * examples_per_second
+    def values(
+        self, examples_per_second: float, examples: Examples, losses_of: LossesOf, parts: set[str]
+    ) -> dict[str, float]:
+        """Return the values for the journal, in every process. examples: some of any step. parts: of the loss, "loss"
+        among them: a call with others than the one before uses an example, leaves its gradient in the network's, and
+        waits for the device."""
+        if parts != self._parts:
+            self._parts, self._flops = parts, flops_per_example(examples, losses_of)
+            self._peak = self._peak or product_rate(self._world.device, self._dtype)
+        rate, peak = self._flops * examples_per_second, self._peak
         return {"speed/tflops": rate / 1e12, "speed/share_of_peak": rate / (peak * self._world.size)}
 
 

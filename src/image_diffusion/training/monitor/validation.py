@@ -20,8 +20,8 @@ _EPOCH = 2**31 - 1  # no pass over the training data gets this number
 def validation_sums(
     data: Shards, num_samples: int, chunk: int, world: World, losses_of: Callable[[Examples, int], Losses]
 ) -> dict[str, Tensor]:
-    """Return the sums of the losses over the first samples of a split: [chunks, 5] by name, zero for the chunks of
-    other processes.
+    """Return the sums of the losses over the first samples of a split: [chunks, 2, 5] by name, of which `sums_of`
+    has one row each, zero for the chunks of other processes.
 
     Chunks have a fixed size and lie round-robin, so that no result depends on the number of processes.
     """
@@ -36,6 +36,6 @@ def validation_sums(
         beside = tuple(tensor.to(world.device) for tensor in data.gather_beside(samples))
         examples = Examples(stored, label, torch.full_like(sample, _EPOCH), sample, beside)
         for key, value in sums_of(losses_of(examples, i)).items():
-            rows = sums.setdefault(key, value.new_zeros(len(starts), len(value)))
+            rows = sums.setdefault(key, value.new_zeros(len(starts), *value.shape))
             rows[i // chunk] = value if (i // chunk) % world.size == world.rank else 0.0
     return sums

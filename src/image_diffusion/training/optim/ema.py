@@ -122,10 +122,6 @@ class PowerEma(Config):
         """Names of the averages, in files and in the journal."""
         return [average_name(width) for width in self.widths]
 
-    def initial_share(self, name: str, steps: int) -> float:
-        """Return the share of the initial weights of the training in an average: the first update copies."""
-        return 0.0
-
     def decays(self, step: int) -> list[float | None]:
         """Return the decay of each average in step number `step`, counted from 1; 0 copies."""
         return [(1.0 - 1.0 / step) ** (power_of_width(width) + 1.0) for width in self.widths]

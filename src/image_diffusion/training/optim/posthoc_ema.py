@@ -6,8 +6,8 @@ linear combination of them has the combination of the profiles, and least square
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from image_diffusion.training.checkpoint.checkpoint import Damaged, read_group, read_record
+from image_diffusion.training.checkpoint.checkpoint import read_group, read_record, undamaged
 from image_diffusion.training.finetune.lora import lora_of, written
 from image_diffusion.training.optim.ema import average_name, power_of_width
 
 Profiles = NDArray[np.float64]
+
+_THEN = "run this again"  # without a damaged checkpoint there are others to combine
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,14 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
     return np.asarray(solution / solution.sum(), dtype=np.float64)
 
 
-def kept_averages(state: Path) -> list[KeptAverage]:
-    """Return the averages in the checkpoints of a run's state folder. Raises ValueError if it holds none to combine."""
+def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage]:
+    """Return the averages in the checkpoints of a run's state folder, up to a step: later ones are from when the run
+    was longer. Raises ValueError if it holds none to combine."""
     averages = []
     for folder in sorted(state.glob("step-*")):
-        with _undamaged(folder):
+        if int(folder.name.removeprefix("step-")) > last_step:
+            continue
+        with undamaged(folder, _THEN):
             record = read_record(folder)
         ema: dict[str, Any] = record["identity"]["train"]["ema"]
         if ema["type"] != "power":
@@ -77,31 +82,23 @@ def kept_averages(state: Path) -> list[KeptAverage]:
     return averages
 
 
-def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
-    """Return the weights averaged with a relative width, and the step they are of, the last one kept.
+def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
+    """Return the weights averaged with a relative width, and the step they are of, the last one kept up to `last_step`.
 
     Float64 sums over one average at a time. Raises ValueError as `kept_averages` does.
     """
-    kept = kept_averages(state)
+    kept = kept_averages(state, last_step)
     steps = [int(average.record["step"]) for average in kept]
     last = max(steps)
     factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
     newest = max(kept, key=lambda average: average.folder)
-    with _undamaged(newest.folder):
+    with undamaged(newest.folder, _THEN):
         network = read_group(newest.folder, newest.record, "network")
     sums: dict[str, Tensor] = {}
     for factor, average in zip(factors.tolist(), kept, strict=True):
-        with _undamaged(average.folder):
+        with undamaged(average.folder, _THEN):
             weights = read_group(average.folder, average.record, average.name)
         for name, tensor in weights.items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
     averaged = {name: tensor.to(network[name].dtype) for name, tensor in sums.items()}
     return written(network | averaged, lora_of(newest.record["identity"])), last
-
-
-@contextmanager
-def _undamaged(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Damaged as damage:
-        raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it and run this again.") from None
