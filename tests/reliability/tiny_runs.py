@@ -118,7 +118,7 @@ class Eps(Objective):
         eps = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         angle = 0.5 * math.pi * t.view(-1, 1, 1, 1)
         label = torch.where(batch.streams.event("label_drop", 0.1), 3, batch.cond["label"])
-        if torch.is_grad_enabled() and batch.step and "DRAWN" in os.environ:
+        if torch.is_grad_enabled() and "DRAWN" in os.environ:
             rows = zip(batch.streams.epoch, batch.streams.sample, u, label, eps.double().sum((1, 2, 3)), strict=True)
             with Path(os.environ["DRAWN"]).open("a") as file:
                 file.writelines(" ".join(repr(value.item()) for value in row) + "\n" for row in rows)
