@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from image_diffusion.core.levels import DType
+from image_diffusion.core.texts import lines_in
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
@@ -112,15 +114,31 @@ def source_of(path: Path) -> Images:
 def _table_in(folder: Path) -> Table | None:
     """Return the table in a folder that names images with their classes or captions; None unless there is just one.
 
-    Parquet files in a folder usually hold the images themselves, and are not read.
+    Parquet files in a folder usually hold the images themselves, and are not read. Raises ValueError for a table that
+    names images but is damaged.
     """
     tables = []
     for path in sorted(path for path in folder.iterdir() if path.name.endswith(_TEXT_TABLES)):
-        with suppress(ValueError):  # no table
+        try:
             table, columns = _read_table(path)
-            if table is not None and not columns.isdisjoint((*_LABELS, *_CAPTIONS)):
-                tables.append(table)
+        except ValueError:
+            if _names_images(path):
+                raise
+            continue
+        if table is not None and not columns.isdisjoint((*_LABELS, *_CAPTIONS)):
+            tables.append(table)
     return tables[0] if len(tables) == 1 else None
+
+
+def _names_images(path: Path) -> bool:
+    """True if a damaged table has a class or a caption in its first line, and a path of a file in most others."""
+    try:
+        lines = [re.split(r'[,;\t"]', line) for line in lines_in(path.read_bytes()) if line.strip()]
+    except ValueError:
+        return False
+    some = spread(lines[path.suffix != ".jsonl" :], READ)
+    named = sum(any(_is_file(path.parent / cell) for cell in line) for line in some)
+    return 2 * named > len(some) and not {*_LABELS, *_CAPTIONS}.isdisjoint(lines[0])
 
 
 def _read_table(path: Path) -> tuple[Table | None, Set[str]]:

@@ -199,8 +199,18 @@ def read_columns(table: Path, *wanted: str) -> dict[str, list[str]]:
 def _read_csv(table: Path, delimiter: str = ",") -> dict[str, list[str]]:
     try:
         reader = csv.DictReader(io.StringIO(decoded(table.read_bytes()), newline=""), strict=True, delimiter=delimiter)
-        rows = list(reader)
-        return {name: [cell_text(row[name]) for row in rows] for name in reader.fieldnames or []}
+        names = reader.fieldnames or []
+        if twice := next((name for name in names if name and names.count(name) > 1), None):
+            raise csv.Error(f"two columns are named {twice!r}")
+        rows = []
+        for row in reader:
+            if any(surplus := row.get(None) or []):  # blank ones are those of spreadsheets
+                raise csv.Error(
+                    f"line {reader.line_num} has {len(names) + len(surplus)} cells, the header {len(names)}; "
+                    f"put texts with the delimiter {delimiter!r} in quotes"
+                )
+            rows.append(row)
+        return {name: [cell_text(row[name]) for row in rows] for name in names}
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{table} is not valid CSV: {error}.") from None
 
