@@ -203,6 +203,19 @@ def test_channels_are_chosen_by_the_names_in_the_file(chosen: list[str]) -> None
     assert np.array_equal(read(data, channels=chosen), CYX[[NAMES.index(name) for name in chosen]])
 
 
+def test_names_in_the_file_are_not_taken_by_place_where_some_of_them_are_configured() -> None:
+    data = tiff(CYX, ome=True, metadata={"axes": "CYX", "Channel": {"Name": NAMES}})
+    last, first = NAMES[2].swapcase(), NAMES[0].swapcase()
+    assert np.array_equal(read(data, channels=[last, first]), CYX[[2, 0]])
+    for channels in ([last, "b", "c"], [last, "b"]):
+        stated = f"other channels: {', '.join(NAMES)}, but data.channels names {', '.join(channels)}"
+        with pytest.raises(BadImage, match=stated):
+            read(data, channels=channels)
+    assert np.array_equal(read(data, channels=["x", "y", "z"]), CYX)
+    twins = tiff(CYX, ome=True, metadata={"axes": "CYX", "Channel": {"Name": ["n", "N", "o"]}})
+    assert np.array_equal(read(twins, channels=["N", "O"]), CYX[1:])
+
+
 def test_channels_are_chosen_by_place_and_named_in_order() -> None:
     assert np.array_equal(read(npy(CYX), channels={0: "a", 2: "b"}, axes="CYX"), CYX[[0, 2]])
     assert np.array_equal(read(npy(CYX), channels=["a", "b", "c"]), CYX)
