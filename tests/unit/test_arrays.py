@@ -491,6 +491,26 @@ def test_floating_point_ranges_are_measured(tmp_path: Path) -> None:
     assert levels["high"][0] == pytest.approx(heights.max(), abs=10)
 
 
+@pytest.mark.parametrize("hot", [None, 1e6, -3.4028235e38])
+@pytest.mark.parametrize("stated", [None, [-0.1, 1e39]])
+def test_floating_point_ranges_are_quantiles_whatever_one_pixel_is(
+    hot: float | None, stated: list[float] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "images").mkdir()
+    heights = np.random.default_rng(0).normal(0, 1, (80, 1, 16, 16)).astype(np.float32)
+    heights[:, :, 3] = -0.0
+    if hot is not None:
+        heights[7, 0, 5, 5] = hot
+    for number, image in enumerate(heights):
+        np.save(tmp_path / "images" / f"{number}.npy", image)
+    values = {"source": {"type": "folder", "path": str(tmp_path / "images")}, "channels": 1, "dtype": "float32"}
+    levels = crop_dataset(config(**values, num_shards=2, range=stated), tmp_path / "crops").manifest["levels"]
+    least, most = stated or np.quantile(heights, (0.0001, 0.9999), method="inverted_cdf").tolist()
+    assert (levels["low"][0], levels["high"][0]) == (least, most)
+    exact = heights.astype(np.float64)
+    assert levels["clipped"][0] == round(float(((exact < least) | (exact > most)).mean()), 8)
+
+
 def test_judges_see_floats_and_mirror_images_are_mirrored(tmp_path: Path) -> None:
     cells(tmp_path)
     shards, rendered = (open_shards(tmp_path / "crops", "all", renders=renders) for renders in (False, True))
