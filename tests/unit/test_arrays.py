@@ -273,6 +273,7 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("negative", lambda: npy(-CYX.astype(np.int32)), {}, "uint16 does not hold: int32 from -4092 to -9"),
     ("fractions", lambda: npy(CYX / 2), {}, "uint16 does not hold: float64"),
     ("beyond float32", lambda: npy(np.full((3, 20, 24), 2**24 + 1)), {"dtype": "float32"}, "float32 does not hold"),
+    ("1e300", lambda: npy(np.where(CYX > 9, 1e300, 1)), {"dtype": "float32"}, "hold: float64 from 1 to 1e.300"),
     ("not a number", lambda: npy(np.full((3, 20, 24), np.nan)), {"dtype": "float32"}, "not finite"),
     ("infinite", lambda: npy(np.full((3, 20, 24), np.inf)), {"dtype": "float32"}, "not finite"),
     ("complex", lambda: npy(CYX.astype(complex)), {}, "no numbers: complex128"),

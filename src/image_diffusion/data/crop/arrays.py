@@ -160,8 +160,11 @@ def _as_type(pixels: NDArray[Any], dtype: str) -> NDArray[Any]:
     low, high = pixels.min(), pixels.max()
     if not (np.isfinite(low) and np.isfinite(high)):
         raise BadImage("numbers that are not finite")
-    if dtype == "float32":
-        is_held = pixels.dtype.kind == "f" or max(-int(low), int(high)) <= _EXACT
+    if dtype == "float32" and pixels.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            is_held = bool(np.isfinite(np.array([low, high]).astype(np.float32)).all())
+    elif dtype == "float32":
+        is_held = max(-int(low), int(high)) <= _EXACT
     else:
         limits = np.iinfo(dtype)
         is_held = limits.min <= low and high <= limits.max
