@@ -198,8 +198,11 @@ class RowSource(ImageSource):
         return captions_of(self.rows(columns))
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Return some columns, by the name of the image."""
-        return {name: dict(zip(names, row, strict=True)) for name, row in self.rows(names)}
+        """Return some columns, by the name of the image; of several rows the first, which gives the class, too."""
+        values: dict[str, dict[str, Any]] = {}
+        for name, row in self.rows(names):
+            values.setdefault(name, dict(zip(names, row, strict=True)))
+        return values
 
 
 @runtime_checkable
