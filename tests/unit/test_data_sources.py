@@ -344,6 +344,16 @@ def test_a_csv_whose_rows_do_not_fit_its_header_is_refused(tmp_path: Path, text:
         read_columns(tmp_path / "table.csv")
 
 
+def test_a_cell_that_can_be_no_path_is_one_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(png(0))
+    (tmp_path / "table.csv").write_text(f"path\n0.png\n{'x' * 300}\na\0b\n")
+    source = parse(Source, {"type": "table", "path": str(tmp_path / "table.csv"), "label_column": None}, "here")
+    assert [group.names for group in source.file_groups()] == [["table.csv", "0.png"]]
+    data = {"name": "x", "source": source, "resolution": 8, "num_shards": 1, "max_bad_fraction": 0.9}
+    manifest = crop_dataset(DataConfig.model_validate(data), tmp_path / "out").manifest
+    assert (manifest["num_samples"], manifest["quarantined"]) == (1, 2)
+
+
 def test_blank_cells_and_columns_behind_the_others_are_none(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("path,label,,\na.png,x,,\nb.png,y,,,,\n")  # as spreadsheets write them
     assert read_columns(tmp_path / "table.csv", "path", "label") == {

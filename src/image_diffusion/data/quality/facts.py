@@ -20,7 +20,7 @@ from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.quality.masks import MaskFacts, images_beside_masks, masks_beside
 from image_diffusion.data.sources.archives.zip import ZipArchive
-from image_diffusion.data.sources.base import Item
+from image_diffusion.data.sources.base import Item, is_file
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import Table, read_columns
 
@@ -137,7 +137,7 @@ def _names_images(path: Path) -> bool:
     except ValueError:
         return False
     some = spread(lines[path.suffix != ".jsonl" :], READ)
-    named = sum(any(_is_file(path.parent / cell) for cell in line) for line in some)
+    named = sum(any(is_file(path.parent / cell) for cell in line) for line in some)
     return 2 * named > len(some) and not {*_LABELS, *_CAPTIONS}.isdisjoint(lines[0])
 
 
@@ -150,17 +150,10 @@ def _read_table(path: Path) -> tuple[Table | None, Set[str]]:
     columns = read_columns(path)
     for name, cells in columns.items():
         some = spread(cells, READ)
-        if 2 * sum(_is_file(path.parent / cell) for cell in some) > len(some):
+        if 2 * sum(is_file(path.parent / cell) for cell in some) > len(some):
             label = next((label for label in _LABELS if label in columns and label != name), None)
             return Table(path=str(path.resolve()), path_column=name, label_column=label), columns.keys()
     return None, columns.keys()
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a text too long for a path, or with a null character
-        return False
 
 
 def spread(values: Sequence[T], count: int) -> list[T]:

@@ -278,6 +278,14 @@ def check_size(size: int) -> None:
         raise OSError(errno.EFBIG, f"{size:,} bytes, more than {LARGEST_IMAGE:,}")
 
 
+def is_file(path: Path) -> bool:
+    """True if a path, which may be any text, is that of a file."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a text too long for a path, or with a null character
+        return False
+
+
 def read_image(path: Path) -> bytes:
     """Return the bytes of an image file. Raises OSError."""
     check_size(path.stat().st_size)

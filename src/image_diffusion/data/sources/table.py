@@ -17,7 +17,7 @@ from image_diffusion.core.files.atomic import Stamp, stamp_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.texts import cell_text, class_name, decoded, lines_in
 from image_diffusion.data.sources.arrow import open_table
-from image_diffusion.data.sources.base import FewFiles, Item, Listing, RowSource, number_labels, read_image
+from image_diffusion.data.sources.base import FewFiles, Item, Listing, RowSource, is_file, number_labels, read_image
 
 Part = Literal["path", "label", "caption"]
 
@@ -75,9 +75,9 @@ class PathTable(FewFiles, RowSource):
         folder = Path(self.path).absolute().parent
         try:
             return read_image(folder / str(item.address[0]))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of a null character in the path
             log_line_once(f"note: {self.path} names files that cannot be read. Relative paths begin in {folder}.")
-            reason = error.strerror or str(error)
+            reason = str(getattr(error, "strerror", None) or error)
             # Results record `strerror`, which must not contain a path of this machine; the log gets the whole path.
             unread = OSError(f"{reason}: {folder / str(item.address[0])}")
             unread.strerror = reason
@@ -89,7 +89,7 @@ class PathTable(FewFiles, RowSource):
         files = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
         for name, _ in self._labels():
             path = table.parent / name
-            if path.is_file():
+            if is_file(path):
                 files[name] = (str(path), stamp_of(path))
         return files
 
