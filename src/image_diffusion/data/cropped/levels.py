@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.data.config import DataConfig
+from image_diffusion.data.config import DataConfig, Range
 from image_diffusion.data.shards.records import ShardRecord, tar_path
 from image_diffusion.data.shards.tar_layout import Layout
 
@@ -29,7 +29,8 @@ def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Se
     """Return the levels of a set of shards in a folder. Raises ValueError for a channel of one number alone."""
     assert config.dtype is not None
     names = config.channel_names
-    stated = [_stated(config, name) for name in names]
+    ranges = config.range if isinstance(config.range, dict) else dict.fromkeys(names, config.range)
+    stated = [_stated(ranges.get(name) or "measured", config.dtype) for name in names]
     low, high, clipped = [], [], []
     for name, ends, (values, count) in zip(names, stated, _counted(folder, layout, records, stated), strict=True):
         least, most = ends or _measured(name, values, count)
@@ -47,12 +48,10 @@ def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Se
     )
 
 
-def _stated(config: DataConfig, name: str) -> tuple[float, float] | None:
+def _stated(chosen: Range, dtype: str) -> tuple[float, float] | None:
     """Return the range that the configuration states for a channel; None: it is measured."""
-    assert config.dtype is not None
-    chosen = config.range.get(name, "measured") if isinstance(config.range, dict) else config.range or "measured"
     if chosen == "file":
-        limits = np.iinfo(config.dtype)
+        limits = np.iinfo(dtype)
         return float(limits.min), float(limits.max)
     return None if chosen == "measured" else chosen
 

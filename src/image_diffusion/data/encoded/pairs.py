@@ -156,7 +156,7 @@ def write_pairs(
             made_from = digest(
                 {"format": FORMAT, "pairs": pairs.identity, "dtype": dtype, "inputs": pairs.made_from(shard)}
             )
-            record = _kept(pairs, shard, made_from, output)
+            record = _reusable(pairs, shard, made_from, output)
             if record is None:
                 record = _write(pairs, shard, layout, made_from, output, progress.advance)
                 written += 1
@@ -203,7 +203,7 @@ def _judge(bad: list[Quarantined], good: int, max_bad_fraction: float, output: P
         )
 
 
-def _kept(pairs: PairSet, shard: int, made_from: str, output: Path) -> ShardRecord | None:
+def _reusable(pairs: PairSet, shard: int, made_from: str, output: Path) -> ShardRecord | None:
     """Return the record of a shard that is already as it should be; None when it must be written.
 
     Where crops are of other files with equal pixels, the record is written with their ids.
