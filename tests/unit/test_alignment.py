@@ -89,6 +89,24 @@ def embedded(folder: Path) -> int:
     return write_pairs(made, "x", FeaturePairs().splits, "float16", folder / "features")[1]
 
 
+def test_images_saved_again_with_equal_pixels_change_the_ids_and_embed_nothing(tmp_path: Path) -> None:
+    def made(folder: Path) -> dict[str, bytes]:
+        source = {"type": "folder", "path": str(tmp_path / "in")}
+        data = {"name": "x", "source": source, "resolution": 8, "num_shards": 1}
+        crop_dataset(parse(DataConfig, data, "data"), folder / "crops")
+        written.append(embedded(folder))
+        return {path.name: path.read_bytes() for path in (folder / "features").iterdir()}
+
+    written: list[int] = []
+    (tmp_path / "in").mkdir()
+    for number in range(8):
+        (tmp_path / f"in/{number}.ppm").write_bytes(b"P6 8 8 255\n" + bytes([number * 30] * 192))
+    made(tmp_path)
+    for image in (tmp_path / "in").iterdir():
+        image.write_bytes(image.read_bytes().replace(b"P6 ", b"P6 # x\n"))
+    assert made(tmp_path) == made(tmp_path / "fresh") and written == [1, 0, 1]
+
+
 def training_of(folder: Path, sets: Path, steps: int, features: str | Path = "features", **changes: Any) -> Training:
     """A small training on those. changes: of the system."""
     plain = changes.get("alignment", 1) is None

@@ -53,6 +53,19 @@ def ome(numbers: NDArray[Any] = STACK[:1], axes: str = "ZYX", **metadata: Any) -
     return tiff(numbers, ome=True, metadata={"axes": axes, **metadata})
 
 
+def test_ome_xml_that_names_planes_of_another_file_is_refused() -> None:
+    """tifffile gives zeros in their place: one file a channel, or an acquisition that was aborted."""
+    whole = ome(STACK[:3], "CYX")
+    with tifffile.TiffFile(io.BytesIO(whole)) as file:
+        assert file.ome_metadata is not None
+        stated = file.ome_metadata.encode()
+    cuts = [tiff(STACK[:planes], photometric="minisblack", description=stated, metadata=None) for planes in (1, 2)]
+    assert np.array_equal(read(whole, channels=3).images[0], STACK[:3])
+    for cut in cuts:
+        with pytest.raises(BadImage, match="planes that its OME-XML names are not in the file: save all channels in"):
+            read(cut, channels=3)
+
+
 def test_every_page_is_an_image_where_the_configuration_says_so() -> None:
     images = read(ome(STACK), pages="all").images
     assert np.array_equal(np.stack(images), STACK[:, None])

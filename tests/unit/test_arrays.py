@@ -203,6 +203,19 @@ def test_channels_are_chosen_by_the_names_in_the_file(chosen: list[str]) -> None
     assert np.array_equal(read(data, channels=chosen), CYX[[NAMES.index(name) for name in chosen]])
 
 
+def test_names_in_the_file_are_not_taken_by_place_where_some_of_them_are_configured() -> None:
+    data = tiff(CYX, ome=True, metadata={"axes": "CYX", "Channel": {"Name": NAMES}})
+    last, first = NAMES[2].swapcase(), NAMES[0].swapcase()
+    assert np.array_equal(read(data, channels=[last, first]), CYX[[2, 0]])
+    for channels in ([last, "b", "c"], [last, "b"]):
+        stated = f"other channels: {', '.join(NAMES)}, but data.channels names {', '.join(channels)}"
+        with pytest.raises(BadImage, match=stated):
+            read(data, channels=channels)
+    assert np.array_equal(read(data, channels=["x", "y", "z"]), CYX)
+    twins = tiff(CYX, ome=True, metadata={"axes": "CYX", "Channel": {"Name": ["n", "N", "o"]}})
+    assert np.array_equal(read(twins, channels=["N", "O"]), CYX[1:])
+
+
 def test_channels_are_chosen_by_place_and_named_in_order() -> None:
     assert np.array_equal(read(npy(CYX), channels={0: "a", 2: "b"}, axes="CYX"), CYX[[0, 2]])
     assert np.array_equal(read(npy(CYX), channels=["a", "b", "c"]), CYX)
@@ -260,6 +273,7 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("negative", lambda: npy(-CYX.astype(np.int32)), {}, "uint16 does not hold: int32 from -4092 to -9"),
     ("fractions", lambda: npy(CYX / 2), {}, "uint16 does not hold: float64"),
     ("beyond float32", lambda: npy(np.full((3, 20, 24), 2**24 + 1)), {"dtype": "float32"}, "float32 does not hold"),
+    ("1e300", lambda: npy(np.where(CYX > 9, 1e300, 1)), {"dtype": "float32"}, "hold: float64 from 1 to 1e.300"),
     ("not a number", lambda: npy(np.full((3, 20, 24), np.nan)), {"dtype": "float32"}, "not finite"),
     ("infinite", lambda: npy(np.full((3, 20, 24), np.inf)), {"dtype": "float32"}, "not finite"),
     ("complex", lambda: npy(CYX.astype(complex)), {}, "no numbers: complex128"),
@@ -476,6 +490,26 @@ def test_floating_point_ranges_are_measured(tmp_path: Path) -> None:
     levels = crop_dataset(config(**values, num_shards=1), tmp_path / "crops").manifest["levels"]
     assert levels["low"][0] == pytest.approx(heights.min(), abs=10)
     assert levels["high"][0] == pytest.approx(heights.max(), abs=10)
+
+
+@pytest.mark.parametrize("hot", [None, 1e6, -3.4028235e38])
+@pytest.mark.parametrize("stated", [None, [-0.1, 1e39]])
+def test_floating_point_ranges_are_quantiles_whatever_one_pixel_is(
+    hot: float | None, stated: list[float] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "images").mkdir()
+    heights = np.random.default_rng(0).normal(0, 1, (80, 1, 16, 16)).astype(np.float32)
+    heights[:, :, 3] = -0.0
+    if hot is not None:
+        heights[7, 0, 5, 5] = hot
+    for number, image in enumerate(heights):
+        np.save(tmp_path / "images" / f"{number}.npy", image)
+    values = {"source": {"type": "folder", "path": str(tmp_path / "images")}, "channels": 1, "dtype": "float32"}
+    levels = crop_dataset(config(**values, num_shards=2, range=stated), tmp_path / "crops").manifest["levels"]
+    least, most = stated or np.quantile(heights, (0.0001, 0.9999), method="inverted_cdf").tolist()
+    assert (levels["low"][0], levels["high"][0]) == (least, most)
+    exact = heights.astype(np.float64)
+    assert levels["clipped"][0] == round(float(((exact < least) | (exact > most)).mean()), 8)
 
 
 def test_judges_see_floats_and_mirror_images_are_mirrored(tmp_path: Path) -> None:

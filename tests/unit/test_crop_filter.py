@@ -18,6 +18,7 @@ from PIL import Image
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.filter_expression import MissingValue, parse_rule
 from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.cropped.plan import plan_crops
 from image_diffusion.data.shards.records import read_record, tar_path
 from image_diffusion.stages.datasheet import write_datasheet
 
@@ -127,6 +128,14 @@ def test_images_of_which_the_rule_does_not_hold_are_left_out_and_told(tmp_path: 
     assert len(names) == 3 and sorted(reasons.values()) == ["data.keep: no aesthetic", *[f"data.keep: not {RULE}"] * 2]
     found = {each["kind"]: each for each in write_datasheet(tmp_path / "crops", tmp_path / "sheet", None)["findings"]}
     assert found["not wanted"]["examples"] == [f"{name}: {reason}" for name, reason in sorted(reasons.items())]
+
+
+def test_of_two_rows_of_an_image_the_first_decides(tmp_path: Path) -> None:
+    source = table(tmp_path) | {"label_column": "label"}
+    (tmp_path / "table.csv").write_text("path,label,score\n0.png,a,9\n1.png,b,9\n0.png,b,1\n")
+    data = {"name": "x", "source": source, "resolution": 6, "num_shards": 1, "keep": "score > 5"}
+    plan = plan_crops(DataConfig.model_validate(data))
+    assert [(item.name, item.label) for item in plan.listing.items] == [("0.png", 0), ("1.png", 1)]
 
 
 def test_a_rule_changes_no_shard_of_images_that_it_keeps(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.changes import refresh, remember
 from image_diffusion.data.sources.scikit_digits import digits
+from image_diffusion.data.sources.table import read_columns
 from image_diffusion.stages.datasheet import write_datasheet
 
 GENERATOR = np.random.default_rng(0)
@@ -339,6 +340,36 @@ def test_early_errors_are_one_line(
     with pytest.raises(ValueError, match=message) as error:
         list(parse(Source, source, "here").file_groups())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path,caption\na.png,x\nb.png,a cat, on a mat\n", "line 3 has 3 cells, the header 2; put texts with the"),
+        ("path,path,label\na.png,b.png,x\n", "two columns are named 'path'"),
+    ],
+)
+def test_a_csv_whose_rows_do_not_fit_its_header_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "table.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"table.csv is not valid CSV: {message}"):
+        read_columns(tmp_path / "table.csv")
+
+
+def test_a_cell_that_can_be_no_path_is_one_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(png(0))
+    (tmp_path / "table.csv").write_text(f"path\n0.png\n{'x' * 300}\na\0b\n")
+    source = parse(Source, {"type": "table", "path": str(tmp_path / "table.csv"), "label_column": None}, "here")
+    assert [group.names for group in source.file_groups()] == [["table.csv", "0.png"]]
+    data = {"name": "x", "source": source, "resolution": 8, "num_shards": 1, "max_bad_fraction": 0.9}
+    manifest = crop_dataset(DataConfig.model_validate(data), tmp_path / "out").manifest
+    assert (manifest["num_samples"], manifest["quarantined"]) == (1, 2)
+
+
+def test_blank_cells_and_columns_behind_the_others_are_none(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("path,label,,\na.png,x,,\nb.png,y,,,,\n")  # as spreadsheets write them
+    assert read_columns(tmp_path / "table.csv", "path", "label") == {
+        "path": ["a.png", "b.png"], "label": ["x", "y"], "": ["", ""]
+    }  # fmt: skip
 
 
 def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Path) -> None:

@@ -17,12 +17,24 @@ from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.centre_crop import centre_crop
 from image_diffusion.data.cropped.dataset import crop_dataset
-from image_diffusion.data.quality.duplicates import chains, groups, look, near_duplicates, pixel_hash, straddling
+from image_diffusion.data.quality.duplicates import (
+    chains,
+    grey,
+    groups,
+    image_views,
+    near_duplicates,
+    pixel_hash,
+    straddling,
+)
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record, record_path
 from photographs import CHANGES, tiles
 
 PHOTOGRAPHS = tiles()
+
+
+def look(crop: np.ndarray) -> str:
+    return image_views(grey(crop)[None])[0]
 
 
 def pixels(image: Image.Image, side: int = 64) -> NDArray[np.uint8]:

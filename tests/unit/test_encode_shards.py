@@ -159,6 +159,24 @@ def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Pat
         open_shards(tmp_path / "out", codec_identity=Halves().identity)
 
 
+def test_images_saved_again_with_equal_pixels_change_the_ids_and_encode_nothing(
+    tmp_path: Path, crops: Callable[[], Path]
+) -> None:
+    encode(tmp_path / "crops", tmp_path / "out")
+    before = bytes_of(tmp_path / "out")
+    for image in (tmp_path / "in/a").iterdir():
+        image.write_bytes(image.read_bytes().replace(b"P6 ", b"P6 # x\n", 1))
+    crops()
+    with pytest.raises(ValueError, match="was made from other crops or by another codec"):
+        write_manifest(tmp_path / "crops", tmp_path / "out", Halves(), EncodeConfig(batch_size=4))
+    assert encode(tmp_path / "crops", tmp_path / "out") == 0
+    after = bytes_of(tmp_path / "out")
+    assert {name for name in before if before[name] != after[name]} >= {"index.npy", "shard-00000.json"}
+    images, latents = open_shards(tmp_path / "crops", "all"), open_shards(tmp_path / "out", "all")
+    assert latents.join(images).num_samples == 23
+    assert all(before[name] == after[name] for name in before if name.endswith(".tar"))
+
+
 def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, crops: Callable[[], Path]) -> None:
     with pytest.raises(ValueError, match=r"not finite, or too large for float16, for [ab]/\d\d.ppm \(sample 0000"):
         encode(tmp_path / "crops", tmp_path / "out", Halves(poison=1))

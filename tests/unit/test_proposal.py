@@ -543,6 +543,21 @@ def test_a_folder_is_read_by_the_table_in_it(
     assert experiment.data.source == facts.source.model_copy(update={"label_column": None})  # classes of one image
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("captions.csv", "file,text\nimages/a/0.png,grey, and small\nimages/b/1.png,white\n"),
+        ("list.jsonl", '{"file": "images/a/0.png", "label": 1}\n{"file": "images/b/1.png", label: 2}'),
+    ],
+)
+def test_a_broken_table_that_names_images_is_not_passed_over(name: str, text: str, tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16), 4)
+    (tmp_path / "words.csv").write_text("word,text\nx,images,y\n")  # broken too, but names no images
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} is not valid"):
+        source_of(tmp_path)
+
+
 def test_a_table_without_paths_names_its_columns(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("image,label\nlost.png,x\n")
     with pytest.raises(

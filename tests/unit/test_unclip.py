@@ -59,7 +59,8 @@ def write_data(folder: Path, encoder: str = "brightness") -> None:
     for number in range(24):
         path = folder / "in" / ("dark", "light")[number % 2] / f"{number:02d}.ppm"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"P6 8 8 255\n" + bytes(noise[number] + 100 * (number % 2)))
+        if not path.exists():
+            path.write_bytes(b"P6 8 8 255\n" + bytes(noise[number] + 100 * (number % 2)))
     source = {"type": "folder", "path": str(folder / "in")}
     data = {"name": "x", "source": source, "resolution": 8, "num_shards": 3, "validation_fraction": 0.25}
     crop_dataset(parse(DataConfig, data, "data"), folder / "crops")
@@ -135,6 +136,16 @@ def test_an_embedding_goes_where_the_time_goes_and_becomes_tokens():
         torch.testing.assert_close(network(x, t, embedding=told), same, msg="there is no third way")
         with pytest.raises(ValueError, match="built for the conditions embedding of 16, but was called with none"):
             network(x, t)
+
+
+def test_pairs_have_the_ids_of_images_that_are_saved_again(data):
+    before = sorted(path.read_bytes() for path in (data / "pairs").glob("*.tar"))
+    for image in (data / "in/dark").iterdir():
+        image.write_bytes(image.read_bytes().replace(b"P6 ", b"P6 # x\n"))
+    write_data(data)
+    crops = open_shards(data / "crops", "all")
+    assert crops.join(open_shards(data / "pairs", "all")).num_samples == 24
+    assert before == sorted(path.read_bytes() for path in (data / "pairs").glob("*.tar"))
 
 
 def test_a_dropped_embedding_is_zeros():

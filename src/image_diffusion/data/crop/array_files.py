@@ -95,6 +95,8 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         if page.photometric == 3:
             raise BadImage("a palette: its numbers are names of colours")
         _check_pixels(series.shape, max_pixels)
+        if series.kind == "ome" and any(page is None for page in series):  # of which asarray makes zeros
+            raise BadImage("planes that its OME-XML names are not in the file: save all channels in one file")
         numbers, axes = series.asarray(), series.axes
         if page.photometric == 0:
             numbers = _inverted(numbers, page.bitspersample)

@@ -132,12 +132,25 @@ def _chosen(names: tuple[str, ...], count: int, channels: Channels, expected: in
         if max(places) >= count:
             raise BadImage(f"too few channels: {count}, but data.channels has {max(places)}, counted from 0")
         return places
-    if not isinstance(channels, int) and set(channels) <= set(names):
-        return [names.index(name) for name in channels]
+    if not isinstance(channels, int):
+        own = [_place(name, names) for name in channels]
+        places = [place for place in own if place is not None]
+        if len(set(places)) == len(channels):
+            return places
+        if places:
+            raise BadImage(f"other channels: {', '.join(names)}, but data.channels names {', '.join(channels)}")
     if expected != count:
         stated = f" ({', '.join(names)})" if names else ""
         raise BadImage(f"other channels: {count}{stated}, but data.channels has {expected}")
     return list(range(count))
+
+
+def _place(name: str, names: tuple[str, ...]) -> int | None:
+    """Return the place of a name, of which letters may be small or large where no other is the same; None without."""
+    if name in names:
+        return names.index(name)
+    folded = [other.casefold() for other in names]
+    return folded.index(name.casefold()) if name.casefold() in folded else None
 
 
 def _as_type(pixels: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -147,8 +160,11 @@ def _as_type(pixels: NDArray[Any], dtype: str) -> NDArray[Any]:
     low, high = pixels.min(), pixels.max()
     if not (np.isfinite(low) and np.isfinite(high)):
         raise BadImage("numbers that are not finite")
-    if dtype == "float32":
-        is_held = pixels.dtype.kind == "f" or max(-int(low), int(high)) <= _EXACT
+    if dtype == "float32" and pixels.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            is_held = bool(np.isfinite(np.array([low, high]).astype(np.float32)).all())
+    elif dtype == "float32":
+        is_held = max(-int(low), int(high)) <= _EXACT
     else:
         limits = np.iinfo(dtype)
         is_held = limits.min <= low and high <= limits.max

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +11,29 @@ from numpy.typing import NDArray
 
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.data.config import DataConfig
+from image_diffusion.data.config import DataConfig, Range
 from image_diffusion.data.shards.records import ShardRecord, tar_path
 from image_diffusion.data.shards.tar_layout import Layout
 
 QUANTILES = 0.0001, 0.9999
 """Quantiles of the numbers of a channel that are its measured range: a few hot pixels do not decide."""
-_BINS = 2**16  # in which floating-point numbers are counted, between the least and the greatest
+_HALF = 2**16  # values that half of the bits of float32 may have
 _AT_ONCE = 64  # crops
 _SAME_SIZE = 0.01  # relative difference of the sizes of pixels, which rounded sides of scaled images have
+
+_Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""Numbers, ascending, and how often each occurs."""
 
 
 def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Sequence[ShardRecord]) -> Levels:
     """Return the levels of a set of shards in a folder. Raises ValueError for a channel of one number alone."""
     assert config.dtype is not None
     names = config.channel_names
-    edges, counts = _counted(folder, layout, records)
+    ranges = config.range if isinstance(config.range, dict) else dict.fromkeys(names, config.range)
+    stated = [_stated(ranges.get(name) or "measured", config.dtype) for name in names]
     low, high, clipped = [], [], []
-    for name, values, count in zip(names, edges, counts, strict=True):
-        chosen = config.range.get(name, "measured") if isinstance(config.range, dict) else config.range or "measured"
-        if chosen == "file":
-            limits = np.iinfo(config.dtype)
-            chosen = float(limits.min), float(limits.max)
-        least, most = _measured(name, values, count) if chosen == "measured" else chosen
+    for name, ends, (values, count) in zip(names, stated, _counted(folder, layout, records, stated), strict=True):
+        least, most = ends or _measured(name, values, count)
         low.append(least)
         high.append(most)
         outside = count[(values < least) | (values > most)].sum()
@@ -46,6 +46,14 @@ def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Se
         clipped=tuple(clipped),
         pixel_size=_pixel_size(records),
     )
+
+
+def _stated(chosen: Range, dtype: str) -> tuple[float, float] | None:
+    """Return the range that the configuration states for a channel; None: it is measured."""
+    if chosen == "file":
+        limits = np.iinfo(dtype)
+        return float(limits.min), float(limits.max)
+    return None if chosen == "measured" else chosen
 
 
 def _pixel_size(records: Sequence[ShardRecord]) -> tuple[float, float] | None:
@@ -79,27 +87,75 @@ def _measured(name: str, values: NDArray[np.float64], counts: NDArray[np.int64])
 
 
 def _counted(
-    folder: Path, layout: Layout, records: Sequence[ShardRecord]
-) -> tuple[list[NDArray[np.float64]], list[NDArray[np.int64]]]:
-    """Return the numbers that may occur in each channel, ascending, and how often each does: every integer; of
-    floating-point numbers the centres of 65,536 bins between the least and the greatest."""
+    folder: Path, layout: Layout, records: Sequence[ShardRecord], stated: Sequence[tuple[float, float] | None]
+) -> list[_Counts]:
+    """Return the numbers that may occur in each channel, ascending, and how often each does. stated: range of each
+    channel; None: it is measured."""
     dtype, channels = np.dtype(layout.dtype), layout.shape[0]
-    if dtype.kind != "f":
-        first, size = int(np.iinfo(dtype).min), 2 ** (8 * dtype.itemsize)
-        totals = np.zeros((channels, size), np.int64)
-        for pixels in _arrays(folder, layout, records):
-            for channel in range(channels):
-                numbers = pixels[:, channel].astype(np.int32).ravel() - first
-                totals[channel] += np.bincount(numbers, minlength=size)
-        return [np.arange(first, first + size, dtype=np.float64)] * channels, list(totals)
-    low, high = np.full(channels, np.inf), np.full(channels, -np.inf)
-    for pixels in _arrays(folder, layout, records):
-        low, high = np.minimum(low, pixels.min((0, 2, 3))), np.maximum(high, pixels.max((0, 2, 3)))
-    totals = np.zeros((channels, _BINS), np.int64)
+    if dtype.kind == "f":
+        return _counted_floats(folder, layout, records, stated)
+    first, size = int(np.iinfo(dtype).min), 2 ** (8 * dtype.itemsize)
+    totals = np.zeros((channels, size), np.int64)
     for pixels in _arrays(folder, layout, records):
         for channel in range(channels):
-            totals[channel] += np.histogram(pixels[:, channel], _BINS, (low[channel], high[channel]))[0]
-    return [np.linspace(low[channel], high[channel], _BINS) for channel in range(channels)], list(totals)
+            numbers = pixels[:, channel].astype(np.int32).ravel() - first
+            totals[channel] += np.bincount(numbers, minlength=size)
+    return [(np.arange(first, first + size, dtype=np.float64), counts) for counts in totals]
+
+
+def _counted_floats(
+    folder: Path, layout: Layout, records: Sequence[ShardRecord], stated: Sequence[tuple[float, float] | None]
+) -> list[_Counts]:
+    """Return the same of float32. Numbers are counted by the upper half of their bits; then each number, where the
+    upper half is that of an end of the range or of the quantiles. Of others the least with that half stands for all."""
+    upper = np.zeros((layout.shape[0], _HALF), np.int64)
+    for pixels in _arrays(folder, layout, records):
+        for channel, counts in enumerate(upper):
+            counts += np.bincount(_ordered_bits(pixels[:, channel]) >> 16, minlength=_HALF)
+    exact = [
+        {half: np.zeros(_HALF, np.int64) for half in _halves_of_ends(counts, ends)}
+        for counts, ends in zip(upper, stated, strict=True)
+    ]
+    for pixels in _arrays(folder, layout, records):
+        for channel, halves in enumerate(exact):
+            bits = _ordered_bits(pixels[:, channel])
+            for half, counts in halves.items():
+                counts += np.bincount(bits[bits >> 16 == half] & (_HALF - 1), minlength=_HALF)
+    return [_merged(counts, halves) for counts, halves in zip(upper, exact, strict=True)]
+
+
+def _ordered_bits(numbers: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """Return the bits of numbers so that greater numbers have greater ones, [n]; those of -0 are those of 0."""
+    bits = (numbers + np.float32(0)).ravel().view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+
+
+def _numbers_of(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Return the numbers that have these ordered bits."""
+    plain = np.where(bits >> 31, bits & np.uint32(2**31 - 1), ~bits)
+    return plain.view(np.float32).astype(np.float64)
+
+
+def _halves_of_ends(counts: NDArray[np.int64], stated: tuple[float, float] | None) -> set[int]:
+    """Return the upper halves of the bits of the least and the greatest number, of the quantiles, and of the ends of a
+    stated range. counts: of each half."""
+    used, shares = np.flatnonzero(counts), counts.cumsum() / counts.sum()
+    with np.errstate(over="ignore"):  # an end beyond float32 is infinite
+        ends = _ordered_bits(np.array(stated or (), np.float64).astype(np.float32)) >> 16
+    return {int(half) for half in (used[0], used[-1], *np.searchsorted(shares, QUANTILES), *ends)}
+
+
+def _merged(upper: NDArray[np.int64], exact: Mapping[int, NDArray[np.int64]]) -> _Counts:
+    """Return numbers that occur, and their counts. upper: counts of each upper half of bits. exact: those of the lower
+    halves, by the upper one."""
+    upper = upper.copy()
+    upper[list(exact)] = 0
+    lower = np.arange(_HALF, dtype=np.uint32)
+    bits = np.concatenate([lower << 16, *(np.uint32(half << 16) | lower for half in exact)])
+    counts = np.concatenate([upper, *exact.values()])
+    used = np.flatnonzero(counts)
+    used = used[np.argsort(bits[used])]
+    return _numbers_of(bits[used]), counts[used]
 
 
 def _arrays(folder: Path, layout: Layout, records: Sequence[ShardRecord]) -> Iterator[NDArray[Any]]:

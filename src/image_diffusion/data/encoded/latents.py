@@ -11,7 +11,7 @@ file.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -113,8 +113,9 @@ def encode_shards(
 ) -> int:
     """Encode the shards of one part, those with `number % n == i` of part (i, n); returns how many were written.
 
-    codec: built for `settings.compute_dtype`. Shards that already hold what they should are kept. `write_manifest`
-    ends the set, once every part is done.
+    codec: built for `settings.compute_dtype`. Shards that already hold what they should are kept; their records follow
+    those of the crops, whose ids change where files are saved again with equal pixels. `write_manifest` ends the set,
+    once every part is done.
     Raises ValueError when the crops are damaged or the codec gives a number that is not finite.
     """
     index, of = part
@@ -125,11 +126,14 @@ def encode_shards(
     written = 0
     with Progress("encode", sum(counts[shard] for shard in mine), "image") as progress:
         for shard in mine:
-            if reusable_record(output, shard, _made_from(entries[shard], codec, settings)) is None:
+            record = reusable_record(output, shard, _made_from(entries[shard], codec, settings))
+            if record is None:
                 task.encode(shard, sum(counts[:shard]), output, progress.advance)
                 written += 1
-            else:
-                progress.advance(counts[shard])
+                continue
+            if record.samples != (samples := read_record(crops, shard).samples):  # of files with equal pixels
+                write_record(output, replace(record, samples=samples))
+            progress.advance(counts[shard])
     return written
 
 
@@ -144,7 +148,8 @@ def write_manifest(
     records = []
     for shard, entry in enumerate(source.manifest["shards"]):
         record = read_record(output, shard)
-        if record.made_from != _made_from(entry, codec, settings):
+        samples = read_record(crops, shard).samples
+        if record.made_from != _made_from(entry, codec, settings) or record.samples != samples:
             raise ValueError(
                 f"{tar_path(output, shard)} was made from other crops or by another codec. Run encode again."
             )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,6 +124,13 @@ class PairSet(Protocol):
         ...
 
 
+@runtime_checkable
+class MadeFromPixels(Protocol):
+    """A `PairSet` of which `made_from` is a digest of the pixels of crops, without the ids of their images."""
+
+    made_from_pixels: ClassVar[Literal[True]]
+
+
 def write_pairs(
     pairs: PairSet,
     name: str,
@@ -149,7 +156,7 @@ def write_pairs(
             made_from = digest(
                 {"format": FORMAT, "pairs": pairs.identity, "dtype": dtype, "inputs": pairs.made_from(shard)}
             )
-            record = reusable_record(output, shard, made_from)
+            record = _reusable(pairs, shard, made_from, output)
             if record is None:
                 record = _write(pairs, shard, layout, made_from, output, progress.advance)
                 written += 1
@@ -194,6 +201,25 @@ def _judge(bad: list[Quarantined], good: int, max_bad_fraction: float, output: P
             f"= {max_bad_fraction:g}. The first is {bad[0].path}: {bad[0].reason}. See {output / 'quarantine.csv'}; "
             f"repair or remove them, or raise the limit."
         )
+
+
+def _reusable(pairs: PairSet, shard: int, made_from: str, output: Path) -> ShardRecord | None:
+    """Return the record of a shard that is already as it should be; None when it must be written.
+
+    Where crops are of other files with equal pixels, the record is written with their ids.
+    """
+    record = reusable_record(output, shard, made_from)
+    if record is None or not isinstance(pairs, MadeFromPixels):
+        return record
+    samples = [replace(sample, key=sample_key(shard, number)) for number, sample in enumerate(pairs.samples(shard))]
+    images = {(sample.path, sample.view, sample.sha256) for sample in samples}
+    if images.issuperset((sample.path, sample.view, sample.sha256) for sample in record.samples):
+        return record
+    if len(samples) != len(record.samples):  # some were left out: which ones, their paths need not tell
+        return None
+    record = replace(record, samples=samples, quarantined=pairs.missing(shard))
+    write_record(output, record)
+    return record
 
 
 def _write(

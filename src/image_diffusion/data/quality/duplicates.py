@@ -63,13 +63,9 @@ def pixel_hash(pixels: NDArray[Any]) -> str:
     return hashlib.sha256(pixels.data).hexdigest()[:32]
 
 
-def look(pixels: NDArray[Any]) -> str:
-    """Return the appearance of a crop [C, H, W], as text for a record; empty where it is too faint to say."""
-    return image_views(grey(pixels)[None])[0]
-
-
 def image_views(greys: NDArray[np.uint8]) -> list[str]:
-    """Return the appearance of many crops in grey, [n, 32, 32]."""
+    """Return the appearance of many crops in grey, [n, 32, 32], as texts for a record; empty where one is too faint to
+    say."""
     windows = _windows()
     every = (windows @ greys.astype(np.float64) @ windows.T).reshape(-1, 3, _BITS, 3, _BITS)  # windows down and across
     signs = np.stack([every[:, down, :, across] > 0 for down, across in _VIEWS], axis=1).reshape(-1, len(_VIEWS), 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from image_diffusion.core.levels import DType
+from image_diffusion.core.texts import lines_in
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
@@ -19,7 +21,7 @@ from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.cropped.checks import DARK
 from image_diffusion.data.quality.masks import FOLDERS, MOST_LABELS, MaskFacts, images_beside_masks, masks_beside
 from image_diffusion.data.sources.archives.zip import ZipArchive
-from image_diffusion.data.sources.base import Item, Listing
+from image_diffusion.data.sources.base import Item, Listing, is_file
 from image_diffusion.data.sources.folder import Folder, stem_of
 from image_diffusion.data.sources.table import Table, read_columns
 
@@ -114,15 +116,31 @@ def source_of(path: Path) -> Images:
 def _table_in(folder: Path) -> Table | None:
     """Return the table in a folder that names images with their classes or captions; None unless there is just one.
 
-    Parquet files in a folder usually hold the images themselves, and are not read.
+    Parquet files in a folder usually hold the images themselves, and are not read. Raises ValueError for a table that
+    names images but is damaged.
     """
     tables = []
     for path in sorted(path for path in folder.iterdir() if path.name.endswith(_TEXT_TABLES)):
-        with suppress(ValueError):  # no table
+        try:
             table, columns = _read_table(path)
-            if table is not None and not columns.isdisjoint((*_LABELS, *_CAPTIONS)):
-                tables.append(table)
+        except ValueError:
+            if _names_images(path):
+                raise
+            continue
+        if table is not None and not columns.isdisjoint((*_LABELS, *_CAPTIONS)):
+            tables.append(table)
     return tables[0] if len(tables) == 1 else None
+
+
+def _names_images(path: Path) -> bool:
+    """True if a damaged table has a class or a caption in its first line, and a path of a file in most others."""
+    try:
+        lines = [re.split(r'[,;\t"]', line) for line in lines_in(path.read_bytes()) if line.strip()]
+    except ValueError:
+        return False
+    some = spread(lines[path.suffix != ".jsonl" :], READ)
+    named = sum(any(is_file(path.parent / cell) for cell in line) for line in some)
+    return 2 * named > len(some) and not {*_LABELS, *_CAPTIONS}.isdisjoint(lines[0])
 
 
 def _read_table(path: Path) -> tuple[Table | None, Set[str]]:
@@ -134,17 +152,10 @@ def _read_table(path: Path) -> tuple[Table | None, Set[str]]:
     columns = read_columns(path)
     for name, cells in columns.items():
         some = spread(cells, READ)
-        if 2 * sum(_is_file(path.parent / cell) for cell in some) > len(some):
+        if 2 * sum(is_file(path.parent / cell) for cell in some) > len(some):
             label = next((label for label in _LABELS if label in columns and label != name), None)
             return Table(path=str(path.resolve()), path_column=name, label_column=label), columns.keys()
     return None, columns.keys()
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a text too long for a path, or with a null character
-        return False
 
 
 def spread(values: Sequence[T], count: int) -> list[T]:

@@ -31,8 +31,8 @@ class Sample:
     """One sample of a shard: its key in the tar, and the image it was made from.
 
     path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
-    mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.look` of the crop.
-    brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
+    mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.image_views` of the
+    crop. brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
     neighbouring pixels, likewise. view: which of the crops of its image it is. values: `Stored.values` of the file.
     pixel_size: height and width of a pixel in micrometres. All from `format` on are empty where an earlier version
     wrote the record.

@@ -198,8 +198,11 @@ class RowSource(ImageSource):
         return captions_of(self.rows(columns))
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Return some columns, by the name of the image."""
-        return {name: dict(zip(names, row, strict=True)) for name, row in self.rows(names)}
+        """Return some columns, by the name of the image; of several rows the first, which gives the class, too."""
+        values: dict[str, dict[str, Any]] = {}
+        for name, row in self.rows(names):
+            values.setdefault(name, dict(zip(names, row, strict=True)))
+        return values
 
 
 @runtime_checkable
@@ -273,6 +276,14 @@ def check_size(size: int) -> None:
     """Raise OSError when an image file is too large to be one."""
     if size > LARGEST_IMAGE:
         raise OSError(errno.EFBIG, f"{size:,} bytes, more than {LARGEST_IMAGE:,}")
+
+
+def is_file(path: Path) -> bool:
+    """True if a path, which may be any text, is that of a file."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a text too long for a path, or with a null character
+        return False
 
 
 def read_image(path: Path) -> bytes:

@@ -17,7 +17,7 @@ from image_diffusion.core.files.atomic import Stamp, stamp_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.texts import cell_text, class_name, decoded, lines_in
 from image_diffusion.data.sources.arrow import open_table
-from image_diffusion.data.sources.base import FewFiles, Item, Listing, RowSource, number_labels, read_image
+from image_diffusion.data.sources.base import FewFiles, Item, Listing, RowSource, is_file, number_labels, read_image
 
 Part = Literal["path", "label", "caption"]
 
@@ -75,9 +75,9 @@ class PathTable(FewFiles, RowSource):
         folder = Path(self.path).absolute().parent
         try:
             return read_image(folder / str(item.address[0]))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of a null character in the path
             log_line_once(f"note: {self.path} names files that cannot be read. Relative paths begin in {folder}.")
-            reason = error.strerror or str(error)
+            reason = str(getattr(error, "strerror", None) or error)
             # Results record `strerror`, which must not contain a path of this machine; the log gets the whole path.
             unread = OSError(f"{reason}: {folder / str(item.address[0])}")
             unread.strerror = reason
@@ -89,7 +89,7 @@ class PathTable(FewFiles, RowSource):
         files = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
         for name, _ in self._labels():
             path = table.parent / name
-            if path.is_file():
+            if is_file(path):
                 files[name] = (str(path), stamp_of(path))
         return files
 
@@ -199,8 +199,18 @@ def read_columns(table: Path, *wanted: str) -> dict[str, list[str]]:
 def _read_csv(table: Path, delimiter: str = ",") -> dict[str, list[str]]:
     try:
         reader = csv.DictReader(io.StringIO(decoded(table.read_bytes()), newline=""), strict=True, delimiter=delimiter)
-        rows = list(reader)
-        return {name: [cell_text(row[name]) for row in rows] for name in reader.fieldnames or []}
+        names = reader.fieldnames or []
+        if twice := next((name for name in names if name and names.count(name) > 1), None):
+            raise csv.Error(f"two columns are named {twice!r}")
+        rows = []
+        for row in reader:
+            if any(surplus := row.get(None) or []):  # blank ones are those of spreadsheets
+                raise csv.Error(
+                    f"line {reader.line_num} has {len(names) + len(surplus)} cells, the header {len(names)}; "
+                    f"put texts with the delimiter {delimiter!r} in quotes"
+                )
+            rows.append(row)
+        return {name: [cell_text(row[name]) for row in rows] for name in names}
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{table} is not valid CSV: {error}.") from None
 

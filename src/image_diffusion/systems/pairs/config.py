@@ -224,6 +224,7 @@ class CropPairs(MadeOfCrops):
     kind: ClassVar[Literal["pairs"]] = "pairs"
     members: ClassVar = ("npy",)
     parts: ClassVar = PARTS
+    made_from_pixels: ClassVar[Literal[True]] = True
 
     def __init__(
         self, crops: Path, images: ImageEncoder, texts: TextEncoder, captions: Captions, source: Source | None

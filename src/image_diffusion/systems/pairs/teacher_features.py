@@ -77,6 +77,7 @@ class TeacherFeatures:
     members: ClassVar = ("npy", "flip.npy")
     parts: ClassVar = ()
     carried: ClassVar = ()
+    made_from_pixels: ClassVar[Literal[True]] = True
 
     def __init__(self, crops: Path, teacher: Teacher, described: dict[str, Any]) -> None:
         self._folder, self._teacher = crops, teacher
