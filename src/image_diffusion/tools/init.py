@@ -13,6 +13,7 @@ The Snakefile includes the rules, so that rules of your own can stand beside the
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ rule all:
         files.everything,
 """
 _EXPERIMENT, _DEMO = "mine", "experiments: [demo]"
+_LINK_TO_PAGE = re.compile(r"\[[^]]+\]\(\.\./(docs/[^)#]+)[^)]*\)")
 _IGNORED = "/results/\n/logs/\n/benchmarks/\n/.snakemake/\n/mlflow.db*\n/mlruns/\n"
 
 
@@ -62,6 +64,9 @@ def begin(folder: Path, experiment: str | None = None, files: Mapping[str, str] 
     check_new(folder)
     workflow = workflow_folder()
     shutil.copytree(workflow.parent / "config", folder / "config")
+    readme = folder / "config" / "README.md"  # whose pages are not in the project
+    text = _LINK_TO_PAGE.sub(r"`\1`", readme.read_text(encoding="utf-8"))
+    write_text(readme, f"{text}\nPages in `docs/` are in the repository of image-diffusion.\n")
     shutil.copytree(workflow / "profiles" / "default", folder / "profiles" / "default")
     shutil.copytree(workflow / "profiles" / "slurm", folder / "slurm")
     write_text(folder / ".gitignore", _IGNORED)
