@@ -47,7 +47,7 @@ class Shards:
 
     num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes.
     shape, dtype: of one stored sample. levels: of crops that are arrays; None of all else. manifest: the set's
-    manifest. digest: changes when any sample, its order or its split does. beside: other sets that have been joined to
+    manifest. digest: that of `content_digest`. beside: other sets that have been joined to
     it, sample by sample, by their kind. renders: see `open_shards`.
     """
 

@@ -202,7 +202,8 @@ def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str,
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
-    """Return a digest that changes when any sample, its order or its split does, and with nothing else."""
+    """Return a digest that changes when any sample, its order or the share of a split does, and with nothing else: not
+    when files are saved again with equal pixels, after which other images may be held out."""
     names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
     # Absent keys are left out, so that manifests from before these keys keep their digest.
     chosen = {name: manifest[name] for name in ("not_held_out", "held_out", "levels") if manifest.get(name)}
