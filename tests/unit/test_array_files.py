@@ -76,7 +76,7 @@ def test_every_page_is_an_image_where_the_configuration_says_so() -> None:
 
 
 def test_pages_of_a_file_are_crops_of_one_image_and_one_split(tmp_path: Path) -> None:
-    for number in range(12):
+    for number in range(30):
         (tmp_path / f"in/{number}.tif").parent.mkdir(exist_ok=True)
         (tmp_path / f"in/{number}.tif").write_bytes(
             ome(np.random.default_rng(number).integers(0, 99, STACK.shape).astype(np.uint16))
@@ -84,7 +84,7 @@ def test_pages_of_a_file_are_crops_of_one_image_and_one_split(tmp_path: Path) ->
     source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"}
     crop_dataset(config(source=source, pages="all", validation_fraction=0.4, num_shards=2), tmp_path / "out")
     splits = [open_shards(tmp_path / "out", split) for split in ("train", "validation")]
-    assert sum(split.num_samples for split in splits) == 48
+    assert sum(split.num_samples for split in splits) == 120
     assert all(split.num_samples % 4 == 0 and split.num_samples for split in splits)
 
 

@@ -54,6 +54,7 @@ def test_changed_copies_are_found(change: str, side: int) -> None:
     count = len(PHOTOGRAPHS)
     crops = [pixels(image, side) for image in (*PHOTOGRAPHS, *map(CHANGES[change], PHOTOGRAPHS))]
     texts = [look(crop) for crop in crops]
+    assert near_duplicates(texts, lambda i: crops[i], []) == []  # of a few images, none may be held out
     found = near_duplicates(texts, lambda i: crops[i], processes=2)
     assert found is not None and all(second - first == count for first, second, _ in found)
     assert len(found) >= 0.95 * count

@@ -124,11 +124,11 @@ def near_duplicates(
     its place. of: compare only these with all; unset: all with all. processes: how many threads compare.
     """
     seen = np.array([place for place, text in enumerate(texts) if text], dtype=np.int64)
-    if len(seen) < 2:
+    queries = np.arange(len(seen)) if of is None else np.flatnonzero(np.isin(seen, list(of)))
+    if len(seen) < 2 or not len(queries):
         return []
     data = bytes.fromhex("".join(texts[place] for place in seen))
     bits = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, len(_VIEWS))
-    queries = np.arange(len(seen)) if of is None else np.flatnonzero(np.isin(seen, list(of)))
     close = _close(bits, queries, processes)
     if close is None:
         return None
