@@ -13,7 +13,8 @@ from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.shards.records import Quarantined, ShardRecord
 
 _HALF, DARK = 2**15, 2**13
-"""Images of 16 bits that use no number from here on have some other range, and are nearly black in this one."""
+"""Images of 16 bits that use no number from the first on have some other range; from the second on, they are nearly
+black in this one."""
 
 
 def check_rejects(bad: Sequence[Quarantined], total: int, max_bad_fraction: float, table: Path) -> None:

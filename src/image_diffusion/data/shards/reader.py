@@ -47,8 +47,8 @@ class Shards:
 
     num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes.
     shape, dtype: of one stored sample. levels: of crops that are arrays; None of all else. manifest: the set's
-    manifest. digest: that of `content_digest`. beside: other sets that have been joined to
-    it, sample by sample, by their kind. renders: see `open_shards`.
+    manifest. digest: that of `content_digest`. beside: other sets that have been joined to it, sample by sample, by
+    their kind. renders: see `open_shards`.
     """
 
     def __init__(
