@@ -1,13 +1,17 @@
 """Train image diffusion models from a folder of images: one graph from image to report."""
 
+from typing import Any
 
-def __getattr__(name: str) -> str:
-    """`__version__`, which is looked up when it is asked for: stages start often, and ask for it seldom."""
+
+def __getattr__(name: str) -> Any:
+    """`load`, and `__version__`: they are looked up when they are asked for, as stages start often and need neither."""
+    from importlib import import_module, metadata
+
+    if name == "load":
+        return import_module("image_diffusion.tools.load").load
     if name != "__version__":
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
-        return version("image-diffusion")
-    except PackageNotFoundError:  # sources that nobody has installed
+        return metadata.version("image-diffusion")
+    except metadata.PackageNotFoundError:  # sources that nobody has installed
         return "0"

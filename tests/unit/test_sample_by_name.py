@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import image_diffusion
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.files.npz import read_arrays
 from image_diffusion.stages import sample
@@ -87,3 +88,28 @@ def test_the_files_of_the_experiments_it_builds_on_are_found(results: Path) -> N
         results / "small/samples/samples.npz",
         crop=results / "datasets/dots-16/config/crop.yaml",
     )
+
+
+def test_from_python_a_row_of_a_table_is_an_image_as_the_command_draws_it(results: Path) -> None:
+    images, labels = drawn("mine", "--num", "3", "--seed", "0")
+    make = image_diffusion.load("mine")
+    assert np.array_equal(make({"seed": range(3), "label": labels}), images)
+    assert np.array_equal(make({"seed": [1]}), images[1:2]), "without a class, that of `sample`"
+    assert len(make({"seed": range(2), "class": "light"})) == 2
+    other = image_diffusion.load(results / "mine", seed=1)
+    assert not np.array_equal(other({"seed": range(3)}), images)
+
+
+def test_from_python_a_mistake_is_one_clear_line(results: Path) -> None:
+    with pytest.raises(ValueError, match="'mien' is no trained experiment"):
+        image_diffusion.load("mien")
+    with pytest.raises(ValueError, match="stpes is not a known key"):
+        image_diffusion.load("mine", stpes=1)
+    make = image_diffusion.load("mine")
+    for request, message in (
+        ({"seed": [0], "clas": ["light"]}, "Unknown column 'clas'. The model takes seed, label, class."),
+        ({"class": ["light"]}, "The column 'seed' is missing. The model takes seed, label, class."),
+        ({"seed": []}, "The table has no rows. Give a row for each image."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(request)

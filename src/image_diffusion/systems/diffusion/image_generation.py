@@ -114,11 +114,6 @@ class ImageSampling(Sampling, ABC):
     def maker(self, inputs: SamplingInputs) -> ImageMaker:
         settings, model = inputs.settings, inputs.model
         weaker = inputs.load(Path(settings.weaker_weights)) if settings.weaker_weights else None
-        if weaker is not None and (weaker.spec, weaker.codec) != (model.spec, model.codec):
-            raise ValueError(
-                f"sample.weaker_weights {settings.weaker_weights} was trained on other data or another codec than the "
-                f"network that it is to guide. Name a weaker network of the same data."
-            )
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
         image_source = ImageSource(model.spec, inputs.small_images)
         request = self.condition.sampling_request(
@@ -240,6 +235,11 @@ class ImageSampling(Sampling, ABC):
         request: SamplingRequest,
         pictures: Pictures | None = None,
     ) -> Generates:
+        if weaker is not None and (weaker.spec, weaker.codec) != (model.spec, model.codec):
+            raise ValueError(
+                f"sample.weaker_weights {settings.weaker_weights} was trained on other data or another codec than the "
+                f"network that it is to guide. Name a weaker network of the same data."
+            )
         other = on_best_device(weaker) if weaker is not None else None
         return self.generator(on_best_device(model), model.spec, codec, settings, other, request.null, pictures)
 
