@@ -23,8 +23,12 @@ import image_diffusion.stages.export
 import image_diffusion.stages.sample
 import image_diffusion.stages.train
 from exported import load
-from image_diffusion.core.config.base import to_yaml
+from image_diffusion.core.config.base import parse, to_yaml
+from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.types import EMBEDDING, IMAGE
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.metrics.samples import read_samples
@@ -32,6 +36,8 @@ from image_diffusion.systems.diffusion.conditioning import Part, VectorCondition
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.training.load_model import load_model
 from image_diffusion.workflow.inputs import Files
 from image_diffusion.workflow.plans import Plans
@@ -323,6 +329,32 @@ def test_an_image_that_lacks_one_of_the_sets_is_left_out_of_all(made: Made) -> N
         assert torch.equal(alone.gather_of(kind, np.array(kept)), together), kind
     with pytest.raises(ValueError, match="Two sets hold images. Name one set of each kind."):
         crops.join(open_shards(dataset / "images", "all"))
+
+
+def test_equal_images_keep_their_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three pairs of equal images in one shard: of one an image is held out, of one an image has no number."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
+    for number in range(6):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        Image.fromarray(pixels[number % 3]).save(tmp_path / "in" / f"{number}.png")
+    (tmp_path / "numbers.csv").write_text("\n".join(["path,age", *(f"{n}.png,{n}" for n in (0, 1, 3, 4, 5))]))
+    source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"}
+    data = {"name": "x", "source": source, "resolution": 8, "num_shards": 1, "held_out": ["0.png"]}
+    crop_dataset(parse(DataConfig, data, "data"), tmp_path / "crops")
+    numbers = parse(NumberPairs, {"columns": ["age"], "table": str(tmp_path / "numbers.csv")}, "pairs")
+    made = numbers.build(PairInputs(tmp_path / "crops", None, 1, None, torch.device("cpu")))
+    manifest, _ = write_pairs(made, "x", numbers.splits, "float32", tmp_path / "numbers", 0.5)
+    ages = {}
+    for split in ("train", "validation"):
+        joined = open_shards(tmp_path / "crops", split).join(open_shards(tmp_path / "numbers", "all"))
+        (rows,) = joined.gather_beside(np.arange(joined.num_samples))
+        ages[split] = [row["age"] for row in NumberColumns.described(manifest["pairs"]).values(rows)]
+        shown = joined.gather(np.arange(joined.num_samples)).movedim(1, -1).numpy()
+        assert all((image == pixels[int(age) % 3]).all() for image, age in zip(shown, ages[split], strict=True))
+    assert {split: sorted(values) for split, values in ages.items()} == {"train": [1, 3, 4], "validation": [0]}
+    assert "warning: 2 of 5 crops are left out: of equal images in a shard some have no numbers" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_list_of_one_set_is_the_set_alone(made: Made, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from image_diffusion.core.files.checksums import Inspection, check_files
 from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.names import inside
+from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.process.secrets import shown
 from image_diffusion.data.shards.manifest import check_manifest
 from image_diffusion.data.shards.mmap import Region
@@ -75,7 +77,6 @@ class Shards:
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
         self.num_samples = len(chosen)
         self._chosen = chosen
-        self._content: NDArray[np.uint64] = index["content"][chosen]
 
         # A tar is made of blocks and every array begins at the same place of one. So the shards side by side are a
         # table with a row for each block, most of them never asked for, and a gather is one selection of rows.
@@ -176,8 +177,8 @@ class Shards:
 
     def _take(self, rows: NDArray[np.int64]) -> None:
         """Keep only some of the samples, by number."""
-        self.labels, self._content, self._shard = self.labels[rows], self._content[rows], self._shard[rows]
-        self._row, self._chosen, self.num_samples = self._row[rows], self._chosen[rows], len(rows)
+        self.labels, self._shard, self._row = self.labels[rows], self._shard[rows], self._row[rows]
+        self._chosen, self.num_samples = self._chosen[rows], len(rows)
 
     def hold(self) -> Shards:
         """Read every sample into memory once and gather from there. Returns itself."""
@@ -334,24 +335,39 @@ def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _common(first: Shards, second: Shards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of the samples that two sets share, in the order of the first."""
-    _, mine, theirs = np.intersect1d(_keys(first), _keys(second), assume_unique=True, return_indices=True)
+    """Return the numbers of the samples that two sets share, in the order of the first. Of equal samples of which one
+    set lacks some, it cannot be known which, so that they are left out, and a line says how many."""
+    keys, others = _keys(first), _keys(second)
+    _, mine, theirs = np.intersect1d(keys, others, assume_unique=True, return_indices=True)
     order = np.argsort(mine)
+    rest, place = np.delete(keys, mine), ["shard", "content"]
+    unclear = int(np.isin(repack_fields(rest[place]), repack_fields(others[place])).sum())
+    if unclear:
+        kinds = first.manifest["kind"], second.manifest["kind"]
+        log_line_once(
+            f"warning: {unclear:,} of {first.num_samples:,} {kinds[0]} are left out: of equal images in a shard some "
+            f"have no {kinds[1]}."
+        )
     return mine[order], theirs[order]
 
 
 def _keys(shards: Shards) -> NDArray[np.void]:
-    """Return a key that distinguishes each sample from all others: its shard, its content, and how many equal ones the
-    shard has before."""
-    number, content, count = shards._shard, shards._content, shards.num_samples
+    """Return a key that distinguishes each sample from all others: its shard, its content, how many equal ones the
+    shard has before, and how many in all, whatever their splits are."""
+    content = shards._read_index()["content"]
+    counts = [entry["num_samples"] for entry in shards.manifest["shards"]]
+    number = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((content, number))  # stable
-    begins = np.ones(count, dtype=np.bool_)
+    begins = np.ones(len(content), dtype=np.bool_)
     begins[1:] = (number[order][1:] != number[order][:-1]) | (content[order][1:] != content[order][:-1])
-    position = np.arange(count)
-    keys = np.empty(count, dtype=[("shard", "<i8"), ("content", "<u8"), ("nth", "<i8")])
+    firsts = np.flatnonzero(begins)
+    equal = np.diff(firsts, append=len(content))
+    keys = np.empty(len(content), dtype=[("shard", "<i8"), ("content", "<u8"), ("nth", "<i8"), ("equal", "<i8")])
     keys["shard"], keys["content"] = number, content
-    keys["nth"][order] = position - np.maximum.accumulate(np.where(begins, position, 0))
-    return keys
+    keys["nth"][order] = np.arange(len(content)) - np.repeat(firsts, equal)
+    keys["equal"][order] = np.repeat(equal, equal)
+    chosen: NDArray[np.void] = keys[shards._chosen]
+    return chosen
 
 
 def _short(identity: dict[str, Any]) -> str:
