@@ -137,6 +137,29 @@ def test_numbers_lie_beside_the_crops_on_the_scale_of_the_training_images(data: 
     assert held_out.num_samples + joined.num_samples == 24
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "values"),
+    [
+        (1.7e9, 1.7e9 + 63, [1.7e9, 1.7e9 + 33, 1.7e9 + 63]),
+        (0, 6, [0, 1, 5]),
+        (20200101, 20241231, [20240131]),
+        (-0.4, 0.4, [0.15, 0.25]),
+        (0, 1e-9, [3e-10]),
+        (5, 1e300, [5, 1e300]),
+    ],
+)
+def test_a_number_is_read_back_to_7_digits_of_its_range(low: float, high: float, values: list[float]) -> None:
+    columns = NumberColumns(("age",), ((low, high),))
+    rows = [{"age": value} for value in values]
+    read = [row["age"] for row in columns.values(columns.scaled(rows))]
+    assert read == values if high < 1e300 else read == pytest.approx(values, abs=high * 1e-7)
+
+
+def test_warnings_show_all_digits_of_a_number() -> None:
+    columns = NumberColumns(("time",), ((1.7e9, 1.7e9 + 63),))
+    assert columns.outside([{"time": 1.7e9 + 64}]) == ["time 1700000064 (trained on 1700000000 to 1700000063)"]
+
+
 def test_an_image_without_a_row_is_quarantined_and_an_edited_number_writes_its_shard_again(tmp_path: Path) -> None:
     config = write_data(tmp_path)
     table = tmp_path / "numbers.csv"

@@ -38,14 +38,16 @@ class NumberColumns:
         return scaled.float()
 
     def values(self, scaled: Tensor) -> list[dict[str, float]]:
-        """Return the numbers by name that images have, from what `scaled` returned. They are rounded to 7 digits."""
+        """Return the numbers by name that images have, from what `scaled` returned. They are rounded to 7 digits of
+        their range."""
+        digits = [6 - math.floor(math.log10(high - low)) for low, high in self.ranges]
         rows = []
         for image in scaled.double().tolist():
-            columns = zip(self.names, self.ranges, image, strict=True)
+            columns = zip(self.names, self.ranges, digits, image, strict=True)
             rows.append(
                 {
-                    name: float(f"{(low + high + (high - low) * value) / 2:.7g}")
-                    for name, (low, high), (value, exists) in columns
+                    name: round((low + high + (high - low) * value) / 2, places)
+                    for name, (low, high), places, (value, exists) in columns
                     if exists
                 }
             )
@@ -58,7 +60,7 @@ class NumberColumns:
             values = [value for row in rows if (value := row.get(name)) is not None]
             far = next((value for value in values if not low <= value <= high), None)
             if far is not None:
-                phrases.append(f"{name} {far:g} (trained on {low:g} to {high:g})")
+                phrases.append(f"{name} {far:.10g} (trained on {low:.10g} to {high:.10g})")
         return phrases
 
 
@@ -88,7 +90,7 @@ def measured(names: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -
         values = [value for row in rows if (value := row.get(name)) is not None]
         low, high = (min(values), max(values)) if values else (0.0, 0.0)
         if low == high:
-            what = f"is {low:g} in every training image" if values else "has no number in any training image"
+            what = f"is {low:.10g} in every training image" if values else "has no number in any training image"
             raise ValueError(f"pairs.columns: {name} {what}, so that nothing can be learnt from it. Leave it out.")
         ranges.append((low, high))
     return NumberColumns(tuple(names), tuple(ranges))

@@ -102,7 +102,7 @@ def _request(
 ) -> SamplingRequest:
     """Return the request for images with these numbers, which its titles show."""
     titles = [
-        ", ".join(f"{name} {value:g}" for name in columns.names if (value := row.get(name)) is not None) or "no number"
+        ", ".join(f"{name} {value:.10g}" for name in columns.names if (value := row.get(name)) is not None) or "no number"
         for row in values
     ]
     conditions = {name: [row.get(name) for row in values] for name in columns.names}
