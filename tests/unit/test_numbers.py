@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor
@@ -227,6 +228,9 @@ def test_a_column_that_never_changes_and_a_column_of_the_class_are_refused(tmp_p
         stored(tmp_path, config, columns=["age"])
     with pytest.raises(ValueError, match="label is the name of an image's class. Rename the column"):
         parse(NumberPairs, {"columns": ["age", "label"]}, "pairs")
+    for name in ("seed", "class", "prompt", "image"):
+        with pytest.raises(ValueError, match=f"{name} is the name of another column of a request. Rename the column"):
+            parse(NumberPairs, {"columns": ["age", name]}, "pairs")
     with pytest.raises(ValueError, match="age is named twice"):
         parse(NumberPairs, {"columns": ["age", "age"]}, "pairs")
 
@@ -310,6 +314,16 @@ def test_numbers_alone_leave_the_class_out(data: Path, tmp_path: Path) -> None:
         ValueError, match="sample.conditions names years, which is no column of pairs.columns. Known: age"
     ):
         images(tmp_path / "out", conditions=[{"years": 25}])
+
+
+def test_a_served_model_of_before_takes_its_number_called_class(data: Path, tmp_path: Path) -> None:
+    trained(data, SYSTEMS["dit"] | {"condition": {"type": "numbers"}}, tmp_path / "out")
+    model = load_model(tmp_path / "out")
+    model.pairs["numbers"]["columns"] = ["class", "dose"]
+    config = parse(SampleConfig, {"sampler": SAMPLER}, "sample")
+    predict = model.system.sampling().predictor(model, config, lambda: load_codec(model, None, CPU), None)
+    young, old = predict(pandas.DataFrame({"seed": [0, 0], "class": [22.0, 40.0]}))
+    assert not np.array_equal(young, old)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -17,8 +17,8 @@ from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
 
 COUNT = "count"
 """Column of a table that says how many images of a row are asked for."""
-TAKEN = frozenset({COUNT, "file_name", "image", "seed"})
-"""Columns that a table or the files of a set have beside the class and the numbers."""
+TAKEN = frozenset({COUNT, "file_name"})
+"""Further names that a column of numbers must not have: of a table, and of the files of a set."""
 _KEY = "synthesize.table"
 
 

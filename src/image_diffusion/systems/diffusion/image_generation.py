@@ -203,7 +203,7 @@ class ImageSampling(Sampling, ABC):
                 labels = requested_labels(
                     named or settings.labels, model.classes, seeds, settings.seed, model.untrained, first_seed
                 )
-            rows = table.drop(columns=["seed", LABEL, "class"], errors="ignore").to_dict("records")
+            rows = table.drop(columns=["seed", LABEL], errors="ignore").to_dict("records")
             request = self.condition.sampling_request(
                 ConditionInputs(
                     settings.model_copy(update={"conditions": None}),

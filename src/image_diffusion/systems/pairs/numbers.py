@@ -22,6 +22,8 @@ from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 
 LABEL = "label"
 """Name that stands for the class beside numbers (sample.conditions), and so for no column."""
+_OF_REQUESTS = frozenset({"class", "image", "prompt", "seed"})
+"""Other columns of a request to a model."""
 
 Row = Mapping[str, float | None]
 
@@ -50,6 +52,8 @@ class NumberPairs(BesideCrops):
             raise ValueError(f"{twice} is named twice. Name each column once.")
         if LABEL in value:
             raise ValueError(f"{LABEL} is the name of an image's class. Rename the column.")
+        if taken := sorted(_OF_REQUESTS.intersection(value)):
+            raise ValueError(f"{taken[0]} is the name of another column of a request. Rename the column.")
         return value
 
     @property
