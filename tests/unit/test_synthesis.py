@@ -328,6 +328,21 @@ def test_a_table_says_how_many_images_of_each_row(tmp_path: Path) -> None:
     assert like.settings["labels"] == ["cat", "a/b", "cat"] and like.num_of_each.tolist() == [1, 2]
 
 
+def test_a_fraction_of_spare_images_is_spread_over_the_groups(tmp_path: Path) -> None:
+    config = SynthesizeConfig(table=a_table(tmp_path, "label,count\ncat,100\ndog,100\n"))
+    request = requested(config, a_split([]), None)
+    drawn = request.drawn(1.5)
+    groups = request.group_of_each(drawn["num_samples"])
+    assert np.bincount(groups).tolist() == [150, 150]
+    assert drawn["labels"] == [("cat", "dog")[group] for group in groups]
+    assert request.drawn(2)["labels"] == request.settings["labels"], "whole multiples keep their bytes"
+    like = requested(SynthesizeConfig(like="train"), a_split(["a/b", "cat"]), None)
+    assert like.drawn(1.5)["labels"] == ["cat", "a/b", "cat", "a/b", "cat"]
+    balanced = requested(SynthesizeConfig(per_class=4), a_split(["a/b", "cat"]), None)
+    assert balanced.drawn(1.5)["labels"] == "balanced"
+    assert balanced.group_of_each(12).tolist() == [0, 1] * 6
+
+
 @pytest.mark.parametrize(
     ("text", "columns", "words"),
     [

@@ -26,7 +26,7 @@ _KEY = "synthesize.table"
 class Request:
     """Images that a set asks for.
 
-    settings: values of the section `sample` that draw them, `num_samples` of them; more images repeat them in turn.
+    settings: values of the section `sample` that draw them, `num_samples` of them; more images repeat them.
     groups: int64 [N], the group of each image: its class, its row of the table. An image may take the place of another
     one of its group.
     """
@@ -41,11 +41,26 @@ class Request:
 
     def drawn(self, times: float) -> dict[str, Any]:
         """Return the values of the section `sample` that draw `times` as many images."""
-        return self.settings | {"num_samples": int(np.ceil(times * len(self.groups)))}
+        count = int(np.ceil(times * len(self.groups)))
+        drawn = self.settings | {"num_samples": count}
+        if count % len(self.groups):  # else what is listed repeats itself in turn
+            rows = self._rows(count).tolist()
+            drawn |= {key: [of[row] for row in rows] for key, of in self.settings.items() if isinstance(of, list)}
+        return drawn
 
     def group_of_each(self, num_drawn: int) -> NDArray[np.int64]:
         """Return the group of each image that was drawn, int64 [num_drawn]."""
-        return self.groups[np.arange(num_drawn) % len(self.groups)]
+        return self.groups[self._rows(num_drawn)]
+
+    def _rows(self, num_drawn: int) -> NDArray[np.int64]:
+        """Return which of the requested images each one repeats that is drawn: all in turn; then, where the settings
+        list them, the same share of each group."""
+        turns, spare = divmod(num_drawn, len(self.groups))
+        rows = np.arange(num_drawn) % len(self.groups)
+        if spare and any(isinstance(value, list) for value in self.settings.values()):
+            by_group = np.argsort(self.groups, kind="stable")
+            rows[turns * len(self.groups) :] = by_group[np.arange(spare) * len(self.groups) // spare]
+        return rows
 
 
 def requested(config: SynthesizeConfig, train: Shards, columns: NumberColumns | None) -> Request:
