@@ -177,6 +177,7 @@ def test_the_sets_that_classifiers_are_trained_on() -> None:
     }
     assert len(training_sets(real, stripes(4, 1))["real_and_all"]) == 14
     assert rarest_classes(torch.tensor([0, 0, 1, 2, 2, 3, 3]), 4).tolist() == [1]
+    assert rarest_classes(torch.tensor([1, 1, 2, 3, 3]), 4).tolist() == [2], "a class without images is not learnt"
 
 
 def two_classes(count: int = 6) -> Samples:

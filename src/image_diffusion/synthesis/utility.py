@@ -178,7 +178,7 @@ def utility(
 ) -> dict[str, Estimate]:
     """Return the mean scores on held-out images, by what the networks were trained on, and the gains: the score with
     real images and the largest multiple of synthetic ones, less that with real images alone; with classes `gain_rarest`
-    over the rarest quarter of them.
+    over the rarest quarter of those with real images.
 
     num_seeds: networks of each kind, two or more; steps: of each. Intervals are over seeds and held-out images
     (`crossed_mean`).
@@ -245,9 +245,10 @@ def _network(channels: int, outputs: int) -> nn.Sequential:
 
 
 def rarest_classes(labels: Tensor, num_classes: int) -> Tensor:
-    """Return the quarter of the classes, at least one, that have the fewest images, int64."""
+    """Return the quarter of the classes that have images, at least one, that have the fewest, int64."""
     counts = torch.bincount(labels, minlength=num_classes)
-    return counts.argsort(stable=True)[: max(1, num_classes // 4)]
+    present = counts.nonzero().squeeze(1)
+    return present[counts[present].argsort(stable=True)[: max(1, len(present) // 4)]]
 
 
 def crossed_mean(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Estimate:
