@@ -344,6 +344,21 @@ def test_a_fraction_of_spare_images_is_spread_over_the_groups(tmp_path: Path) ->
     assert balanced.group_of_each(12).tolist() == [0, 1] * 6
 
 
+def test_rows_name_the_class_where_the_network_takes_it(tmp_path: Path) -> None:
+    columns = NumberColumns(("age",), ((0, 100),))
+    train = a_split(["a/b", "cat"])
+    train.gather_of = lambda kind, rows: columns.scaled([{"age": 10}, {"age": 20}, {"age": 30}])
+    like = SynthesizeConfig(like="train")
+    assert requested(like, train, columns, takes_classes=False).settings["conditions"][0] == {"age": 10}
+    both = requested(like, train, columns).settings
+    assert both["conditions"][0] == {"age": 10, "label": "cat"}
+    assert both["labels"] == "balanced", "in place of sample.labels"
+    table = SynthesizeConfig(table=a_table(tmp_path, "age,label\n40,cat\n"))
+    assert requested(table, train, columns).settings["labels"] == "balanced"
+    table = SynthesizeConfig(table=a_table(tmp_path, "age\n40\n"))
+    assert "labels" not in requested(table, train, columns).settings
+
+
 @pytest.mark.parametrize(
     ("text", "columns", "words"),
     [

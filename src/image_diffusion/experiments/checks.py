@@ -104,6 +104,11 @@ def check_synthesize(experiment: Experiment) -> None:
         )
     if config.table is not None:
         rows, _ = read_table(config.table, columns)
+        if LABEL in rows[0] and not sampling.takes_classes:
+            raise ValueError(
+                "synthesize.table names a label, but the network takes no classes. Leave it out, or add {type: label} "
+                "to system.condition."
+            )
         classes = experiment.data.source.known_classes()
         if classes is not None and LABEL in rows[0]:
             for row in rows:

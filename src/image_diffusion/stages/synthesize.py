@@ -80,7 +80,7 @@ def main() -> None:
         for split in with_numbers:  # leaves out the images that have none
             for manifest in arguments.pairs:
                 split.join(open_shards(manifest.parent, "all"))
-    request = requested(config, with_numbers[0], columns)
+    request = requested(config, with_numbers[0], columns, model.system.sampling().takes_classes)
     sample = load_sections(arguments.sample, ["sample"], model.system.sections)["sample"]
     settings = sample.model_copy(update=request.drawn(config.reject.drawn if config.reject else 1))
     codec = load_codec(model, arguments.codec_weights and arguments.codec_weights.parent, best_device())

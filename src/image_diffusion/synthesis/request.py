@@ -63,13 +63,15 @@ class Request:
         return rows
 
 
-def requested(config: SynthesizeConfig, train: Shards, columns: NumberColumns | None) -> Request:
+def requested(
+    config: SynthesizeConfig, train: Shards, columns: NumberColumns | None, takes_classes: bool = True
+) -> Request:
     """Return the images that a set asks for. columns: the numbers that the network is conditioned on, if any, which
-    `train` holds beside its images."""
+    `train` holds beside its images. takes_classes: whether it is conditioned on the class, too."""
     if config.table is not None:
         return _of_table(config.table, columns.names if columns is not None else ())
     if config.like == "train":
-        return _like(train, columns)
+        return _like(train, columns, takes_classes)
     assert config.per_class is not None
     num_classes = len(train.classes) - len(train.untrained()) if train.classes else 1
     return _request({"labels": "balanced"}, np.arange(config.per_class * num_classes) % num_classes)
@@ -104,20 +106,25 @@ def _of_table(path: str, columns: Sequence[str]) -> Request:
     rows, counts = read_table(path, columns)
     groups = np.repeat(np.arange(len(rows)), counts)
     if columns:
-        return _request({"conditions": [rows[group] for group in groups.tolist()]}, groups)
+        return _request_of_rows([rows[group] for group in groups.tolist()], groups)
     labelled = LABEL in rows[0]
     return _request({"labels": [rows[group][LABEL] for group in groups.tolist()] if labelled else "balanced"}, groups)
 
 
-def _like(train: Shards, columns: NumberColumns | None) -> Request:
-    labels = [train.classes[label] for label in train.labels.tolist()] if train.classes else []
+def _like(train: Shards, columns: NumberColumns | None, takes_classes: bool) -> Request:
+    labels = [train.classes[label] for label in train.labels.tolist()] if train.classes and takes_classes else []
     if columns is None:
         return _request({"labels": labels or "balanced"}, train.labels.astype(np.int64))
     scaled = train.gather_of(NumberPairs.kind, np.arange(train.num_samples))
     rows: list[Mapping[str, Any]] = [
         row | ({LABEL: labels[place]} if labels else {}) for place, row in enumerate(columns.values(scaled))
     ]
-    return _request({"conditions": rows}, np.arange(train.num_samples))
+    return _request_of_rows(rows, np.arange(train.num_samples))
+
+
+def _request_of_rows(rows: Sequence[Mapping[str, Any]], groups: NDArray[np.int64]) -> Request:
+    """Return the request for images of rows, whose classes take the place of those of the section `sample`."""
+    return _request({"conditions": rows} | ({"labels": "balanced"} if LABEL in rows[0] else {}), groups)
 
 
 def _request(settings: dict[str, Any], groups: NDArray[np.int64]) -> Request:

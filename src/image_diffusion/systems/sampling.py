@@ -243,6 +243,11 @@ class Sampling:
     files: ClassVar[SampleFiles] = ImageFiles()
     """Format of the samples that the stage `sample` makes."""
 
+    @property
+    def takes_classes(self) -> bool:
+        """True if a class is among what a sample is made of."""
+        return False
+
     def sources(self, settings: Any) -> SamplingSources:
         """Return the inputs that the section `sample` names."""
         return SamplingSources()

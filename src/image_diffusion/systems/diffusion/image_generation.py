@@ -99,6 +99,10 @@ class ImageSampling(Sampling, ABC):
         leads away from. pictures: those that the images are made of. Raises ValueError for a sampler or guidance that
         do not fit."""
 
+    @property
+    def takes_classes(self) -> bool:
+        return self.condition.takes_classes
+
     def sources(self, settings: SampleConfig) -> SamplingSources:
         return SamplingSources(self.condition.draws_images(settings), self.condition.draws(settings))
 
