@@ -23,6 +23,7 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.nn.numbers import NumberEmbedder
 from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.stages import sample
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.inputs import PairInputs
@@ -314,6 +315,20 @@ def test_numbers_alone_leave_the_class_out(data: Path, tmp_path: Path) -> None:
         ValueError, match="sample.conditions names years, which is no column of pairs.columns. Known: age"
     ):
         images(tmp_path / "out", conditions=[{"years": 25}])
+
+
+def test_a_command_says_how_many_rows_it_leaves_out(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(data, SYSTEMS["dit"] | {"condition": {"type": "numbers"}}, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("\n".join(["age", *(str(20 + row / 4) for row in range(40))]))
+    asked = ["out", "--set", "sample.conditions=rows.csv", "--set", "sample.sampler={type: euler, num_steps: 1}"]
+    line = "warning: 24 of the 40 rows or prompts that are listed are not drawn. Set --num 40 for all of them."
+    sample.main(asked)
+    assert line in capsys.readouterr().err
+    sample.main([*asked, "--num", "2"])
+    assert "not drawn" not in capsys.readouterr().err
 
 
 def test_a_served_model_of_before_takes_its_number_called_class(data: Path, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from image_diffusion.core.files.atomic import write_text
 from image_diffusion.core.files.partial_results import resumable, rows_of_part
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.systems.sample_batches import (
@@ -146,6 +147,13 @@ def main(words: Sequence[str] | None = None) -> None:
     settings = load_sections(files.config, ["sample"], model.system.sections, changes)["sample"]
     sampling = model.system.sampling()
     kind = sampling.files
+    if arguments.trained is not None and arguments.num is None:
+        listed = sampling.num_listed(settings)
+        if (left_out := listed - settings.num_samples) > 0:
+            log_line(
+                f"warning: {left_out:,} of the {listed:,} rows or prompts that are listed are not drawn. Set --num {listed} "
+                "for all of them."
+            )
     if arguments.shown:
         settings = settings.model_copy(update={"num_samples": min(settings.num_samples, kind.shown(settings))})
     codec = load_codec(model, files.codec_weights.parent if files.codec_weights else None, best_device())

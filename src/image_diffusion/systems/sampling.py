@@ -261,6 +261,11 @@ class Sampling:
         holds none."""
         return []
 
+    def num_listed(self, settings: Any) -> int:
+        """Return the number of rows or prompts that the section `sample` lists; 0 without any. Raises ValueError for a
+        file that cannot be read."""
+        return 0
+
     def preview(self, inputs: PreviewInputs) -> Preview | None:
         """Return the function that previews the progress of a training at intervals; None: there are no previews."""
         return None

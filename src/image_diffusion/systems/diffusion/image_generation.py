@@ -25,8 +25,9 @@ from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, ServedFrom
+from image_diffusion.systems.diffusion.conditions.rows import read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
-from image_diffusion.systems.diffusion.prompts import classes_named
+from image_diffusion.systems.diffusion.prompts import classes_named, read_prompts
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.pairs.numbers import LABEL
@@ -111,6 +112,11 @@ class ImageSampling(Sampling, ABC):
 
     def pictures(self, settings: SampleConfig) -> list[str]:
         return [str(path) for path in (*listed(settings.given, settings.start), *self.condition.pictures(settings))]
+
+    def num_listed(self, settings: SampleConfig) -> int:
+        if settings.conditions is not None:
+            return len(read_rows(settings.conditions, "sample.conditions"))
+        return len(read_prompts(settings.prompts, "sample.prompts")) if settings.prompts is not None else 0
 
     def precision(self, settings: SampleConfig) -> Precision:
         return settings.precision

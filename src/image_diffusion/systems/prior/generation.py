@@ -208,6 +208,9 @@ class PriorSampling(Sampling):
     reading: Callable[[DataSpec], EmbeddingReading]
     token_encodings: bool
 
+    def num_listed(self, settings: PriorSampleConfig) -> int:
+        return len(read_prompts(settings.prompts, "sample.prompts"))
+
     def maker(self, inputs: SamplingInputs) -> EmbeddingMaker:
         settings = inputs.settings
         prompts = read_prompts(settings.prompts, "sample.prompts")[: settings.num_samples]
