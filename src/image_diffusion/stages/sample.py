@@ -151,8 +151,8 @@ def main(words: Sequence[str] | None = None) -> None:
         listed = sampling.num_listed(settings)
         if (left_out := listed - settings.num_samples) > 0:
             log_line(
-                f"warning: {left_out:,} of the {listed:,} rows or prompts that are listed are not drawn. Set --num {listed} "
-                "for all of them."
+                f"warning: {left_out:,} of the {listed:,} rows or prompts that are listed are not drawn. Set --num "
+                f"{listed} for all of them."
             )
     if arguments.shown:
         settings = settings.model_copy(update={"num_samples": min(settings.num_samples, kind.shown(settings))})

@@ -101,10 +101,10 @@ def _request(
     **more: Any,
 ) -> SamplingRequest:
     """Return the request for images with these numbers, which its titles show."""
-    titles = [
-        ", ".join(f"{name} {value:.10g}" for name in columns.names if (value := row.get(name)) is not None) or "no number"
-        for row in values
+    shown = [
+        [f"{name} {value:.10g}" for name in columns.names if (value := row.get(name)) is not None] for row in values
     ]
+    titles = [", ".join(numbers) or "no number" for numbers in shown]
     conditions = {name: [row.get(name) for row in values] for name in columns.names}
     ranges = dict(zip(columns.names, map(list, columns.ranges), strict=True))
     numbers = {"conditions": {"values": conditions, "ranges": ranges, **described}}
