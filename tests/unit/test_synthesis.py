@@ -200,6 +200,18 @@ def test_folders_are_read_by_torchvision(tmp_path: Path) -> None:
     assert folder_name("..") == "%2E%2E"
 
 
+def test_the_folder_of_a_class_is_its_name(tmp_path: Path) -> None:
+    for name in ("花", "Größe 3", "St. Bernard", "{a}"):
+        assert folder_name(name) == name
+    assert folder_name(".a\\b/c%\n") == "%2Ea%5Cb%2Fc%25%0A"
+    long = [letter + "日本" * 60 for letter in "ab"] + ["c" * 300, "c" * 301]
+    names = [folder_name(name) for name in long]
+    assert len(set(names)) == 4 and max(len(name.encode()) for name in names) <= 255
+    images = np.zeros((4, 8, 8, 3), dtype=np.uint8)
+    WRITERS["folders"](tmp_path, written(Samples(images, np.arange(4), long)))
+    assert sorted(path.name for path in (tmp_path / "images").iterdir() if path.is_dir()) == sorted(names)
+
+
 def test_tars_are_read_by_webdataset(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     samples = two_classes()

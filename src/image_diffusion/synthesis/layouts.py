@@ -6,21 +6,25 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from image_diffusion.core.files.atomic import digest
 from image_diffusion.metrics.samples import Samples
 
 _IN_A_FILE = 5000
 """Images in one tar or Parquet file."""
+_LONGEST_NAME = 255
+"""Bytes in the name of a folder, at most."""
+_NOT_IN_FOLDERS = re.compile(r'^\.+|[/\\:*?"<>|%\x00-\x1f\x7f-\x9f]')
 UNLABELLED = "unlabelled"
 """Name of the folder of images without classes."""
 
@@ -80,8 +84,13 @@ def write_folders(folder: Path, images: SyntheticSet) -> None:
 
 
 def folder_name(class_name: str) -> str:
-    """Return the folder of a class: its name, without what separates folders."""
-    return quote(class_name, safe=" ,;+()[]'&=!@#").replace(".", "%2E")
+    """Return the folder of a class: its name; what no folder may contain is percent-encoded, and a name that is too
+    long is cut and ends in a digest."""
+    name = _NOT_IN_FOLDERS.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), class_name)
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    end = f"-{digest(class_name)[:16]}"
+    return name.encode()[: _LONGEST_NAME - len(end)].decode(errors="ignore") + end
 
 
 def _files_of(images: SyntheticSet) -> Iterator[tuple[int, list[SyntheticImage]]]:
