@@ -134,14 +134,14 @@ class ImagePart(ConditionPart, ABC):
     def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
         """Return the condition of images by number, float32 [B, C', h, w] in [-1, 1]. streams: of the samples."""
 
-    @abstractmethod
     def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
         """Return guesses at the images by a method without a network, by name, for comparison."""
+        return {}
 
-    @abstractmethod
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source of the images that the section sample names; "validation" for what is made of held-out
         images; None without one."""
+        return None
 
 
 class ImageCondition(Degradations, ImagePart):

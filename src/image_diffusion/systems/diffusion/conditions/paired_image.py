@@ -18,7 +18,6 @@ from torch import Tensor
 from image_diffusion.codecs.base import from_uint8
 from image_diffusion.core.devices import to_device
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
@@ -76,12 +75,6 @@ class PairedImageCondition(ImagePart):
 
     def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
         return as_seen(images.gather_of(self.reads, rows), _channels(images.beside[self.reads]))
-
-    def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
-        return {}
-
-    def draws_images(self, settings: SampleConfig) -> None:
-        return None
 
     def pictures(self, settings: SampleConfig) -> list[Path]:
         """Return the images of the folder that is set, or those that the rows name. Raises ValueError for a folder that
