@@ -341,6 +341,7 @@ def _common(first: Shards, second: Shards) -> tuple[NDArray[np.int64], NDArray[n
     _, mine, theirs = np.intersect1d(keys, others, assume_unique=True, return_indices=True)
     order = np.argsort(mine)
     rest, place = np.delete(keys, mine), ["shard", "content"]
+    others = others[np.isin(others["content"], rest["content"])]
     unclear = int(np.isin(repack_fields(rest[place]), repack_fields(others[place])).sum())
     if unclear:
         kinds = first.manifest["kind"], second.manifest["kind"]
