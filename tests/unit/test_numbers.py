@@ -144,6 +144,7 @@ def test_numbers_lie_beside_the_crops_on_the_scale_of_the_training_images(data: 
     [
         (1.7e9, 1.7e9 + 63, [1.7e9, 1.7e9 + 33, 1.7e9 + 63]),
         (0, 6, [0, 1, 5]),
+        (1, 15, [0]),
         (20200101, 20241231, [20240131]),
         (-0.4, 0.4, [0.15, 0.25]),
         (0, 1e-9, [3e-10]),
@@ -154,6 +155,7 @@ def test_a_number_is_read_back_to_7_digits_of_its_range(low: float, high: float,
     columns = NumberColumns(("age",), ((low, high),))
     rows = [{"age": value} for value in values]
     read = [row["age"] for row in columns.values(columns.scaled(rows))]
+    assert "-0.0" not in map(str, read)
     assert read == values if high < 1e300 else read == pytest.approx(values, abs=high * 1e-7)
 
 

@@ -46,7 +46,7 @@ class NumberColumns:
             columns = zip(self.names, self.ranges, digits, image, strict=True)
             rows.append(
                 {
-                    name: round((low + high + (high - low) * value) / 2, places)
+                    name: round((low + high + (high - low) * value) / 2, places) + 0.0  # -0.0 becomes 0.0
                     for name, (low, high), places, (value, exists) in columns
                     if exists
                 }
