@@ -118,6 +118,21 @@ def test_a_prediction_is_read_beside_what_needs_no_prior():
     assert not any("nearest" in name for name in alone), "training pairs are no baseline of themselves"
 
 
+def test_fewer_pairs_are_spread_over_the_split_whose_classes_lie_one_after_the_other():
+    data, fewer = Pairs(120), Pairs(120)
+    fewer.stored, fewer.num_samples = data.stored[[round(i * 119 / 29) for i in range(30)]], 30
+    settings = {"num_steps": (5,), "num_candidates": 1}
+
+    def measured(of: Pairs, **more: Any) -> dict[str, Any]:
+        splits = {"train": of, "test": of}
+        config = PredictionConfig.model_validate(settings | more)
+        metrics: dict[str, Any] = evaluate_prior({"": Perfect()}, evaluated(), SPEC, splits, config)["metrics"]  # type: ignore[arg-type]
+        return {name: metric["value"] for name, metric in metrics.items() if "loss" not in name}
+
+    assert measured(data, num_pairs=30) == pytest.approx(measured(fewer), abs=1e-6)
+    assert measured(data, num_pairs=120) == measured(data)
+
+
 @pytest.mark.parametrize("kind", ["ddim", "ddpm", "legacy_ddim"])
 def test_calls_of_the_network_are_those_that_making_an_embedding_takes(kind: str):
     rows = 0

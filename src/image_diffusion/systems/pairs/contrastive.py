@@ -36,7 +36,7 @@ from image_diffusion.data.encoded.captions import CaptionedCrops
 from image_diffusion.data.encoded.pairs import Splits
 from image_diffusion.metrics.features.classifier import FEATURES, Classifier
 from image_diffusion.metrics.features.classifier_training import shifted
-from image_diffusion.metrics.images.retrieval import retrieval
+from image_diffusion.metrics.images.retrieval import retrieval, spread_rows
 from image_diffusion.networks.text_tower import TextTower
 from image_diffusion.text_encoders.hashing import words_of
 from image_diffusion.text_encoders.learned import FILE, LearnedText, read_text, word_numbers, write_text
@@ -295,7 +295,8 @@ def _parts(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 def _retrieval(image: ImageTower, text: LearnedText, pairs: _CaptionedImages) -> dict[str, Any]:
     """Return the rate at which held-out images retrieve their own caption among the first captions of all held-out
     images."""
-    rows = np.flatnonzero(pairs.held_out)[:_MOST_LOOKED_AT]
+    rows = np.flatnonzero(pairs.held_out)
+    rows = rows[spread_rows(len(rows), _MOST_LOOKED_AT)]
     captions = [pairs.captions[i][0] for i in rows]
     gallery = list(dict.fromkeys(captions))
     groups = torch.tensor([gallery.index(caption) for caption in captions])
