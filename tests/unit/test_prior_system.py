@@ -239,9 +239,17 @@ def demo(**changes: Any) -> dict[str, Any]:
     return data
 
 
+FILES = {"data__source": {"type": "embeddings", "path": "x"}, "pairs": {"type": "files"}, "sample": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            FILES | {"system__image_scale": 2.0, "system__objective": {"clamp_norm": True}},
+            "system.objective.clamp_norm is true and system.image_scale 2, but",
+        ),
+        (FILES | {"system__image_scale": 2.0, "prediction__clamp_x0": True}, "prediction.clamp_x0 is true and"),
         ({"pairs": None}, "Add a section, such as pairs: {type: hashed}"),
         ({"train__flip_probability": 0.5}, "pairs have no mirror image"),
         ({"pairs__splits": {"train": 0.8, "validation": 0.3, "test": 0.1}}, "sum to 1.2"),

@@ -33,7 +33,7 @@ class EmbeddingSampling(Config):
     """Number of embeddings sampled per caption, of which the one with the highest cosine to the text embedding is kept.
     Use more than 1 only if texts and images share a space, as in CLIP."""
     clamp_x0: bool = False
-    """Give each predicted x0 the norm of a scaled embedding."""
+    """Give each predicted x0 the norm of a scaled embedding; of embeddings that have norm 1 before they are scaled."""
     clamp_start: bool = False
     """Give the noise that sampling starts from that norm."""
     clamp_result: bool = False
