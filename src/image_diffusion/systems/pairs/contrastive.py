@@ -14,7 +14,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,14 +140,15 @@ class _CaptionedImages:
                 f"pairs.type is contrastive, but all {len(self.captions):,} images have the same caption, "
                 f"{next(iter(different))!r}: training needs different captions. Choose other pairs.captions."
             )
-        if not any(words_of(caption) for caption in different):
-            raise ValueError("pairs.type is contrastive, but no caption has a word. Choose other pairs.captions.")
         if self.held_out.all() or not self.held_out.any():
             raise ValueError(
                 f"pairs.type is contrastive, but {'all' if self.held_out.all() else 'none'} of {len(self.captions):,} "
                 f"pairs are held out: training needs some pairs and the retrieval needs others. Change pairs.splits or "
                 f"data.validation_fraction."
             )
+        learnt = (self.captions[i] for i in np.flatnonzero(~self.held_out))
+        if not any(words_of(caption) for texts in learnt for caption in texts):
+            raise ValueError("pairs.type is contrastive, but no caption has a word. Choose other pairs.captions.")
 
 
 def _train(
@@ -156,11 +157,13 @@ def _train(
     """Train, and write the towers and their description."""
     learnt = np.flatnonzero(~pairs.held_out)
     words, length = _words([pairs.captions[i] for i in learnt])
+    captions = _with_words(pairs.captions, words)
+    learnt = learnt[[bool(captions[i]) for i in learnt]]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         image = Classifier(pairs.crops.shape[0], FEATURES, pairs.crops.shape[1]).to(device)
         text = TextTower(len(words), length, FEATURES).to(device)
-    _fit(image, text, pairs, learnt, words, settings, device)
+    _fit(image, text, replace(pairs, captions=captions), learnt, words, settings, device)
     tensors = {name: value.cpu().contiguous() for name, value in image.state_dict().items()}
     if not all(bool(torch.isfinite(value).all()) for value in (*tensors.values(), *text.state_dict().values())):
         raise ValueError("The towers' weights are not finite. Lower pairs.training.learning_rate.")
@@ -186,6 +189,12 @@ def _words(captions: list[list[str]]) -> tuple[list[str], int]:
         counts.update(words)
     frequent = sorted(counts, key=lambda word: (-counts[word], word))
     return frequent[:_MOST_WORDS], min(longest, _LONGEST)
+
+
+def _with_words(captions: list[list[str]], words: list[str]) -> list[list[str]]:
+    """Return those captions of each image that have one of the words: nothing can be learnt from the others."""
+    known = set(words)
+    return [[caption for caption in texts if not known.isdisjoint(words_of(caption))] for texts in captions]
 
 
 def _fit(
