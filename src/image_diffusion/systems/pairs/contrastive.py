@@ -89,13 +89,21 @@ def trained_towers(
     are missing or all the same, or if nothing is held out.
     """
     pairs = _CaptionedImages.from_crops(crops, splits)
-    made_from = digest({"format": FORMAT, "pairs": pairs.digest, "training": dump(settings)})
+    described = {"format": FORMAT, "pairs": pairs.digest, "training": dump(settings)}
+    if crops.shape[2] > crops.shape[1]:
+        described["resolution"] = max(crops.shape[1:])  # towers of before had the height of wide images
+    made_from = digest(described)
     if not _is_kept(folder, made_from):
         _train(pairs, settings, made_from, folder, device)
     text = read_text(folder, num_tokens, device)
-    image = Classifier(crops.shape[0], FEATURES, crops.shape[1])
+    image = _image_network(crops)
     image.load_state_dict(load_file(folder / _IMAGE))
     return ImageTower(image, text.identity, device), text
+
+
+def _image_network(crops: CaptionedCrops) -> Classifier:
+    """Return the network of the image tower, with random weights, for the longer side of the crops."""
+    return Classifier(crops.shape[0], FEATURES, max(crops.shape[1:]))
 
 
 def _is_kept(folder: Path, made_from: str) -> bool:
@@ -161,7 +169,7 @@ def _train(
     learnt = learnt[[bool(captions[i]) for i in learnt]]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        image = Classifier(pairs.crops.shape[0], FEATURES, pairs.crops.shape[1]).to(device)
+        image = _image_network(pairs.crops).to(device)
         text = TextTower(len(words), length, FEATURES).to(device)
     _fit(image, text, replace(pairs, captions=captions), learnt, words, settings, device)
     tensors = {name: value.cpu().contiguous() for name, value in image.state_dict().items()}
