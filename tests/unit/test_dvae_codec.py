@@ -154,6 +154,7 @@ def test_the_small_autoencoder_is_told_of_alike(tmp_path: Path) -> None:
         ({"system": {"objective": {"temperature": {"start": 0}}}}, "temperature.start is 0: input should be greater"),
         ({"system": {"objective": {"temperature": {"final": -1}}}}, "temperature.final is -1: input should be greater"),
         ({"system": {"objective": {"temperature": {"final": 2}}}}, "final is 2.0, above start = 1.0"),
+        ({"encode": {"precision": "bf16"}}, "encode.precision is set, but encode.tokens is not: nothing is encoded"),
         ({"system": {"network": {"mean": [0.5]}}}, "mean has 1 values, but the images have 3 channels"),
     ],
 )
