@@ -63,11 +63,7 @@ class EmbeddingGenerator:
     def __init__(
         self, network: nn.Module, reading: EmbeddingReading, spec: DataSpec, settings: EmbeddingSampling
     ) -> None:
-        if settings.guidance_scale != 1 and not reading.learns_nulls:
-            raise ValueError(
-                f"guidance_scale is {settings.guidance_scale}, but no conditions were dropped in training. Use 1, or "
-                f"train with system.objective.text_drop_probability and image_drop_probability above 0."
-            )
+        check_guided("sample", settings, reading.learns_nulls)
         self._network, self._reading, self._spec, self._settings = cast("Network", network), reading, spec, settings
         self._device = next(network.parameters()).device
         self._grid = settings.sampler.grid(reading.process)
