@@ -72,7 +72,7 @@ def test_its_tokens_are_decoded_as_in_its_hard_reconstructions(tmp_path: Path) -
     images = images_of(3)
     found = tokens.encode(images)
     assert torch.equal(found, network.indices(from_uint8(images))) and found.shape == (3, 4, 4)
-    expected = to_uint8(network.reconstructions(from_uint8(images))["hard"])
+    expected = to_uint8(network.reconstructions(from_uint8(images))[0]["hard"])
     assert torch.equal(tokens.decode(found.to(torch.int16)), expected)
     other = tmp_path / "other"
     autoencoder = AutoencoderConfig(block_channels=(8, 16), norm_groups=4)
