@@ -250,7 +250,10 @@ FILES = {"data__source": {"type": "embeddings", "path": "x"}, "pairs": {"type": 
             "system.objective.clamp_norm is true and system.image_scale 2, but",
         ),
         (FILES | {"system__image_scale": 2.0, "prediction__clamp_x0": True}, "prediction.clamp_x0 is true and"),
-        ({"pairs": {"type": "clip"}, "data__channels": 4}, "pairs.type is clip, which embeds images of 1 or 3 channels"),
+        (
+            {"pairs": {"type": "clip"}, "data__channels": 4},
+            "pairs.type is clip, which embeds images of 1 or 3 channels",
+        ),
         ({"sample__clip": {"weights": "other"}}, "sample.clip is set, but pairs.type is hashed"),
         (
             {"system__objective": {"self_conditioning_probability": 0.9}},

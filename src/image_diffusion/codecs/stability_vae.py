@@ -67,8 +67,8 @@ class StabilityVae(CodecSettings):
         own = kind_of(settings, self.weights).declared(None).std[0]
         if abs(self.scale * own - 1) >= _SAME:
             raise ValueError(
-                f"{key} is set, but codec.scale is {self.scale:g} and not the {1 / own:g} of {self.weights}, with which "
-                f"other decoders read latents. Leave {key} out, or train with that scale."
+                f"{key} is set, but codec.scale is {self.scale:g} and not the {1 / own:g} of {self.weights}, with "
+                f"which other decoders read latents. Leave {key} out, or train with that scale."
             )
 
     def advice(self, statistics: Mapping[str, Any]) -> str | None:

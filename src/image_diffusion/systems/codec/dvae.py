@@ -57,8 +57,8 @@ class DVAESystem(CodecSystem):
         unused = sorted(encode.model_fields_set - {"tokens"})
         if unused and not encode.tokens:
             raise ValueError(
-                f"encode.{unused[0]} is set, but encode.tokens is not: nothing is encoded. Set encode.tokens to true, or "
-                f"leave it out."
+                f"encode.{unused[0]} is set, but encode.tokens is not: nothing is encoded. Set encode.tokens to true, "
+                f"or leave it out."
             )
 
     def build_network(self, spec: DataSpec) -> DVAE:

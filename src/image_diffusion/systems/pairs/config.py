@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.config.several import alone, form
 from image_diffusion.core.files.atomic import digest
-from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
 from image_diffusion.data.encoded.pairs import TOKENS, PairSet, Splits
 from image_diffusion.data.shards.records import Quarantined, Sample
@@ -114,11 +113,11 @@ class ClipPairs(_OfCrops):
     clip: ClipConfig = ClipConfig()
     """Weights of the CLIP."""
 
-    def check_data(self, data: DataConfig) -> None:
-        if data.num_channels not in (1, 3):
+    def check_channels(self, channels: int) -> None:
+        if channels not in (1, 3):
             raise ValueError(
-                f"pairs.type is clip, which embeds images of 1 or 3 channels, but data.channels has "
-                f"{data.num_channels}. Choose other pairs, or other channels."
+                f"pairs.type is clip, which embeds images of 1 or 3 channels, but data.channels has {channels}. Choose "
+                f"other pairs, or other channels."
             )
 
     def build(self, inputs: PairInputs) -> PairSet:

@@ -49,8 +49,8 @@ class PairSettings(Config, ABC):
     def build(self, inputs: PairInputs) -> PairSet:
         """Return the set that makes the pairs. Raises ValueError for missing inputs, and for those that do not fit."""
 
-    def check_data(self, data: DataConfig) -> None:
-        """Raise ValueError for images that pairs cannot be made of. By default they are made of all."""
+    def check_channels(self, channels: int) -> None:
+        """Raise ValueError for images of channels that pairs cannot be made of. By default they are made of all."""
         return
 
     @property

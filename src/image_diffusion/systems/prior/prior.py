@@ -111,8 +111,8 @@ class PriorSystem(System):
             check_sample(sample, self.process, self.objective.learns_nulls)
             if sample.clip is not None and not isinstance(pairs, FilePairs):
                 raise ValueError(
-                    f"sample.clip is set, but pairs.type is {pairs.type}, whose encoder of captions embeds the prompts. "
-                    f"Leave it out."
+                    f"sample.clip is set, but pairs.type is {pairs.type}, whose encoder of captions embeds the "
+                    f"prompts. Leave it out."
                 )
         if isinstance(pairs, FilePairs) and self.image_scale is not None:
             self._check_clamps({"system.objective": self.objective, "prediction": prediction, "sample": sample})
