@@ -1,5 +1,6 @@
 """Codecs: images survive the way to latents and back, and the wrong codec is refused."""
 
+import json
 import math
 from pathlib import Path
 
@@ -94,6 +95,19 @@ def test_the_full_sized_autoencoder_is_read_from_a_local_folder(tmp_path: Path) 
     moments = codec.encode(images)
     assert moments.shape == (1, 2, 4, 4, 4) and torch.allclose(moments[:, 0], expected, atol=1e-5)
     assert codec.scale == 0.18215 and codec.decode(moments[:, 0] * codec.scale).shape == images.shape
+
+
+def test_another_decoder_needs_latents_by_the_factor_of_the_weights_own(tmp_path: Path) -> None:
+    settings = {"_class_name": "AutoencoderKL", "in_channels": 3, "latent_channels": 4, "block_out_channels": [8] * 4}
+    folder = tmp_path / "vae"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))  # of diffusers before it had a scaling_factor: 0.18215
+    StabilityVae(weights=str(folder)).check_decoder("sample.decoder", str(folder))
+    assert StabilityVae(weights=str(folder)).spec(SPEC, None).channels == 4
+    with pytest.raises(ValueError, match="sample.decoder is set, but codec.scale is 0.3 and not the 0.18215 of"):
+        StabilityVae(weights=str(folder), scale=0.3).check_decoder("sample.decoder", str(folder))
+    (folder / "config.json").write_text(json.dumps(settings | {"scaling_factor": 0.3}))
+    StabilityVae(weights=str(folder), scale=0.3).check_decoder("sample.decoder", str(folder))
 
 
 def test_without_the_hub_the_local_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

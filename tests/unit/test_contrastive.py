@@ -165,6 +165,26 @@ def test_what_nothing_can_be_learnt_from_is_told_before_any_training(tmp_path, s
     assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+class Speechless(PaintedDigits):
+    """Painted digits, of which every third has a caption without a word, and every fifth one of two."""
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        spoken = super().captions_beside(columns).items()
+        return {
+            name: ["!"] if i % 3 == 0 else ["?!", *own] if i % 5 == 0 else own for i, (name, own) in enumerate(spoken)
+        }
+
+
+def test_a_caption_without_a_word_is_left_out(crops: Path, tmp_path: Path):
+    source, pairs = Speechless(num_images=300), parse(PairsConfig, SETTINGS | {"training": SHORT}, "pairs")
+    made = pairs.build(PairInputs(crops, source, 2, None, CPU, tmp_path))
+    manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path, max_bad_fraction=0.5)
+    towers = json.loads((tmp_path / "towers.json").read_text())
+    assert manifest["quarantined"] == 140, "a third, and of the others a fifth by their first caption"
+    assert open_shards(tmp_path, "train").num_samples < towers["num_pairs"] < 200
+    assert np.isfinite(open_shards(tmp_path, "all").gather(np.arange(160))).all()
+
+
 def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refused(crops, pairs, tmp_path, monkeypatch):
     prior = {"type": "prior", "network": {"depth": 1, "num_heads": 2, "head_width": 8, "max_text_len": 8, "ff_mult": 1}}
     train = {"steps": 2, "global_batch": 8, "flip_probability": 0, "keep_raw": True, "grid_every_steps": None}

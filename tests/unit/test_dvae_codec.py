@@ -72,7 +72,7 @@ def test_its_tokens_are_decoded_as_in_its_hard_reconstructions(tmp_path: Path) -
     images = images_of(3)
     found = tokens.encode(images)
     assert torch.equal(found, network.indices(from_uint8(images))) and found.shape == (3, 4, 4)
-    expected = to_uint8(network.reconstructions(from_uint8(images))["hard"])
+    expected = to_uint8(network.reconstructions(from_uint8(images))[0]["hard"])
     assert torch.equal(tokens.decode(found.to(torch.int16)), expected)
     other = tmp_path / "other"
     autoencoder = AutoencoderConfig(block_channels=(8, 16), norm_groups=4)
@@ -154,6 +154,7 @@ def test_the_small_autoencoder_is_told_of_alike(tmp_path: Path) -> None:
         ({"system": {"objective": {"temperature": {"start": 0}}}}, "temperature.start is 0: input should be greater"),
         ({"system": {"objective": {"temperature": {"final": -1}}}}, "temperature.final is -1: input should be greater"),
         ({"system": {"objective": {"temperature": {"final": 2}}}}, "final is 2.0, above start = 1.0"),
+        ({"encode": {"precision": "bf16"}}, "encode.precision is set, but encode.tokens is not: nothing is encoded"),
         ({"system": {"network": {"mean": [0.5]}}}, "mean has 1 values, but the images have 3 channels"),
     ],
 )

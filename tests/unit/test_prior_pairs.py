@@ -27,6 +27,7 @@ from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems.pairs.config import FilePairs, HashedPairs, PairInputs, PairsConfig
+from image_diffusion.systems.prior.generation import text_encoder
 from image_diffusion.text_encoders.hashing import HashingText
 
 CPU = torch.device("cpu")
@@ -401,6 +402,30 @@ def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
     fake.CLIPModel.from_pretrained = lambda name: FakeClip(width=5)
     with pytest.raises(ValueError, match="encodes tokens in 5 dimensions but embeds in 8"):
         pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
+
+
+def test_a_clip_that_was_replaced_embeds_again_and_samples_no_prior_of_the_other(crops, tmp_path, monkeypatch):
+    clips = [FakeClip(), FakeClip()]
+    fake = SimpleNamespace(
+        CLIPModel=SimpleNamespace(from_pretrained=lambda name: clips[0]),
+        CLIPTokenizerFast=SimpleNamespace(from_pretrained=lambda name: fake_tokenizer),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    pairs = parse(PairsConfig, {"type": "clip"}, "pairs")
+
+    def embedded() -> tuple[dict[str, Any], int]:
+        made = pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
+        return write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
+
+    before, count = embedded()
+    assert (count, embedded()[1]) == (3, 0)
+    text = before["pairs"]["text"]
+    assert text_encoder(before["pairs"], None).identity == text
+    clips.reverse()
+    with pytest.raises(ValueError, match="but the text encoder is now .* Train again"):
+        text_encoder(before["pairs"], None)
+    text_encoder({"text": {name: value for name, value in text.items() if name != "sha256"}}, None)  # of a prior before
+    assert embedded()[1] == 3
 
 
 def test_captions_without_text_embeddings_go_through_a_clip(source, tmp_path, monkeypatch):

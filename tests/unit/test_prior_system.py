@@ -118,6 +118,21 @@ def test_a_prediction_is_read_beside_what_needs_no_prior():
     assert not any("nearest" in name for name in alone), "training pairs are no baseline of themselves"
 
 
+def test_fewer_pairs_are_spread_over_the_split_whose_classes_lie_one_after_the_other():
+    data, fewer = Pairs(120), Pairs(120)
+    fewer.stored, fewer.num_samples = data.stored[[round(i * 119 / 29) for i in range(30)]], 30
+    settings = {"num_steps": (5,), "num_candidates": 1}
+
+    def measured(of: Pairs, **more: Any) -> dict[str, Any]:
+        splits = {"train": of, "test": of}
+        config = PredictionConfig.model_validate(settings | more)
+        metrics: dict[str, Any] = evaluate_prior({"": Perfect()}, evaluated(), SPEC, splits, config)["metrics"]  # type: ignore[arg-type]
+        return {name: metric["value"] for name, metric in metrics.items() if "loss" not in name}
+
+    assert measured(data, num_pairs=30) == pytest.approx(measured(fewer), abs=1e-6)
+    assert measured(data, num_pairs=120) == measured(data)
+
+
 @pytest.mark.parametrize("kind", ["ddim", "ddpm", "legacy_ddim"])
 def test_calls_of_the_network_are_those_that_making_an_embedding_takes(kind: str):
     rows = 0
@@ -224,9 +239,26 @@ def demo(**changes: Any) -> dict[str, Any]:
     return data
 
 
+FILES = {"data__source": {"type": "embeddings", "path": "x"}, "pairs": {"type": "files"}, "sample": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            FILES | {"system__image_scale": 2.0, "system__objective": {"clamp_norm": True}},
+            "system.objective.clamp_norm is true and system.image_scale 2, but",
+        ),
+        (FILES | {"system__image_scale": 2.0, "prediction__clamp_x0": True}, "prediction.clamp_x0 is true and"),
+        (
+            {"pairs": {"type": "clip"}, "data__channels": 4},
+            "pairs.type is clip, which embeds images of 1 or 3 channels",
+        ),
+        ({"sample__clip": {"weights": "other"}}, "sample.clip is set, but pairs.type is hashed"),
+        (
+            {"system__objective": {"self_conditioning_probability": 0.9}},
+            "self_conditioning_probability is 0.9, but system.network.self_cond is false",
+        ),
         ({"pairs": None}, "Add a section, such as pairs: {type: hashed}"),
         ({"train__flip_probability": 0.5}, "pairs have no mirror image"),
         ({"pairs__splits": {"train": 0.8, "validation": 0.3, "test": 0.1}}, "sum to 1.2"),

@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 
 from image_diffusion.codecs.base import latent_spec
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.atomic import digest, read_json, write_json
 from image_diffusion.core.resolution import divided, resolution_of, shown
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.augment.operations import Augment
@@ -18,7 +20,11 @@ from image_diffusion.data.augment.warp import Affine, warp
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.centre_crop import centre_crop, pillow_crop
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.captions import BesideCaptions, CaptionedCrops
+from image_diffusion.data.encoded.pairs import Splits
 from image_diffusion.data.quality.duplicates import grey
+from image_diffusion.data.sources.scikit_digits import PaintedDigits
 from image_diffusion.metrics.features.classifier_training import shifted
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dit import DiTConfig
@@ -29,6 +35,7 @@ from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn.positions import grid_positions, rotary_angles
 from image_diffusion.process.tiles import Tiles
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition
+from image_diffusion.systems.pairs.contrastive import FORMAT, ContrastiveTraining, _CaptionedImages, trained_towers
 from image_diffusion.systems.warm_start import _interpolated
 
 SIZE = 16, 24
@@ -193,6 +200,29 @@ def test_positions_are_interpolated_in_both_directions() -> None:
     column = slice(0, 8)  # the first half of the channels tells the column
     torch.testing.assert_close(wide[1, :, column], table.view(8, 8, 16)[3, :, column], rtol=0, atol=1e-4)
     assert not torch.allclose(wide[1, :, 8:], table.view(8, 8, 16)[1, :, 8:], atol=0.05)
+
+
+@pytest.mark.parametrize("size", [(16, 48), (48, 16), (48, 48)])
+def test_the_image_tower_is_of_the_longer_side_and_wide_ones_of_before_are_made_again(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    source, splits = PaintedDigits(num_images=40), Splits(train=0.5, validation=0.25, test=0.25)
+    config = {"name": "x", "source": source, "resolution": size, "num_shards": 1, "validation_fraction": 0.1}
+    crop_dataset(DataConfig.model_validate(config), tmp_path / "crops")
+    crops = CaptionedCrops(tmp_path / "crops", BesideCaptions(), source)
+    training = ContrastiveTraining(epochs=0.1, batch_size=4)
+
+    def trained() -> dict[str, Any]:
+        images, _ = trained_towers(crops, splits, training, 0, tmp_path, torch.device("cpu"))
+        assert images._network.resolution == 64
+        return dict(read_json(tmp_path / "towers.json"))
+
+    towers = trained()
+    pairs = _CaptionedImages.from_crops(crops, splits).digest
+    before = digest({"format": FORMAT, "pairs": pairs, "training": dump(training)})
+    assert (towers["made_from"] == before) == (size[1] <= size[0])
+    write_json(tmp_path / "towers.json", towers | {"made_from": before, "kept": True})
+    assert ("kept" in trained()) == (size[1] <= size[0])
 
 
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48), (256, 512), (64, 32), (40, 72)])

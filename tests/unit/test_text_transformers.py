@@ -74,6 +74,18 @@ def test_the_model_itself_gives_what_is_stored(tmp_path):
     torch.testing.assert_close(found[0, 0], states.mean(0), atol=1e-5, rtol=1e-4)
 
 
+def test_siglip_reads_its_padding_too_as_it_learnt_to(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = write_encoder("siglip", tmp_path)
+    encoder = parse(TextEncoderConfig, {"type": "siglip", "weights": str(folder)}, "x").build(CPU, 8)
+    ids = torch.tensor([[3, 4, 1] + [0] * 61])
+    own = transformers.SiglipTextModel.from_pretrained(folder).eval()(input_ids=ids)
+    encoded = encode_captions(encoder, ["a dog"])[0]
+    torch.testing.assert_close(encoded[0], own.pooler_output[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(encoded[1:4], own.last_hidden_state[0, :3], atol=1e-5, rtol=1e-4)
+    assert not encoded[4:].any() and encoder.identity["attends_to_padding"]
+
+
 def test_what_is_not_there_is_told_in_one_line(tmp_path, monkeypatch):
     config = parse(TextEncoderConfig, {"type": "t5", "weights": str(tmp_path)}, "pairs.encoder")
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -75,6 +75,8 @@ class Kind:
     """Name of the class of diffusers, after that of its module in diffusers.models.autoencoders."""
     widths: ClassVar[str] = "block_out_channels"
     """Key of the channels at each resolution."""
+    scaling_factor: ClassVar[float] = 1.0
+    """Factor of latents that the class of diffusers has where the config.json names none, as old ones."""
     resolution: int | None = None
     """Resolution, the only one that it decodes to; None: any that the downsampling divides."""
 
@@ -124,7 +126,7 @@ class Kind:
     def declared(self, vae: Any) -> Factors:
         """Return the factors that its author gives: diffusers' scaling_factor and shift_factor, or latents_mean and
         latents_std (x = (latent - latents_mean) * scaling_factor / latents_std, as its pipelines have it)."""
-        scaling = float(self._settings.get("scaling_factor") or 1.0)
+        scaling = float(self._settings.get("scaling_factor") or self.scaling_factor)
         shift = float(self._settings.get("shift_factor") or 0.0)
         mean, std = self._settings.get("latents_mean"), self._settings.get("latents_std")
         if mean is None or std is None:
@@ -142,6 +144,7 @@ class Kl(Kind):
     """Rombach et al. 2022: Stable Diffusion, SDXL, SD3, FLUX.1, …: a posterior of 4, 16, … channels."""
 
     source = "autoencoder_kl.AutoencoderKL"
+    scaling_factor = 0.18215
 
     def encode(self, vae: Any, images: Tensor) -> Tensor:
         return _posterior(vae, images)
@@ -226,6 +229,7 @@ class Vq(Kind):
     they are quantised, which decoding does; its codes are tokens."""
 
     source = "vq_model.VQModel"
+    scaling_factor = 0.18215
 
     def __init__(self, settings: Mapping[str, Any], where: str) -> None:
         super().__init__(settings, where)

@@ -62,6 +62,14 @@ class StabilityVae(CodecSettings):
 
     def check_decoder(self, key: str, weights: str) -> None:
         check_decoder(key, weights, _CHANNELS, _DOWNSAMPLING)
+        settings = settings_of(self.weights, None, "codec.weights")
+        self._check(settings, scale_is_chosen=True)
+        own = kind_of(settings, self.weights).declared(None).std[0]
+        if abs(self.scale * own - 1) >= _SAME:
+            raise ValueError(
+                f"{key} is set, but codec.scale is {self.scale:g} and not the {1 / own:g} of {self.weights}, with "
+                f"which other decoders read latents. Leave {key} out, or train with that scale."
+            )
 
     def advice(self, statistics: Mapping[str, Any]) -> str | None:
         mean, std = as_declared(statistics, Factors([0.0], [1 / self.scale]))

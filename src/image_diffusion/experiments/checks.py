@@ -24,6 +24,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     check_arrays(experiment)
     check_flips(experiment.system, experiment.train.flip_probability)
     check_augment(experiment)
+    for pairs in experiment.pair_sets:
+        pairs.check_channels(experiment.data.num_channels)
     if isinstance(experiment.data.source, LatentSource):
         check_imported(experiment, experiment.data.source)
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:

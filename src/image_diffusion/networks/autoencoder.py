@@ -88,6 +88,7 @@ class Autoencoder(nn.Module):
         """Return the output of the decoder, which is images."""
         return reconstruction
 
-    def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
-        """Reconstruct images [B, C, H, W] from the mean of their posterior."""
-        return {"mean": self.vae.decode(self.vae.encode(x).latent_dist.mean).sample}
+    def reconstructions(self, x: Tensor) -> tuple[dict[str, Tensor], None]:
+        """Reconstruct images [B, C, H, W] from the mean of their posterior. Returns the reconstructions by name, and
+        None, since there are no tokens."""
+        return {"mean": self.vae.decode(self.vae.encode(x).latent_dist.mean).sample}, None

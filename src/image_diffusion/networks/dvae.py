@@ -258,9 +258,13 @@ class DVAE(nn.Module):
         """Convert the output of the decoder -> images, in [-1, 1] where it is right."""
         return (normalised - self.shift) / self.scale
 
-    def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
-        """Reconstruct images [B, C, H, W] from their expected embeddings, and from their most probable tokens."""
-        return {"soft": self.decode(self.soft_latent(x)), "hard": self.decode(self.hard_latent(self.indices(x)))}
+    def reconstructions(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Reconstruct images [B, C, H, W] from their expected embeddings, and from their most probable tokens. Returns
+        the reconstructions by name, and these tokens, int64 [B, h, w]."""
+        logits = self.logits(x)
+        tokens = logits.argmax(dim=1)
+        soft = self.embedding(F.softmax(logits, dim=1))
+        return {"soft": self.decode(soft), "hard": self.decode(self.hard_latent(tokens))}, tokens
 
     def normalise(self, x: Tensor) -> Tensor:
         """Normalise pixels in [-1, 1] -> the range that the network works in."""
@@ -292,9 +296,11 @@ class QuantisedDVAE(DVAE):
         """Return the codes of the tokens of images, [B, D, h, w]: this network has no distribution over them."""
         return self.hard_latent(self.indices(x))
 
-    def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
-        """Reconstruct images [B, C, H, W] from their tokens."""
-        return {"hard": self.decode(self.hard_latent(self.indices(x)))}
+    def reconstructions(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Reconstruct images [B, C, H, W] from their tokens. Returns the reconstructions by name, and the tokens, int64
+        [B, h, w]."""
+        tokens = self.indices(x)
+        return {"hard": self.decode(self.hard_latent(tokens))}, tokens
 
 
 class FiniteDVAE(QuantisedDVAE):

@@ -32,7 +32,8 @@ class EmbeddingDenoising(Config):
     loss: Literal["l2", "l1", "huber"] = "l2"
     """Error of the prediction: squared, absolute, or half the square below 1 and linear above."""
     clamp_norm: bool = False
-    """Give a predicted x0 the norm of a scaled embedding before it is compared."""
+    """Give a predicted x0 the norm of a scaled embedding before it is compared; of embeddings that have norm 1 before
+    they are scaled."""
     text_drop_probability: float = Field(0.1, ge=0, le=1)
     """Probability that a caption is replaced by the learned null, for guidance."""
     image_drop_probability: float = Field(0.1, ge=0, le=1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.files.weights import content_digest
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -57,7 +58,12 @@ class Clip:
                 f"The CLIP '{name}' encodes tokens in {width} dimensions but embeds in {self.dim}; the prior needs one "
                 f"dimension. Set pairs.num_tokens to 0, or choose another CLIP."
             )
-        self.identity: dict[str, Any] = {"type": "clip", "weights": name, "num_tokens": num_tokens}
+        self.identity: dict[str, Any] = {
+            "type": "clip",
+            "weights": name,
+            "sha256": content_digest(model.state_dict()),
+            "num_tokens": num_tokens,
+        }
 
     @torch.inference_mode()
     def images(self, images: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class PretrainedText(Config):
     """True if the model pools its hidden states to a caption's embedding; else that is the mean of its tokens."""
     max_length: ClassVar[int | None] = None
     """Tokens that the model always reads; None: as many as are stored."""
+    attends_to_padding: ClassVar[bool] = False
+    """True if the model was trained without an attention mask, so that it reads the padding too."""
 
     def build(self, device: torch.device, num_tokens: int) -> TextEncoder:
         """Load the encoder. Raises ValueError when the package or the weights are missing or do not fit."""
@@ -73,6 +75,7 @@ class SiglipText(PretrainedText):
     model_class: ClassVar[str] = "SiglipTextModel"
     has_pooler: ClassVar[bool] = True
     max_length: ClassVar[int | None] = 64
+    attends_to_padding: ClassVar[bool] = True
 
 
 class T5Text(PretrainedText):
@@ -100,6 +103,7 @@ class TransformerText:
     def __init__(self, config: PretrainedText, model: nn.Module, tokenizer: Any, num_tokens: int) -> None:
         self._model, self._tokenizer, self._has_pooler = model, tokenizer, config.has_pooler
         self.num_tokens, self._length = num_tokens, config.max_length or num_tokens
+        self._attends_to_padding = config.attends_to_padding
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if num_tokens > self._length:
@@ -113,6 +117,8 @@ class TransformerText:
             "sha256": content_digest(model.state_dict()),
             "num_tokens": num_tokens,
         }
+        if config.attends_to_padding:
+            self.identity["attends_to_padding"] = True
         embedded, tokens = self(["a"])
         self.dim = embedded.shape[1]
         if tokens.shape[2] != self.dim:
@@ -132,8 +138,9 @@ class TransformerText:
             return_attention_mask=True,
             return_tensors="pt",
         ).to(device)
-        output = self._model(input_ids=read["input_ids"], attention_mask=read["attention_mask"])
-        mask = read["attention_mask"].bool()  # [B, L]
+        mask = read["attention_mask"]  # [B, L]
+        output = self._model(input_ids=read["input_ids"], attention_mask=None if self._attends_to_padding else mask)
+        mask = mask.bool()
         tokens = output.last_hidden_state.float() * mask[..., None]
         embedding = output.pooler_output.float() if self._has_pooler else tokens.sum(1) / mask.sum(1, keepdim=True)
         return embedding.cpu(), tokens[:, : self.num_tokens].cpu()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,6 +40,12 @@ def retrieval(
         name: replace(estimate, note="; ".join(filter(None, (note, estimate.note))))
         for name, estimate in estimates.items()
     }
+
+
+def spread_rows(total: int, most: int) -> NDArray[np.int64]:
+    """Return `most` of `total` rows, int64, in order and spread evenly, since rows lie class by class; all where there
+    are no more."""
+    return np.linspace(0, total - 1, min(total, most)).round().astype(np.int64)
 
 
 def same_rows(rows: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
 from image_diffusion.objectives.codec.discrete import DiscreteAutoencodingConfig
+from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.codec.base import CodecSystem
 from image_diffusion.systems.interface import Section
 
@@ -49,6 +50,16 @@ class DVAESystem(CodecSystem):
     def _settings_are_used(self) -> Self:
         self.objective.check(self.network.without_a_choice)
         return self
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        super().check(experiment, others)
+        encode = experiment.section("encode")
+        unused = sorted(encode.model_fields_set - {"tokens"})
+        if unused and not encode.tokens:
+            raise ValueError(
+                f"encode.{unused[0]} is set, but encode.tokens is not: nothing is encoded. Set encode.tokens to true, "
+                f"or leave it out."
+            )
 
     def build_network(self, spec: DataSpec) -> DVAE:
         return self.network.build(spec)

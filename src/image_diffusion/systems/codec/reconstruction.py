@@ -60,12 +60,12 @@ def reconstruct(network: nn.Module, images: Tensor) -> Reconstruction:
     255."""
     assert isinstance(network, Autoencoder | DVAE)
     images = images.to(next(network.parameters()).device)
-    x = from_uint8(images)
+    reconstructions, tokens = network.reconstructions(from_uint8(images))
     decoded = {
         way: (values.float().clamp(-1, 1) + 1) * 127.5 if images.is_floating_point() else to_uint8(values)
-        for way, values in network.reconstructions(x).items()
+        for way, values in reconstructions.items()
     }
-    return Reconstruction(images, decoded, network.indices(x) if isinstance(network, DVAE) else None)
+    return Reconstruction(images, decoded, tokens)
 
 
 def show_reconstructions(

@@ -113,6 +113,13 @@ class ClipPairs(_OfCrops):
     clip: ClipConfig = ClipConfig()
     """Weights of the CLIP."""
 
+    def check_channels(self, channels: int) -> None:
+        if channels not in (1, 3):
+            raise ValueError(
+                f"pairs.type is clip, which embeds images of 1 or 3 channels, but data.channels has {channels}. Choose "
+                f"other pairs, or other channels."
+            )
+
     def build(self, inputs: PairInputs) -> PairSet:
         if inputs.crops is None:
             raise ValueError("Pairs by a CLIP are made from crops: give --data.")

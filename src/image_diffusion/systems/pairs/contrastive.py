@@ -14,7 +14,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from image_diffusion.data.encoded.captions import CaptionedCrops
 from image_diffusion.data.encoded.pairs import Splits
 from image_diffusion.metrics.features.classifier import FEATURES, Classifier
 from image_diffusion.metrics.features.classifier_training import shifted
-from image_diffusion.metrics.images.retrieval import retrieval
+from image_diffusion.metrics.images.retrieval import retrieval, spread_rows
 from image_diffusion.networks.text_tower import TextTower
 from image_diffusion.text_encoders.hashing import words_of
 from image_diffusion.text_encoders.learned import FILE, LearnedText, read_text, word_numbers, write_text
@@ -89,13 +89,21 @@ def trained_towers(
     are missing or all the same, or if nothing is held out.
     """
     pairs = _CaptionedImages.from_crops(crops, splits)
-    made_from = digest({"format": FORMAT, "pairs": pairs.digest, "training": dump(settings)})
+    described = {"format": FORMAT, "pairs": pairs.digest, "training": dump(settings)}
+    if crops.shape[2] > crops.shape[1]:
+        described["resolution"] = max(crops.shape[1:])  # towers of before had the height of wide images
+    made_from = digest(described)
     if not _is_kept(folder, made_from):
         _train(pairs, settings, made_from, folder, device)
     text = read_text(folder, num_tokens, device)
-    image = Classifier(crops.shape[0], FEATURES, crops.shape[1])
+    image = _image_network(crops)
     image.load_state_dict(load_file(folder / _IMAGE))
     return ImageTower(image, text.identity, device), text
+
+
+def _image_network(crops: CaptionedCrops) -> Classifier:
+    """Return the network of the image tower, with random weights, for the longer side of the crops."""
+    return Classifier(crops.shape[0], FEATURES, max(crops.shape[1:]))
 
 
 def _is_kept(folder: Path, made_from: str) -> bool:
@@ -140,14 +148,15 @@ class _CaptionedImages:
                 f"pairs.type is contrastive, but all {len(self.captions):,} images have the same caption, "
                 f"{next(iter(different))!r}: training needs different captions. Choose other pairs.captions."
             )
-        if not any(words_of(caption) for caption in different):
-            raise ValueError("pairs.type is contrastive, but no caption has a word. Choose other pairs.captions.")
         if self.held_out.all() or not self.held_out.any():
             raise ValueError(
                 f"pairs.type is contrastive, but {'all' if self.held_out.all() else 'none'} of {len(self.captions):,} "
                 f"pairs are held out: training needs some pairs and the retrieval needs others. Change pairs.splits or "
                 f"data.validation_fraction."
             )
+        learnt = (self.captions[i] for i in np.flatnonzero(~self.held_out))
+        if not any(words_of(caption) for texts in learnt for caption in texts):
+            raise ValueError("pairs.type is contrastive, but no caption has a word. Choose other pairs.captions.")
 
 
 def _train(
@@ -156,11 +165,13 @@ def _train(
     """Train, and write the towers and their description."""
     learnt = np.flatnonzero(~pairs.held_out)
     words, length = _words([pairs.captions[i] for i in learnt])
+    captions = _with_words(pairs.captions, words)
+    learnt = learnt[[bool(captions[i]) for i in learnt]]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        image = Classifier(pairs.crops.shape[0], FEATURES, pairs.crops.shape[1]).to(device)
+        image = _image_network(pairs.crops).to(device)
         text = TextTower(len(words), length, FEATURES).to(device)
-    _fit(image, text, pairs, learnt, words, settings, device)
+    _fit(image, text, replace(pairs, captions=captions), learnt, words, settings, device)
     tensors = {name: value.cpu().contiguous() for name, value in image.state_dict().items()}
     if not all(bool(torch.isfinite(value).all()) for value in (*tensors.values(), *text.state_dict().values())):
         raise ValueError("The towers' weights are not finite. Lower pairs.training.learning_rate.")
@@ -186,6 +197,12 @@ def _words(captions: list[list[str]]) -> tuple[list[str], int]:
         counts.update(words)
     frequent = sorted(counts, key=lambda word: (-counts[word], word))
     return frequent[:_MOST_WORDS], min(longest, _LONGEST)
+
+
+def _with_words(captions: list[list[str]], words: list[str]) -> list[list[str]]:
+    """Return those captions of each image that have one of the words: nothing can be learnt from the others."""
+    known = set(words)
+    return [[caption for caption in texts if not known.isdisjoint(words_of(caption))] for texts in captions]
 
 
 def _fit(
@@ -295,7 +312,8 @@ def _parts(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 def _retrieval(image: ImageTower, text: LearnedText, pairs: _CaptionedImages) -> dict[str, Any]:
     """Return the rate at which held-out images retrieve their own caption among the first captions of all held-out
     images."""
-    rows = np.flatnonzero(pairs.held_out)[:_MOST_LOOKED_AT]
+    rows = np.flatnonzero(pairs.held_out)
+    rows = rows[spread_rows(len(rows), _MOST_LOOKED_AT)]
     captions = [pairs.captions[i][0] for i in rows]
     gallery = list(dict.fromkeys(captions))
     groups = torch.tensor([gallery.index(caption) for caption in captions])

@@ -49,6 +49,10 @@ class PairSettings(Config, ABC):
     def build(self, inputs: PairInputs) -> PairSet:
         """Return the set that makes the pairs. Raises ValueError for missing inputs, and for those that do not fit."""
 
+    def check_channels(self, channels: int) -> None:
+        """Raise ValueError for images of channels that pairs cannot be made of. By default they are made of all."""
+        return
+
     @property
     def needs_source(self) -> bool:
         """True if files of the data's source are read."""

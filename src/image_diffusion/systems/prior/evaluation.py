@@ -31,7 +31,7 @@ from image_diffusion.metrics.images.embedding_similarity import (
     similarities,
     similarity_estimates,
 )
-from image_diffusion.metrics.images.retrieval import retrieval, same_rows
+from image_diffusion.metrics.images.retrieval import retrieval, same_rows, spread_rows
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
@@ -50,7 +50,7 @@ class PredictionConfig(EmbeddingSampling):
     num_steps: tuple[int, ...] = Field((64,), min_length=1)
     """Numbers of steps, each measured on its own; they take the place of the sampler's."""
     num_pairs: int | None = Field(10_000, ge=1)
-    """Pairs of each split that are used, or all where there are fewer; null: all."""
+    """Pairs of each split that are used, spread evenly over it, or all where there are fewer; null: all."""
 
     def at(self, num_steps: int) -> EmbeddingSampling:
         """Return the settings with one of the numbers of steps."""
@@ -135,7 +135,7 @@ def evaluate_prior(
             losses = _losses(network, prior, data, settings)
             estimates["_".join(filter(None, ("loss", kind, name)))] = mean_estimate(losses, 0)
     split, data = list(sets.items())[-1]
-    text, image = _embeddings_of_split(prior, data, _count(data, settings))
+    text, image = _embeddings_of_split(prior, data, _rows(data, settings))
     captions = same_rows(text)
     shown: dict[str, Tensor] = {}
     for count in settings.num_steps:
@@ -149,9 +149,9 @@ def evaluate_prior(
             if name not in baseline
         }
     if split != "train" and "train" in sets:
-        known_text, known_image = _embeddings_of_split(
-            prior, sets["train"], min(_count(sets["train"], settings), _KNOWN)
-        )
+        known = _rows(sets["train"], settings)
+        known = known[spread_rows(len(known), _KNOWN)]
+        known_text, known_image = _embeddings_of_split(prior, sets["train"], known)
         estimates |= similarity_estimates(baselines(text, image, known_text, known_image))
         nearest = known_image[nearest_captions(text, known_text)]
         estimates |= {
@@ -160,7 +160,9 @@ def evaluate_prior(
     if report is not None:
         _plot(shown, f"{split} split, {settings.num_steps[-1]} steps", report / "similarities.png")
     how = {"split": split, "data": data.digest, "pairs": data.manifest.get("pairs"), "settings": dump(settings)}
-    protocol = {**how, "digest": digest(how), "num_samples": _count(data, settings)}
+    if any(len(_rows(data, settings)) < data.num_samples for data in sets.values()):
+        how["rows"] = "spread"  # before, the first ones
+    protocol = {**how, "digest": digest(how), "num_samples": len(text)}
     return {
         "metrics": {name: estimate.as_dict() for name, estimate in estimates.items()},
         "curve": [],
@@ -169,21 +171,23 @@ def evaluate_prior(
     }
 
 
-def _embeddings_of_split(prior: EvaluatedPrior, data: Shards, count: int) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of the first captions and of the first images of a split, [count, dim] each."""
-    pairs = data.gather(np.arange(count))
+def _embeddings_of_split(prior: EvaluatedPrior, data: Shards, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of the captions and of the images of rows of a split, [N, dim] each."""
+    pairs = data.gather(rows)
     return caption_inputs(pairs, prior.token_encodings)["text_embed"], pairs[:, IMAGE].float()
 
 
 def _retrieval(query: Tensor, image: Tensor, captions: Tensor) -> dict[str, Estimate]:
-    """Return R@k of the first pairs: the rate at which an embedding retrieves an image of its own caption. query,
-    image: [N, dim]; captions: the number of each pair's, int64 [N]."""
-    query, image, captions = query[:_GALLERY], image[:_GALLERY], captions[:_GALLERY]
+    """Return R@k of as many pairs as are compared: the rate at which an embedding retrieves an image of its own
+    caption. query, image: [N, dim]; captions: the number of each pair's, int64 [N]."""
+    rows = spread_rows(len(captions), _GALLERY)
+    query, image, captions = query[rows], image[rows], captions[rows]
     return retrieval(query, captions, image, captions, f"images of {len(captions.unique()):,} captions")
 
 
-def _count(data: Shards, settings: PredictionConfig) -> int:
-    return min(data.num_samples, settings.num_pairs or data.num_samples)
+def _rows(data: Shards, settings: PredictionConfig) -> NDArray[np.int64]:
+    """Return the pairs of a split that are used."""
+    return spread_rows(data.num_samples, settings.num_pairs or data.num_samples)
 
 
 @torch.no_grad()
@@ -207,12 +211,12 @@ def _similarities(
     """Return the similarities of each pair, by name; without those of unrelated pairs where all have the same caption
     (`other_captions`). Also the predictions, [N, dim]."""
     generator = EmbeddingGenerator(network, prior.reading, spec, settings.at(num_steps))
-    count = _count(data, settings)
-    others = other_captions(_embeddings_of_split(prior, data, count)[0])
+    used = _rows(data, settings)
+    others = other_captions(_embeddings_of_split(prior, data, used)[0])
 
     def measure(rows: NDArray[np.int64]) -> Arrays:
         pairs = data.gather(rows)
-        other_pairs = data.gather(rows if others is None else others[rows])
+        other_pairs = data.gather(rows if others is None else used[others[np.searchsorted(used, rows)]])
         own, other = (caption_inputs(some, prior.token_encodings) for some in (pairs, other_pairs))
         predicted, unrelated = (generator(cond, torch.from_numpy(rows)) for cond in (own, other))
         near = similarities(own["text_embed"], pairs[:, IMAGE].float(), predicted, unrelated)
@@ -229,9 +233,9 @@ def _similarities(
 def _in_batches(
     measure: Callable[[NDArray[np.int64]], Arrays], title: str, data: Shards, settings: PredictionConfig
 ) -> list[dict[str, Tensor]]:
-    """Return the measurements of the first pairs, batch by batch; the processes share the batches, and each returns
-    all."""
-    shared, once, parts = share(np.arange(_count(data, settings))), batches([title, data.digest]), []
+    """Return the measurements of the pairs that are used, batch by batch; the processes share the batches, and each
+    returns all."""
+    shared, once, parts = share(_rows(data, settings)), batches([title, data.digest]), []
     with Progress(title, len(shared), "pair") as progress:
         for start in range(0, len(shared), settings.batch_size):
             rows = shared[start : start + settings.batch_size]

@@ -33,7 +33,7 @@ class EmbeddingSampling(Config):
     """Number of embeddings sampled per caption, of which the one with the highest cosine to the text embedding is kept.
     Use more than 1 only if texts and images share a space, as in CLIP."""
     clamp_x0: bool = False
-    """Give each predicted x0 the norm of a scaled embedding."""
+    """Give each predicted x0 the norm of a scaled embedding; of embeddings that have norm 1 before they are scaled."""
     clamp_start: bool = False
     """Give the noise that sampling starts from that norm."""
     clamp_result: bool = False
@@ -63,11 +63,7 @@ class EmbeddingGenerator:
     def __init__(
         self, network: nn.Module, reading: EmbeddingReading, spec: DataSpec, settings: EmbeddingSampling
     ) -> None:
-        if settings.guidance_scale != 1 and not reading.learns_nulls:
-            raise ValueError(
-                f"guidance_scale is {settings.guidance_scale}, but no conditions were dropped in training. Use 1, or "
-                f"train with system.objective.text_drop_probability and image_drop_probability above 0."
-            )
+        check_guided("sample", settings, reading.learns_nulls)
         self._network, self._reading, self._spec, self._settings = cast("Network", network), reading, spec, settings
         self._device = next(network.parameters()).device
         self._grid = settings.sampler.grid(reading.process)

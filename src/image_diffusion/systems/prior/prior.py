@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.shards.reader import Shards
@@ -103,9 +104,39 @@ class PriorSystem(System):
                 f"pairs.num_tokens is {pairs.num_tokens}, but the network has places for {room}: the rest would be cut "
                 f"off. Set system.network.max_text_len to {pairs.num_tokens}, or store fewer."
             )
-        experiment.section("prediction").check(self.process, self.objective.learns_nulls)
-        if (sample := experiment.section("sample")) is not None:
+        self._check_self_conditioning()
+        prediction, sample = experiment.section("prediction"), experiment.section("sample")
+        prediction.check(self.process, self.objective.learns_nulls)
+        if sample is not None:
             check_sample(sample, self.process, self.objective.learns_nulls)
+            if sample.clip is not None and not isinstance(pairs, FilePairs):
+                raise ValueError(
+                    f"sample.clip is set, but pairs.type is {pairs.type}, whose encoder of captions embeds the "
+                    f"prompts. Leave it out."
+                )
+        if isinstance(pairs, FilePairs) and self.image_scale is not None:
+            self._check_clamps({"system.objective": self.objective, "prediction": prediction, "sample": sample})
+
+    def _check_self_conditioning(self) -> None:
+        """Raise ValueError for a share of estimates that the network does not take."""
+        share = self.objective.self_conditioning_probability
+        usual = type(self.objective).model_fields["self_conditioning_probability"].default
+        if not self.network.self_cond and share not in (0, usual):
+            raise ValueError(
+                f"system.objective.self_conditioning_probability is {share:g}, but system.network.self_cond is false: "
+                f"the network takes no estimate. Leave it out, or take a network with self_cond: true."
+            )
+
+    def _check_clamps(self, sections: Mapping[str, Config | None]) -> None:
+        """Raise ValueError where a section sets a norm, of embeddings whose own norm need not be 1."""
+        for section, settings in sections.items():
+            for name, value in {} if settings is None else dict(settings).items():
+                if name.startswith("clamp_") and value:
+                    raise ValueError(
+                        f"{section}.{name} is true and system.image_scale {self.image_scale:g}, but the embeddings of "
+                        f"files need not have the norm 1 that it takes them to have. Set it to false; or leave out "
+                        f"system.image_scale, where theirs is 1."
+                    )
 
     def spec(self, data: Shards) -> DataSpec:
         """Return the shapes that the data fix: pairs are [2 + L, dim]."""

@@ -105,8 +105,13 @@ class TokensSystem(System):
     warm_start: ClassVar = WarmStart(class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",))
 
     @property
+    def conditioning(self) -> Conditions:
+        """Return the conditions of the network, by name."""
+        return Conditions.written_as(self.condition)
+
+    @property
     def reads_beside(self) -> tuple[str, ...]:
-        return Conditions.written_as(self.condition).reads
+        return self.conditioning.reads
 
     @property
     def reading(self) -> TokenReading:
@@ -114,7 +119,7 @@ class TokensSystem(System):
         return TokenReading(causal=self.objective.causal, drops_labels=self.objective.label_drop_probability > 0)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(Conditions.written_as(self.condition), self.reads_beside, experiment)
+        check_pairs(self.conditioning, self.reads_beside, experiment)
         check_judged(experiment)
         check_kept(experiment, others)
         super().check(experiment, others)
@@ -138,7 +143,7 @@ class TokensSystem(System):
             num_classes=data.num_classes,
             levels=data.levels,
         )
-        return Conditions.written_as(self.condition).spec(spec, data.beside)
+        return self.conditioning.spec(spec, data.beside)
 
     @property
     def build_options(self) -> dict[str, Any]:
@@ -167,11 +172,11 @@ class TokensSystem(System):
         """Return the batch of tokens int64 [B, N], row by row."""
         # Without classes the network has no embedding table to look labels up in.
         cond = {"label": label} if spec.num_classes else {}
-        cond |= Conditions.written_as(self.condition).training_conditions(beside or {}, streams, spec)
+        cond |= self.conditioning.training_conditions(beside or {}, streams, spec)
         return Batch(stored.flatten(1).long(), cond, streams)
 
     def sampling(self) -> TokenSampling:
-        return TokenSampling(condition=Conditions.written_as(self.condition), reading=self.reading)
+        return TokenSampling(condition=self.conditioning, reading=self.reading)
 
     def evaluation(self) -> TokenEvaluation:
         return TokenEvaluation(causal=self.objective.causal, has_captions=self.condition.reads is not None)
