@@ -113,9 +113,11 @@ def evaluate(
     files: those that `inputs` does not name and that change the numbers, so that the same command resumes after one
     that was stopped, and only then.
     """
-    tags = {"manifest_digest": open_shards(inputs.data, "train").digest}
+    train, held_out = open_shards(inputs.data, "train"), open_shards(inputs.data, "validation")
+    tags = {"manifest_digest": train.digest}
     settings = {evaluation.section: dump(inputs.settings)}
     identity = [tags, settings, *([model.sha256, dump(model.system), model.codec] if model is not None else [])]
+    identity.append({"splits": [train.selection, held_out.selection]})
     samples = inputs.samples
     files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
     files += [inputs.detector, inputs.reference, inputs.previews, *inputs.pairs]
