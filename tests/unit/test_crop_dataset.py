@@ -15,7 +15,7 @@ import webdataset
 from PIL import Image
 
 from image_diffusion.core.config.base import dump, to_yaml
-from image_diffusion.core.files.atomic import read_json
+from image_diffusion.core.files.atomic import atomic_write, read_json
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
 from image_diffusion.data.shards.reader import open_shards
@@ -138,6 +138,15 @@ def test_fewer_shards_leave_no_old_ones(tmp_path: Path) -> None:
     left = {path.name for path in (tmp_path / "out").iterdir()}
     assert {name for name in left if name.endswith(".tar")} == {"shard-00000.tar", "shard-00001.tar"}
     assert not any(name.endswith(".tmp") for name in left)
+
+
+def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 40)
+    crop_dataset(config(tmp_path / "in"), tmp_path / "out")
+    with atomic_write(tmp_path / "out/shard-00000.tar") as file:
+        file.write((tmp_path / "out/shard-00000.tar").read_bytes())
+        crop_dataset(config(tmp_path / "in"), tmp_path / "out")
+        assert len(list((tmp_path / "out").glob(".*.tmp"))) == 1
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "cut short", "gone", "bad record", "no record", "other format"])

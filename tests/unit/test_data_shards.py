@@ -26,6 +26,7 @@ from image_diffusion.data.shards.records import (
     ShardRecord,
     describe_shards,
     index_of,
+    read_index,
     read_record,
     write_index,
     write_record,
@@ -107,6 +108,25 @@ def test_the_split_is_by_the_hash_of_the_content(make: Make) -> None:
     assert (validation.gather(np.arange(3)).numpy() == plain[:3]).all()
     assert (train.gather(np.arange(7)).numpy() == plain[3:]).all()
     assert (train.labels == np.arange(3, 10) % 3).all()
+
+
+def test_files_that_are_saved_again_change_the_selection_where_others_are_held_out(make: Make) -> None:
+    folder, _, _ = make([5, 5], validation_fraction=0.3)
+    before = open_shards(folder)
+
+    def save_again(content: np.ndarray) -> Shards:
+        index = read_index(folder / "index.npy")
+        index["content"] = content
+        write_index(folder / "index.npy", [index])
+        manifest = read_json(folder / "manifest.json")
+        write_json(folder / "manifest.json", manifest | {"index": sha256_file(folder / "index.npy")})
+        return open_shards(folder)
+
+    content = read_index(folder / "index.npy")["content"]
+    same = save_again(content + np.uint64(1))
+    assert (same.digest, same.selection) == (before.digest, before.selection)
+    other = save_again(content[::-1].copy())
+    assert other.digest == before.digest and other.selection != before.selection
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.experiment import ExportConfig, ExportStage
 from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.stages.export import check_metrics_of
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from warm import warm_python
 
@@ -70,6 +71,14 @@ def test_a_card_with_numbers_and_intervals_goes_with_it(tmp_path: Path) -> None:
     listed = (tmp_path / "diffusers/SHA256SUMS").read_text()
     for name in ("pipeline.py", "model/exported.py", "model/config.json", "README.md", "grid.png"):
         assert f"  {name}\n" in listed, name
+
+
+def test_metrics_of_other_weights_are_refused() -> None:
+    check_metrics_of("one", MEASURED, Path("metrics.json"))  # of samples alone
+    measured = {**MEASURED, "protocol": {"weights": {"sha256": "one"}}}
+    check_metrics_of("one", measured, Path("metrics.json"))
+    with pytest.raises(ValueError, match=r"metrics.json is of other weights than --weights. Run evaluate with these"):
+        check_metrics_of("another", measured, Path("metrics.json"))
 
 
 @pytest.mark.parametrize(("width", "grid"), [(256, 10), (16, 600_000)], ids=["weights", "picture"])

@@ -23,6 +23,7 @@ class Images:
     def __init__(self, images: Tensor, labels: np.ndarray, classes: list[str]) -> None:
         self.images, self.labels, self.classes = images, labels, classes
         self.num_samples, self.shape, self.digest = len(images), tuple(images.shape[1:]), "test"
+        self.selection = ""
 
     def gather(self, indices: np.ndarray) -> Tensor:
         return self.images[torch.from_numpy(indices)]

@@ -30,6 +30,7 @@ from image_diffusion.metrics.images.memorization import copies_seen, find_copies
 from image_diffusion.metrics.learning_curve import measure_previews, read_previews
 from image_diffusion.metrics.plots import plot_copies
 from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.stages.evaluate import check_samples_of
 
 CLASSES = ["dark", "grey", "bright"]
 
@@ -474,3 +475,12 @@ def test_a_damaged_or_missing_preview_is_told_and_left_out(tmp_path: Path):
     (tmp_path / "listing.json").write_text("{")
     assert list(read_previews(tmp_path, CLASSES, 40)[0]) == [20, 40]
     assert "listing.json is damaged" in read_previews(tmp_path, CLASSES, 40)[1][0]
+
+
+def test_samples_of_other_weights_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.npz"
+    check_samples_of("one", path)  # of another program, which describes nothing
+    write_json(tmp_path / "samples.json", {"weights_sha256": "one"})
+    check_samples_of("one", path)
+    with pytest.raises(ValueError, match=r"samples.json is of samples from other weights than --weights. Run sample"):
+        check_samples_of("another", path)

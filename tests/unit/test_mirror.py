@@ -22,6 +22,7 @@ from image_diffusion.core.files.checksums import damaged
 from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_of, place_of
 from image_diffusion.core.files.store import Store
 from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.tools.mirror import prune
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.mirror import restore
@@ -178,6 +179,60 @@ def test_a_list_of_files_that_is_lost_is_told(first: Machine, second: Machine, s
     store.delete([place_of(chunk)])
     second.begin()
     assert "the newest snapshot cannot be read, and one before it is used" in second.said[-1]
+    assert (second.root / "results/x/a").read_bytes() == b"a"
+
+
+def damage_head(store: Store, number: int) -> None:
+    path = f"heads/{number:010}"
+    data = store.get(path)
+    assert data is not None
+    store.put(path, data[:-9])
+
+
+def test_a_young_mirror_whose_only_list_is_lost_is_not_empty(first: Machine, second: Machine, store: Store) -> None:
+    sender = first.begin()
+    first.write("results/x/a", b"a")
+    sender.round()
+    (chunk,) = first.lease.snapshot
+    store.delete([place_of(chunk)])
+    with pytest.raises(ValueError, match="No snapshot of .* can be read. Set another mirror"):
+        second.begin()
+
+
+def test_a_young_mirror_whose_only_head_with_a_list_is_damaged_is_not_empty(
+    first: Machine, second: Machine, store: Store
+) -> None:
+    sender = first.begin()
+    first.write("results/x/a", b"a")
+    sender.round()
+    damage_head(store, first.lease.newest()[0])
+    with pytest.raises(ValueError, match="newest head of .* is damaged, and none before it names a snapshot"):
+        second.begin()
+    sender._lease.renew()  # which still works with it
+    sender.release()
+    second.begin()
+    assert (second.root / "results/x/a").read_bytes() == b"a"
+
+
+@pytest.mark.parametrize("lost", ["list", "head"])
+def test_nothing_is_removed_where_the_newest_list_cannot_be_read(
+    first: Machine, second: Machine, store: Store, lost: str
+) -> None:
+    sender = first.begin()
+    for name in ("a", "b"):
+        first.write(f"results/x/{name}", name.encode())
+        sender.round()
+    (chunk,) = first.lease.snapshot
+    if lost == "list":
+        store.put(place_of(chunk), b"damaged")
+    else:
+        damage_head(store, first.lease.newest()[0])
+    config = MirrorConfig(url=store.url, every_s=0.01, silence_s=0.1)
+    before = store.names("blobs"), store.names("heads")
+    with pytest.raises(ValueError, match="Nothing is removed: .* Run snakemake with this mirror first"):
+        prune(config, second.project)
+    assert (store.names("blobs"), store.names("heads")) == before
+    second.begin()
     assert (second.root / "results/x/a").read_bytes() == b"a"
 
 

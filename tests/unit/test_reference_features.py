@@ -147,7 +147,14 @@ def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Pa
         judged(data, both()[1:])
     with pytest.raises(ValueError, match="was computed on other images than those of the validation split"):
         judged(RealImages(data.train, images(120, 9)), both())
+    other_split = images(120, 1)
+    other_split.selection = "of files saved again"
+    with pytest.raises(ValueError, match="was computed on other images than those of the validation split"):
+        judged(RealImages(data.train, other_split), both())
     about = read_json(folder / "reference.json")
+    before = {name: {"data": split["data"]} for name, split in about["splits"].items()}
+    write_json(folder / "reference.json", about | {"splits": before})
+    judged(RealImages(data.train, other_split), both())  # of a version that did not write it
     write_json(folder / "reference.json", about | {"format": 0})
     with pytest.raises(ValueError, match="has format 0; this version reads format 2"):
         judged(data, both())

@@ -85,7 +85,9 @@ def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
     return Batch(stored, {}, streams)
 
 
-def start(folder: Path, steps: int = 12, task: dict[str, Any] | None = None, **changes: Any) -> dict[str, Tensor]:
+def start(
+    folder: Path, steps: int = 12, task: dict[str, Any] | None = None, split: str = "", **changes: Any
+) -> dict[str, Tensor]:
     settings = {
         "steps": steps,
         "global_batch": 8,
@@ -97,7 +99,8 @@ def start(folder: Path, steps: int = 12, task: dict[str, Any] | None = None, **c
     } | changes
     parts = {"validation": Samples()} | (task or {})
     build = lambda world: Task(Plane(), objective, prepare, Samples(), **parts)  # type: ignore[arg-type]  # noqa: E731
-    run(build, TrainConfig.model_validate(settings), MODEL, {"digest": "x"}, folder / "train", folder / "journal")
+    config, output = TrainConfig.model_validate(settings), folder / "train"
+    run(build, config, MODEL, {"digest": "x"}, output, folder / "journal", split=split)
     return read_weights(folder / "train")[0]
 
 
@@ -260,6 +263,18 @@ def test_another_configuration_starts_anew(tmp_path: Path) -> None:
     second = start(tmp_path, seed=2)
     assert not torch.equal(first["hidden.0.weight"], second["hidden.0.weight"])
     assert len(list((tmp_path / "train/state").glob("*/"))) == 2
+
+
+def test_a_training_whose_images_are_now_held_out_is_not_continued(tmp_path: Path) -> None:
+    start(tmp_path, steps=5, split="one")
+    state = read_model(tmp_path / "train")["fingerprint"]
+    start(tmp_path, steps=7, split="one")  # a longer one is
+    for steps in (7, 9):
+        with pytest.raises(ValueError, match="step-0000007 is of a training that held out other images"):
+            start(tmp_path, steps=steps, split="another")
+    shutil.rmtree(tmp_path / "train/state")
+    start(tmp_path, steps=5, split="another")
+    assert read_model(tmp_path / "train")["fingerprint"] == state
 
 
 def test_a_warm_start_begins_with_the_given_weights(tmp_path: Path) -> None:

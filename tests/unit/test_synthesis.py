@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.config.base import parse
+from image_diffusion.core.files import checksums
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.experiments.checks import check_experiment
@@ -34,6 +35,7 @@ from image_diffusion.synthesis.request import read_table, requested
 from image_diffusion.synthesis.scorecard import Scores, faults, measure_privacy, score_of
 from image_diffusion.synthesis.scores import SCORES, parse_requirement
 from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
+from image_diffusion.synthesis.set_folder import write_set
 from image_diffusion.synthesis.utility import (
     Classification,
     Labelled,
@@ -516,6 +518,22 @@ def test_the_card_and_the_page_say_how_many_were_drawn_and_rejected() -> None:
     assert "<tr><td>cat</td><td>9</td><td>3</td><td>3</td><td>2</td><td>4</td></tr>" in page
     plain = {"drawn": 4, "rejected": 0, "kept": 4, "not_needed": 0}
     assert "| Class | Images |\n| --- | --- |\n| cat | 4 |" in data_card(facts, "folders", {"cat": plain}, scores, "x")
+
+
+def test_a_set_with_large_files_holds_nothing_else_and_is_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(checksums, "_SETTLED_S", 0.0)
+    config = SynthesizeConfig(per_class=3, format="webdataset")
+    scores = {name: score_of(Estimate(0.5, 6), None) for name in SCORES}
+    kept = {"cat": {"drawn": 6, "rejected": 0, "kept": 6, "not_needed": 0}}
+    described = {"training_data": {"name": "pets"}}
+    for name in ("first", "second"):
+        write_set(tmp_path / name, written(two_classes()), config, scores, [], kept, described, "x", Path(__file__))
+    assert not list((tmp_path / "first").glob(".*"))
+    first, second = ((tmp_path / name / "SHA256SUMS").read_text() for name in ("first", "second"))
+    assert first == second and ".verified" not in first
 
 
 @pytest.mark.parametrize("layout", list(WRITERS))

@@ -330,6 +330,21 @@ def test_the_checkpoint_of_another_configuration_is_refused_with_the_keys(tmp_pa
         ours.load()
 
 
+def test_a_training_that_held_out_other_images_is_not_continued(tmp_path: Path) -> None:
+    def state_of(split: str) -> State:
+        owned = State(tmp_path, IDENTITY, CheckpointConfig(), split=split)
+        owned.claim()
+        return owned
+
+    for split in ("", "one"):  # the first as of a version that did not write it
+        owned = state_of(split)
+        owned.save(checkpoint(1))
+        owned.wait()
+        assert same(state_of("one").load() or checkpoint(0), checkpoint(1))
+    with pytest.raises(ValueError, match=rf"held out other images: .* or remove {tmp_path} to train anew"):
+        state_of("another").load()
+
+
 def test_differing_keys_name_both_values() -> None:
     assert differing_keys({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}}) == [
         "a.c (2 here, None there)",

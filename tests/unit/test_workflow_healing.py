@@ -27,7 +27,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (Path("train"), Path("train/raw")):
         sha256 = sha256_file(folder / "weights.safetensors")
         write_json(folder / "model.json", {"sha256": sha256, "train": {"keep_raw": True}, "fingerprint": "f"})
-    write_json(Path("samples/samples.json"), {"files": describe(Path("samples"), [Path("samples/samples.npz")])})
+    files = describe(Path("samples"), [Path("samples/samples.npz")])
+    sha256 = sha256_file(Path("train/weights.safetensors"))
+    write_json(Path("samples/samples.json"), {"files": files, "weights_sha256": sha256})
+    write_json(Path("metrics.json"), {"protocol": {"weights": {"sha256": sha256}}})
     write_checksums(Path("diffusers"))
     write_page(Path("report/index.html"), "<p>ü</p>\n")
     with closing(sqlite3.connect("mlflow.db")) as database, database:
@@ -37,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(Path("tracked.json"), {"runs": [{"run_id": "one", "files": 1}]})
 
 
-RESULTS = ["train/model.json", "samples/samples.json", "diffusers", "report/index.html", "tracked.json"]
+RESULTS = ["train/model.json", "samples/samples.json", "metrics.json", "diffusers", "report/index.html", "tracked.json"]
 
 
 def test_whole_results_have_no_fault() -> None:
@@ -49,6 +52,16 @@ FAULTS: dict[str, tuple[str, Callable[[], object], str]] = {
     "raw": ("train/model.json", lambda: Path("train/raw/weights.safetensors").unlink(), "is missing"),
     "samples": ("samples/samples.json", lambda: Path("samples/samples.npz").unlink(), "samples.npz is missing"),
     "seal": ("samples/samples.json", lambda: Path("samples/samples.json").write_text('{"files": {}, "seal": 1}'), "is"),
+    "other samples": (
+        "samples/samples.json",
+        lambda: write_json(Path("samples/samples.json"), {"weights_sha256": "0"}),
+        "it is of other weights than those in train",
+    ),
+    "other metrics": (
+        "metrics.json",
+        lambda: write_json(Path("metrics.json"), {"protocol": {"weights": {"sha256": "0"}}}),
+        "it is of other weights than those in train",
+    ),
     "not complete": ("train/model.json", lambda: write_json(Path("train/model.json"), {}), "it is not complete"),
     "export": ("diffusers", lambda: Path("diffusers/a/b").write_bytes(b"x"), "diffusers/a/b is not what was written"),
     "no sums": ("diffusers", lambda: Path("diffusers/SHA256SUMS").unlink(), "No such file"),

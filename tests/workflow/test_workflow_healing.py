@@ -7,11 +7,13 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from projects import Project
+
+from image_diffusion.core.files.atomic import read_json, write_json
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +43,16 @@ def forget_runs(path: Path) -> None:
         database.execute("DELETE FROM runs")
 
 
+def of_other_weights(path: Path) -> None:
+    """Put the file of another experiment in its place, as far as it can be read."""
+    before = path.stat()
+    with suppress(ValueError):
+        content = read_json(path)
+        (content["protocol"]["weights"] if "protocol" in content else content).update(sha256="0", weights_sha256="0")
+        write_json(path, content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def in_an_hour(path: Path) -> None:
     """Date a file as one that was written while the clock was wrong."""
     os.utime(path, (time.time() + 3600,) * 2)
@@ -67,8 +79,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], set[str]]] = {
     "what describes the weights": ("micro/train/model.json", flip, AFTER_TRAIN),
     "samples": ("micro/samples/samples.npz", flip, AFTER_SAMPLE),
     "how they were made": ("micro/samples/samples.json", flip, AFTER_SAMPLE),
+    "samples of other weights": ("micro/samples/samples.json", of_other_weights, AFTER_SAMPLE),
     "a picture of them": ("micro/samples/grid.png", flip, AFTER_SAMPLE),
     "metrics": ("micro/metrics.json", flip, AFTER_SAMPLE - {"sample"}),
+    "metrics of other weights": ("micro/metrics.json", of_other_weights, AFTER_SAMPLE - {"sample"}),
     "a picture of the evaluation": ("micro/evaluation/classes.png", flip, AFTER_SAMPLE - {"sample"}),
     "what was tracked": ("micro/tracked.json", flip, {"track"}),
     "a store that was removed": ("../mlflow.db", Path.unlink, {"track"}),

@@ -90,6 +90,8 @@ class Samples:
     uint8.
     """
 
+    selection = ""
+
     def __init__(
         self,
         images: Rows,

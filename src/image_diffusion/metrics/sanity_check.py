@@ -33,7 +33,7 @@ class Part:
         self._images, self._indices = images, indices
         self.num_samples, self.shape = len(indices), images.shape
         self.labels, self.classes = np.asarray(images.labels)[indices], images.classes
-        self.digest = f"{images.digest}, {len(indices)} drawn"
+        self.digest, self.selection = f"{images.digest}, {len(indices)} drawn", images.selection
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         """Return the images at these positions, [B, C, H, W]: pictures as uint8, arrays as float32 from 0 to 255."""

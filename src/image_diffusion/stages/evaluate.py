@@ -19,7 +19,7 @@ from torch import nn
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files.atomic import make_folder, write_json
+from image_diffusion.core.files.atomic import make_folder, read_json, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.files.partial_results import resumable
 from image_diffusion.core.journal.writer import open_journal
@@ -111,11 +111,15 @@ def evaluate(
     """Measure; write metrics.json and print the numbers, where this process is the one that `writes`.
 
     files: those that `inputs` does not name and that change the numbers, so that the same command resumes after one
-    that was stopped, and only then.
+    that was stopped, and only then. Raises ValueError for samples of other weights.
     """
-    tags = {"manifest_digest": open_shards(inputs.data, "train").digest}
+    if model is not None and inputs.samples is not None:
+        check_samples_of(model.sha256, inputs.samples)
+    train, held_out = open_shards(inputs.data, "train"), open_shards(inputs.data, "validation")
+    tags = {"manifest_digest": train.digest}
     settings = {evaluation.section: dump(inputs.settings)}
     identity = [tags, settings, *([model.sha256, dump(model.system), model.codec] if model is not None else [])]
+    identity.append({"splits": [train.selection, held_out.selection]})
     samples = inputs.samples
     files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
     files += [inputs.detector, inputs.reference, inputs.previews, *inputs.pairs]
@@ -138,6 +142,17 @@ def evaluate(
         if writes:
             write_json(output, result | {"files": describe(output.parent, pictures)})
             print_metrics(result["metrics"], result.get("doubt"))
+
+
+def check_samples_of(sha256: str, samples: Path) -> None:
+    """Raise ValueError where what describes samples says that they are of other weights than those with this sha256."""
+    described = samples.with_suffix(".json")
+    made_with = read_json(described).get("weights_sha256", sha256) if described.is_file() else sha256
+    if made_with != sha256:
+        raise ValueError(
+            f"{described} is of samples from other weights than --weights. Run sample with these weights, or name "
+            f"those that it was run with."
+        )
 
 
 def raw_network(weights: Path) -> nn.Module | None:

@@ -138,6 +138,12 @@ def read_published(config: Path, path: Path, codec: str | None, folder: Path) ->
     return published
 
 
+def check_metrics_of(sha256: str, measured: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError where the metrics of a file are of other weights than those with this sha256."""
+    if measured["protocol"].get("weights", {}).get("sha256", sha256) != sha256:
+        raise ValueError(f"{path} is of other weights than --weights. Run evaluate with these weights.")
+
+
 def main() -> None:
     parser = command.Parser(prog="python -m image_diffusion export", description=str(__doc__).partition("\n")[0])
     parser.add_config("the stage's configuration, export.yaml", required=False)
@@ -185,6 +191,8 @@ def main() -> None:
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
     measured = read_json(arguments.metrics) if arguments.metrics else None
+    if measured is not None:
+        check_metrics_of(model.sha256, measured, arguments.metrics)
     name = arguments.output.resolve().parent.name
     with atomic_folder(arguments.output) as folder:
         use = write_model(model, stage.export.format, codec_weights, folder)

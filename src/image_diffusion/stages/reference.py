@@ -46,7 +46,7 @@ def main() -> None:
         train, validation = (open_shards(arguments.data, split, renders=True) for split in ("train", "validation"))
         data = RealImages(train, validation)
         splits = data.looked_at
-        identity = [detector.identity, {name: images.digest for name, images in splits.items()}]
+        identity = [detector.identity, {name: [images.digest, images.selection] for name, images in splits.items()}]
         if arguments.part is not None:
             with resumable(arguments.output, identity, writes=world.is_main):
                 write_part(detector, splits, arguments.output, arguments.part, world.is_main)

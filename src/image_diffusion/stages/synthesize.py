@@ -99,6 +99,7 @@ def main() -> None:
         return
     detector_folder = arguments.detector.parent
     journal = open_journal(arguments.journal, "synthesize")
+    identity.append({"splits": [train.selection, held_out.selection]})
     with resumable(output, identity, [detector_folder, *arguments.references]), journal:
         journal.params({"synthesize": dump(config), "data": train.digest})
         path = partial_folder(output) / "images.npz"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.process import command
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.random.streams import Streams
@@ -66,7 +67,8 @@ def main() -> None:
         )
     if arguments.stage_to:
         begin_staging(training.sets, arguments.stage_to, place_on_node())
-    run(training.build, config, training.model, training.data, output, arguments.journal, start, arguments.hang_s)
+    journal, hang_s = arguments.journal, arguments.hang_s
+    run(training.build, config, training.model, training.data, output, journal, start, hang_s, training.split)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Training:
     """Training of a stage, put together from its configuration.
 
     spec: of what it learns from. decoder: builds the codec, where previews are made. task: a network -> what is done
-    with it. sets: of shards that are read. model, data: those of `training.session.run`.
+    with it. sets: of shards that are read. model, data, split: those of `training.session.run`.
     """
 
     stage: TrainStage
@@ -84,6 +86,7 @@ class Training:
     sets: tuple[Shards, ...]
     model: dict[str, Any]
     data: dict[str, Any]
+    split: str
 
     def network(self) -> nn.Module:
         """Return the network, randomly initialised."""
@@ -171,7 +174,8 @@ def prepare_training(
     if carried:
         model["carried"] = training.manifest["carried"]
     sets = tuple(shards for split in (training, validation) for shards in (split, *split.beside.values()))
-    return Training(stage, spec, decoder, task, sets, model, {"digest": training.digest})
+    selection = digest([training.selection, validation.selection])
+    return Training(stage, spec, decoder, task, sets, model, {"digest": training.digest}, selection)
 
 
 def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion import __version__
-from image_diffusion.core.files.atomic import atomic_folder, to_json, write_json, write_page
-from image_diffusion.core.files.checksums import describe, write_checksums
+from image_diffusion.core.files.atomic import atomic_folder, sha256_file, to_json, write_json, write_page
+from image_diffusion.core.files.checksums import write_checksums
 from image_diffusion.synthesis.card import data_card, score_page
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.synthesis.croissant import DataSetFacts, croissant
@@ -49,7 +49,7 @@ def write_set(
             creator=f"image-diffusion {__version__}",
             version="1.0.0",
             published=datetime.fromtimestamp(weights.stat().st_mtime, UTC).date().isoformat(),
-            files=describe(unfinished, written),
+            files={str(path.relative_to(unfinished)): sha256_file(path) for path in written},
             numbers=tuple(images.numbers),
         )
         (unfinished / "croissant.json").write_text(to_json(croissant(facts, config.format)), encoding="utf-8")

@@ -18,18 +18,21 @@ from typing import NoReturn
 
 from image_diffusion.core.config.base import read_yaml
 from image_diffusion.core.files.atomic import make_folder
+from image_diffusion.core.files.mirrored import LostError
 from image_diffusion.core.files.store import Store
 from image_diffusion.core.process import command
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.workflow.mirror.lease import Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import DONE, READY, MirrorConfig
-from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, newest_list, read_list, restore
+from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, read_list, restore
 from image_diffusion.workflow.mirror.sender import Sender
 from image_diffusion.workflow.mirror.snapshot import Project
 
 _LAST_TRIES = 3
 _ENDS_IN_MS = 5000
 """Time for Snakemake to end before it is interrupted again."""
+_NOT_PRUNED = "Nothing is removed:"
+_RUN_FIRST = "Run snakemake with this mirror first, which sends the list of files again once a stage has finished."
 _stopping = threading.Lock()
 _DOLLARS_PER_GB = 0.023
 """Price of a GB and month in S3 Standard of Northern Virginia, in 2026: an order of magnitude for other stores."""
@@ -136,7 +139,8 @@ def show(store: Store) -> None:
 
 
 def prune(config: MirrorConfig, project: Project) -> None:
-    """Remove chunks that the newest snapshot does not name: those of interrupted uploads."""
+    """Remove chunks that the newest snapshot does not name: those of interrupted uploads. Raises ValueError, and
+    removes nothing, where its list of files cannot be read."""
     make_folder(project.state)
     with (project.state / "lock").open("w") as lock:
         try:
@@ -145,9 +149,16 @@ def prune(config: MirrorConfig, project: Project) -> None:
             raise ValueError("Snakemake works in this folder, and with its mirror. Wait until it has ended.") from None
         store = Store(config.url)
         lease = Lease(store, config.silence_s)
+        _, head = lease.newest()
+        if head.is_damaged:
+            raise ValueError(f"{_NOT_PRUNED} the newest head of {store.url} is damaged. {_RUN_FIRST}")
+        try:
+            read_list(store, head.snapshot)  # before this process adds heads, after which older ones are removed
+        except LostError as error:
+            raise ValueError(f"{_NOT_PRUNED} {error} {_RUN_FIRST}") from None
         lease.take(DiskState.read(project, store.url).token, log_line)
         try:
-            files = newest_list(lease, log_line)
+            files = read_list(store, lease.snapshot)
             named = {*lease.snapshot, *(chunk for file in files.values() for chunk in file.chunks)}
             stored = store.names("blobs")
             left = {name: size for name, size in stored.items() if name not in named}

@@ -45,13 +45,15 @@ def run(
     journal: Path | None = None,
     start: Path | None = None,
     hang_s: float = HANG_S,
+    split: str = "",
 ) -> None:
     """Train, or resume training, and write `output`: weights.safetensors and model.json; checkpoints in its `state`.
 
     build: what to train on what; called with PyTorch's generator seeded, for the initial weights. model: plain data
     that rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that says
     what the training data are. journal: the folder of journals; None: none is kept. start: the weights folder to start
-    from, where `init_from` names an experiment. hang_s: seconds that a process waits for another.
+    from, where `init_from` names an experiment. hang_s: seconds that a process waits for another. split: digest of
+    which images are trained on and which are held out, kept with checkpoints; a run is continued with the same alone.
 
     The run is what `model`, `data` and the configuration say it is; another run's checkpoints are never continued.
     Raises Stopped, ValueError or OSError as `loop.train` does.
@@ -77,7 +79,7 @@ def run(
         checkpoint = None
         if world.is_main:
             described = _identity(identity, model, data, start)
-            state = State(output / "state", described, config.checkpoint, config.steps, hang_s)
+            state = State(output / "state", described, config.checkpoint, config.steps, hang_s, split)
             state.claim()
             checkpoint = state.load()
             state.check_previews()
@@ -95,8 +97,8 @@ def run(
             if world.is_main and trainer.last_step < config.steps:
                 print(_early_end(trainer), flush=True)
                 book.params({"ended_early_at": trainer.last_step})
-        for split in filter(None, (task.data, task.validation)):
-            split.verified()
+        for shards in filter(None, (task.data, task.validation)):
+            shards.verified()
         _write(trainer, model, output, state)
 
 

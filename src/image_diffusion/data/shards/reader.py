@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,6 +123,12 @@ class Shards:
             bits = out.view(torch.int16) if self.dtype == torch.uint16 else out
             bits[mirrored] = bits[mirrored].flip(-1)
         return out if not self._renders or self.levels is None else self.levels.rendered(out)
+
+    @property
+    def selection(self) -> str:
+        """Digest of which samples of the set these are, in order, and which of the sets that were joined: it changes
+        where others are held out, and `digest` does not."""
+        return digest([sha256(shards._chosen.tobytes()).hexdigest() for shards in (self, *self.beside.values())])
 
     @property
     def has_mirror_images(self) -> bool:

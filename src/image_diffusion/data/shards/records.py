@@ -243,10 +243,8 @@ def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[in
 
 
 def remove_surplus(folder: Path, num_shards: int) -> None:
-    """Delete the shards and records of an earlier run that had more of them, and unfinished files of killed runs."""
+    """Delete the shards and records of an earlier run that had more of them."""
     wanted = {path(folder, shard).name for shard in range(num_shards) for path in (tar_path, record_path)}
     for path in folder.glob("shard-*"):
         if path.suffix in (".tar", ".json") and path.name not in wanted:
             path.unlink()
-    for path in folder.glob(".*.tmp"):
-        path.unlink()

@@ -38,6 +38,11 @@ class ImageSet(Protocol):
         """Return the digest of the images."""
         ...
 
+    @property
+    def selection(self) -> str:
+        """Return a digest of which images of their set these are; empty for all."""
+        ...
+
     def gather(self, indices: np.ndarray) -> Tensor:
         """Return the images at these positions, [B, C, H, W]: pictures as uint8, arrays as float32 from 0 to 255."""
         ...

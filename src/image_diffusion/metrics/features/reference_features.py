@@ -123,8 +123,9 @@ def _read_checked(
         state = f"{folder / 'reference.json'} has format {about.get('format')}"
         raise ValueError(f"{state}; this version reads format {FORMAT}. {_AGAIN}")
     for name, images in splits.items():
-        data = about["splits"].get(name, {"data": None})["data"]
-        if images.num_samples > 1 and data != images.digest:
+        of = about["splits"].get(name, {"data": None})
+        same = of["data"] == images.digest and of.get("selection", images.selection) == images.selection
+        if images.num_samples > 1 and not same:
             raise ValueError(f"{folder} was computed on other images than those of the {name} split. {_AGAIN}")
     check_files(folder, about["files"], _AGAIN)
     sha256 = str(detector.identity["sha256"])
@@ -140,7 +141,10 @@ def _splits_with_statistics(splits: Mapping[str, ImageSet]) -> dict[str, ImageSe
 
 
 def _description(detector: Detector, splits: Mapping[str, ImageSet]) -> dict[str, Any]:
-    described = {name: {"data": images.digest, "num_images": images.num_samples} for name, images in splits.items()}
+    described = {
+        name: {"data": images.digest, "selection": images.selection, "num_images": images.num_samples}
+        for name, images in splits.items()
+    }
     return {"format": FORMAT, "detector": detector.identity, "splits": described}
 
 

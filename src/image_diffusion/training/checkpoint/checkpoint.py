@@ -60,7 +60,8 @@ class Checkpoint:
 
     step: updates done. examples_seen: examples they took, which is also the position in the data. reports_due: True if
     validation and sample grid of this step are still to be made. groups: tensors by file and name. extra: plain data.
-    attempts: the ids of those that have led here, in the journal, and how many records each had written by then.
+    attempts: the ids of those that have led here, in the journal, and how many records each had written by then. split:
+    digest of which images the run trains on and which it holds out; empty where an earlier version wrote it.
 
     While it is written: rows: of tensors that processes share by rows, those of this one, part `part` of `parts`, by
     group and name. What is read has no rows, but all tensors whole.
@@ -72,6 +73,7 @@ class Checkpoint:
     groups: dict[str, dict[str, Tensor]]
     extra: dict[str, Any] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
+    split: str = ""
     rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     part: int = 0
     parts: int = 1
@@ -137,6 +139,7 @@ def write_checkpoint(
             "reports_due": checkpoint.reports_due,
             "extra": checkpoint.extra,
             "attempts": checkpoint.attempts,
+            "split": checkpoint.split,
             "identity": identity,
             "environment": environment,
             "files": files,
@@ -165,6 +168,7 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
         groups={group: read_group(folder, record, group) for group in groups},
         extra=record["extra"],
         attempts=attempts if isinstance(attempts, dict) else dict.fromkeys(attempts, 0),
+        split=record.get("split", ""),
     )
     return checkpoint, record["identity"]
 

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class State(Background):
     of several processes, each of the others has a `part_writer`, and one appears when all have written theirs. Whoever
     claims the root owns everything that a training writes beside it, whatever run it is of. num_steps: of the run;
     checkpoints of later steps are from when it was longer, and are left alone. hang_s: seconds to wait for a part.
+    split: `Checkpoint.split`; empty: not compared.
     """
 
     def __init__(
@@ -82,10 +84,11 @@ class State(Background):
         keep: CheckpointConfig,
         num_steps: int = sys.maxsize,
         hang_s: float = HANG_S,
+        split: str = "",
     ) -> None:
         self.identity, self.fingerprint = identity, digest(identity)[:16]
         self.folder, self._root = root / self.fingerprint, root
-        self._keep = keep
+        self._keep, self._split = keep, split
         self.token, self._num_steps, self._hang_s = "", num_steps, hang_s
         super().__init__(self._complete)
         self._good: Path | None = None
@@ -120,7 +123,8 @@ class State(Background):
         """Read the newest good checkpoint; None when no good one exists. A damaged one is reported, put aside, and
         skipped.
 
-        Raises ValueError with the keys that differ when a checkpoint in here belongs to another configuration.
+        Raises ValueError with the keys that differ when a checkpoint in here belongs to another configuration, or where
+        other images are held out than those that it held out.
         """
         if later := [path.name for path in self._all() if path not in self.checkpoints()]:
             log_line(
@@ -142,6 +146,11 @@ class State(Background):
                 keys = ", ".join(differing_keys(self.identity, identity))
                 raise ValueError(
                     f"Checkpoint {path} belongs to another configuration: {keys}. Remove {self.folder} to start anew."
+                )
+            if self._split and checkpoint.split not in ("", self._split):
+                raise ValueError(
+                    f"Checkpoint {path} is of a training that held out other images: files were saved again with equal "
+                    f"pixels, and the split is by their bytes. Restore the files, or remove {self._root} to train anew."
                 )
             self._good = path
             return checkpoint
@@ -187,8 +196,9 @@ class State(Background):
             return files
 
         with _unwritten(step, self.folder, self.advice):
+            whole = replace(checkpoint, split=self._split)
             self._good = write_checkpoint(
-                self.folder, checkpoint, self.identity, environment(), self.assert_owner, self.token, others
+                self.folder, whole, self.identity, environment(), self.assert_owner, self.token, others
             )
             self._prune()
 

@@ -18,6 +18,7 @@ from image_diffusion.core.files.atomic import is_ahead, is_whole_page, read_chec
 from image_diffusion.core.files.checksums import AT_ONCE_BYTES, damaged, unread, warn_about_previews
 from image_diffusion.core.files.mirrored import is_mirrored
 from image_diffusion.core.names import carried_files
+from image_diffusion.workflow.plans import used_weights
 
 _TIME_OF_A_FOLDER = ".snakemake_timestamp"
 
@@ -35,6 +36,8 @@ class Damage:
             "tracked.json": self._tracked,
             "diffusers": self._folder,
             "synthetic": self._folder,
+            "samples.json": self._samples,
+            "metrics.json": self._metrics,
         }
         self._looks_by_suffix: Mapping[str, Callable[[Path], str | None]] = {".json": self._described, ".html": _page}
 
@@ -86,6 +89,16 @@ class Damage:
 
     def _described(self, path: Path) -> str | None:
         return self._compared(path.parent, read_json(path).get("files", {}))
+
+    def _samples(self, path: Path) -> str | None:
+        """Check samples; those in the folder of an experiment are of its weights."""
+        made_with = read_json(path).get("weights_sha256")
+        fault = _of_other_weights(path.parent.parent, made_with) if path.parent.name == "samples" else None
+        return fault or self._described(path)
+
+    def _metrics(self, path: Path) -> str | None:
+        judged = read_json(path).get("protocol", {}).get("weights", {}).get("sha256")
+        return _of_other_weights(path.parent, judged) or self._described(path)
 
     def _folder(self, path: Path) -> str | None:
         described = {f"{path.name}/{name}": sha256 for name, sha256 in read_checksums(path).items()}
@@ -144,6 +157,16 @@ class Damage:
 
 def _page(path: Path) -> str | None:
     return None if is_whole_page(path) else "it is not what was written"
+
+
+def _of_other_weights(experiment: Path, sha256: str | None) -> str | None:
+    """Describe the fault of a result that says that it is of weights which the experiment in a folder does not use."""
+    try:
+        folder = used_weights(experiment)
+        used = read_json(folder / "model.json")["sha256"]
+    except (ValueError, OSError, KeyError, TypeError):  # whose own fault that is
+        return None
+    return None if sha256 in (None, used) else f"it is of other weights than those in {folder}"
 
 
 def _is_there(artifacts: str) -> bool:

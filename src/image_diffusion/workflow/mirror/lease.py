@@ -37,6 +37,11 @@ class Head:
     machine: str = ""
     is_released: bool = True
 
+    @property
+    def is_damaged(self) -> bool:
+        """True if it stands for one that cannot be read: see `Lease._readable`."""
+        return not (self.token or self.is_released)
+
     @staticmethod
     def parse(data: bytes) -> Head:
         """Return the head in the bytes of an object. Raises ValueError."""
@@ -83,7 +88,13 @@ class Lease:
                 while (later := self.store.get(_name(number + 1))) is not None:
                     number, data = number + 1, later
                 self._oldest = min(numbers)
-                return number, self._readable(number, data)
+                head = self._readable(number, data)
+                if head.is_damaged and not head.snapshot:
+                    raise ValueError(
+                        f"The newest head of {self.store.url} is damaged, and none before it names a snapshot. Set "
+                        f"another mirror."
+                    )
+                return number, head
             time.sleep(look)  # the list is older than what has been removed since
         raise ValueError(f"{self.store.url}/heads cannot be listed as it is. Try again in a minute.")
 

@@ -60,7 +60,7 @@ def read_list(store: Store, chunks: tuple[str, ...]) -> Files:
 
 def newest_list(lease: Lease, tell: Callable[[str], None]) -> Files:
     """Return the files of the newest snapshot that can be read. Raises LostError if none can, ValueError."""
-    for snapshot in dict.fromkeys([lease.snapshot, *lease.older()]):
+    for snapshot in dict.fromkeys([lease.snapshot, *filter(None, lease.older())]):
         try:
             return read_list(lease.store, snapshot)
         except LostError as error:
