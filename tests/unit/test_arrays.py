@@ -412,6 +412,13 @@ def test_numbers_come_back_from_x_to_half_a_count(dtype: str) -> None:
     assert difference == 0 if dtype != "float32" else difference < 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "low", "high"), [("uint16", 0, 65536), ("uint8", 0, 256), ("int16", -40000, 40000)])
+def test_integers_outside_of_their_type_become_its_least_and_its_greatest(dtype: str, low: int, high: int) -> None:
+    levels, limits = Levels(dtype=dtype, channels=("a",), low=(low,), high=(high,)), np.iinfo(dtype)
+    black, white = levels.restore(torch.tensor([-1.0, 1.0]).view(1, 1, 1, 2)).flatten().tolist()
+    assert (black, white) == (limits.min, limits.max)
+
+
 def cells(folder: Path, count: int = 24, **changed: Any) -> dict[str, Any]:
     (folder / "images").mkdir(parents=True)
     for number in range(count):
@@ -493,7 +500,7 @@ def test_floating_point_ranges_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hot", [None, 1e6, -3.4028235e38])
-@pytest.mark.parametrize("stated", [None, [-0.1, 1e39]])
+@pytest.mark.parametrize("stated", [None, [-0.1, 3e38]])
 def test_floating_point_ranges_are_quantiles_whatever_one_pixel_is(
     hot: float | None, stated: list[float] | None, tmp_path: Path
 ) -> None:
@@ -565,6 +572,9 @@ def test_samples_open_as_a_stack_with_named_channels_and_the_same_bytes(tmp_path
         ({"range": {"z": "file"}}, "range names 'z', which is no channel. Known: 0, 1, 2"),
         ({"range": [5, 5]}, "not a range"),
         ({"range": {"0": [9, 1]}}, "not a range"),
+        ({"dtype": "float32", "range": [1, 1.00000001]}, r"\[1.0, 1.00000001\] is no range in float32. .* apart"),
+        ({"dtype": "float32", "range": {"0": [-3e38, 3e38]}}, "is no range in float32"),
+        ({"range": [0, 1e39]}, "is no range in float32"),
         ({"dtype": "float32", "range": "file"}, "float32 has no largest number"),
         ({"dtype": "float32", "range": {"0": "file"}}, "float32 has no largest number"),
         ({"crop": {"type": "pad"}}, "bars have no number in arrays"),

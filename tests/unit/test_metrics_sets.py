@@ -51,6 +51,25 @@ def test_a_hundred_copies_of_one_image_recall_nothing_but_that_image():
     assert found["precision"].value == 1 and found["recall"].value == 0.01
 
 
+@pytest.mark.parametrize(("copied", "new"), [(200, 0), (150, 150), (20, 0)])
+def test_copies_on_the_border_of_a_ball_are_inside(copied: int, new: int):
+    """A copy of the k-th neighbour is as far away as that: here by differences, which are exactly the same."""
+    real = randn(300, 64)
+    samples = torch.cat([real[:copied], randn(new, 64, seed=1)])
+
+    def squared(a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([(row - b.double()).square().sum(1) for row in a.double()])
+
+    distances, k = squared(real, samples), 3
+    radii, own = (squared(each, each).sort(1).values[:, k] for each in (real, samples))
+    inside = distances <= radii[:, None]
+    found = manifold_estimates(samples, real, k)
+    assert found["density"].value == pytest.approx(inside.double().sum(0).mean().item() / k, abs=1e-12)
+    assert found["coverage"].value == pytest.approx(inside.any(1).double().mean().item(), abs=1e-12)
+    assert found["precision"].value == pytest.approx(inside.any(0).double().mean().item(), abs=1e-12)
+    assert found["recall"].value == pytest.approx((distances <= own).any(1).double().mean().item(), abs=1e-12)
+
+
 def test_a_score_of_too_few_samples_has_no_interval_and_says_why():
     few = inception_score_estimate(randn(39, 4))
     assert few.interval is None and "39 samples are fewer than 100" in few.note
@@ -155,6 +174,13 @@ def test_two_sample_test_tells_what_can_be_told():
     same = two_sample_test(randn(400, 6, seed=2), randn(500, 6, seed=3))
     assert same.interval[0] < 0.5 < same.interval[1]
     assert two_sample_test(randn(400, 6) + 3, randn(400, 6, seed=1)).value > 0.95
+
+
+def test_a_two_sample_test_of_an_odd_number_is_not_below_chance():
+    """In halves of unequal shares, the larger class of the half that is fitted is the smaller one that is judged."""
+    values = [two_sample_test(randn(9, 4, seed=2 * i), randn(9, 4, seed=2 * i + 1)).value for i in range(200)]
+    assert sum(values) / len(values) == pytest.approx(0.5, abs=0.03)
+    assert two_sample_test(randn(9, 4), randn(12, 4, seed=1)).n == 16
 
 
 def test_agreement_confusion_and_missing_classes():

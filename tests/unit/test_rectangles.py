@@ -88,8 +88,10 @@ def covering(image: Image.Image, rows: int, columns: int) -> np.ndarray[Any, Any
     return scaled[top : top + rows, left : left + columns]
 
 
-@pytest.mark.parametrize("size", [(40, 40), (97, 41), (41, 97), (24, 16), (7, 90), (200, 130), (25, 17)])
-@pytest.mark.parametrize("resolution", [(16, 24), (24, 16), (5, 31)])
+@pytest.mark.parametrize(
+    "size", [(40, 40), (97, 41), (41, 97), (24, 16), (7, 90), (200, 130), (25, 17), (27, 80), (40, 150)]
+)
+@pytest.mark.parametrize("resolution", [(16, 24), (24, 16), (5, 31), (48, 16), (64, 22), (90, 7)])
 def test_the_centre_crop_follows_the_formula(size: tuple[int, int], resolution: tuple[int, int]) -> None:
     rng = np.random.default_rng(size)
     image = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -128,6 +128,44 @@ def test_one_step_of_the_discrete_process_gives_the_mean_of_what_the_noise_leave
         assert grid.time.tolist() == [999]
         torch.testing.assert_close(result, denoiser(noise, 0).x0, rtol=0, atol=1e-5)
         torch.testing.assert_close(result, MEAN.expand_as(result), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("sampler", [DpmSolver(), DpmSolver(adds_noise=True), UniPc()], ids=label)
+def test_twenty_steps_of_the_discrete_process_have_the_spread_of_the_data(sampler: SamplerConfig) -> None:
+    """The last step of order 2 ends at diffusers' last timestep: at timestep 0, of far less noise, it overshoots."""
+    streams = image_streams(torch.arange(2000))
+    noise, grid = initial_noise(streams, (3,)).double(), sampler.grid(Discrete())
+    isotropic = GaussianDenoiser(grid, 0.25 * torch.eye(3, dtype=F64))
+    deviations = sampler(isotropic, grid, noise, streams).std(0) / noise.std(0)
+    assert grid.num_steps == 20
+    assert deviations.numpy() == pytest.approx(0.5, rel=0.06)
+
+
+def test_multistep_solvers_take_the_timesteps_and_the_steps_of_diffusers() -> None:
+    import diffusers
+
+    betas: dict[str, Any] = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
+    schedulers = (diffusers.DPMSolverMultistepScheduler(**betas), diffusers.UniPCMultistepScheduler(**betas))
+    for scheduler, sampler in zip(schedulers, (DpmSolver(), UniPc()), strict=True):
+        streams = image_streams(torch.arange(64))
+        noise, grid = initial_noise(streams, (3,)).double(), sampler.grid(Discrete())
+        denoiser = GaussianDenoiser(grid, COVARIANCE)
+        scheduler.set_timesteps(20)
+        assert grid.time.tolist() == scheduler.timesteps.tolist()
+        x = noise
+        for i, t in enumerate(scheduler.timesteps):
+            x = scheduler.step(denoiser(x, i).eps, t, x, return_dict=False)[0]
+        torch.testing.assert_close(sampler(denoiser, grid, noise, streams), x, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_steps", ["20", "ddim20", [20], "", 1000])
+def test_stated_timesteps_and_all_of_them_keep_timestep_0(num_steps: str | int | list[int]) -> None:
+    grid = DpmSolver(num_steps=num_steps).grid(Discrete())
+    torch.testing.assert_close(grid.time, Discrete().build().grid(num_steps).time)
+    assert grid.time[-1] == 0
+    assert UniPc(num_steps=250).grid(Discrete(respacing="250")).time[-1] == 0  # those that training has
+    with pytest.raises(ValueError, match=r"asks for 1001 timesteps of a section that has 1000. Use at most 1000."):
+        UniPc(num_steps=1001).grid(Discrete())
 
 
 @pytest.mark.parametrize("path", [straight_levels, preserving_levels, exploding])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.process import Process
-from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
@@ -49,6 +49,7 @@ EVERY: list[SamplerConfig] = [
     Sde(num_steps=6, last_step="tweedie"),
 ]
 SHAPE = (3, 4, 4)
+COSINE = CosineGamma(start=0.2, tau=2.0)
 levels = st.lists(st.floats(0.02, 50), min_size=1, max_size=6, unique=True).map(lambda v: sorted(v, reverse=True))
 
 
@@ -176,6 +177,35 @@ def test_clipped_x0_and_eps_still_agree_with_x_t() -> None:
 def test_samplers_that_draw_noise_do_not_fit_flow(sampler: SamplerConfig) -> None:
     with pytest.raises(ValueError, match=rf"The {sampler.type} sampler adds noise at every step.*Use sde"):
         sampler.grid(Flow())
+
+
+@pytest.mark.parametrize(
+    "process",
+    [Flow(), Flow(shift=6.0), Continuous(), Continuous(schedule=LinearGamma(), scale=0.5), Continuous(schedule=COSINE)],
+    ids=lambda process: process.type,
+)
+@pytest.mark.parametrize(("num_steps", "most"), [(1, 1e-12), (1000, 0.07)])
+def test_the_last_step_of_the_sde_begins_at_little_noise(
+    process: Flow | Continuous, num_steps: int, most: float
+) -> None:
+    """Its mean leaves about as much noise in the image as there is where it begins; one step alone takes x0."""
+    sampler, streams = Sde(num_steps=num_steps), image_streams(torch.arange(4))
+    grid = sampler.grid(process)
+    noise = initial_noise(streams, (3, 16, 16)).double()
+
+    def perfect(x: Tensor, i: int) -> Denoised:
+        x0 = torch.full_like(x, 0.3)
+        return Denoised(x0, (x - grid.alpha[i].item() * x0) / grid.sigma[i].item())
+
+    assert (sampler(perfect, grid, noise, streams) - 0.3).std() < most
+    last = grid.sigma[-2] / (grid.alpha[-2] + grid.sigma[-2])
+    assert num_steps == 1 or last.item() == pytest.approx(0.04, rel=1e-5)
+
+
+def test_a_flow_without_shift_ends_with_the_published_step() -> None:
+    assert Sde().grid(Flow()).sigma[-2].item() == 0.04
+    assert Sde(shift=3.0).grid(Flow()).sigma[-2].item() == pytest.approx(0.04, rel=1e-12)
+    assert Sde(last_step_size=0.1, shift=3.0).grid(Flow()).sigma[-2].item() == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("sampler", [Euler(), Heun(), DpmSolver(), UniPc()], ids=lambda s: s.type)

@@ -81,7 +81,7 @@ def test_samples_are_those_of_diffusers(sampler: SpacedByNoise) -> None:
 
 @pytest.mark.parametrize("sampler", EVERY, ids=lambda each: each.type)
 def test_every_such_sampler_takes_it_and_tells_where_it_does_not_go(sampler: SpacedByNoise) -> None:
-    plain = sampler.model_copy(update={"spacing": "time"}).grid(Discrete())
+    plain = sampler.model_copy(update={"spacing": "time", "num_steps": "11"}).grid(Discrete())
     grid = sampler.grid(Discrete(rescale_timesteps=True, num_timesteps=4000, schedule=Cosine()))
     assert grid.num_steps == 11 and grid.time[0] == 999.75 and grid.time[-1] == 0
     spaced = sampler.grid(Discrete())

@@ -50,15 +50,18 @@ class Levels(Sparse):
         return ((numbers - low) / (high - low) * 2 - 1).clamp(-1, 1)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Map float [B, C, H, W] in [-1, 1] to numbers of `dtype`, integers rounded to nearest; the inverse of
-        `normalise` to half a unit. Contiguous."""
+        """Map float [B, C, H, W] in [-1, 1] to numbers of `dtype`, integers rounded to nearest and clipped to those of
+        the type; the inverse of `normalise` to half a unit. Contiguous."""
         import torch  # not for those who only read a configuration
 
         x = x.float()
         low, high = self._bounds(x)
         numbers = (x.clamp(-1, 1) + 1) / 2 * (high - low) + low
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return (numbers if dtype.is_floating_point else numbers.round()).to(dtype).contiguous()
+        if not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            numbers = numbers.round().clamp(limits.min, limits.max)
+        return numbers.to(dtype).contiguous()
 
     def rendered(self, images: Tensor) -> Tensor:
         """Map numbers [B, C, H, W] to float32 from 0 to 255, the range of pictures: the form that judges and pictures

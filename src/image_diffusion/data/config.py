@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from ctypes import c_float
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -46,6 +47,11 @@ def _channels(value: Any) -> Any:
 
 Channels = Annotated[int | tuple[str, ...] | dict[int, str], BeforeValidator(_channels)]
 Range = Literal["file", "measured"] | tuple[float, float]
+
+
+def _width(low: float, high: float) -> float:
+    """Return high - low in float32: 0 if they are the same number there, infinite or NaN if they have none."""
+    return c_float(c_float(high).value - c_float(low).value).value
 
 
 class DataConfig(Sparse):
@@ -171,6 +177,12 @@ class DataConfig(Sparse):
         ranges = self.range.values() if isinstance(self.range, dict) else [self.range]
         if self.dtype == "float32" and "file" in ranges:
             raise ValueError("range is file, but float32 has no largest number. Use measured, or two numbers.")
+        for part in ranges:
+            if isinstance(part, tuple) and not 0 < _width(*part) < math.inf:
+                raise ValueError(
+                    f"{list(part)} is no range in float32, in which a network sees arrays. Give two numbers further "
+                    "apart, less than 3.4e38 in all."
+                )
         if self.crop.type == "pad":
             raise ValueError("crop.type is pad, but bars have no number in arrays. Choose another crop.")
         return self

@@ -8,6 +8,7 @@ conversions here respect, and a grid ends at alpha = 1, so that a sampler return
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import Annotated, Literal, Self
 
 import torch
@@ -160,6 +161,15 @@ class ContinuousProcess(NoiseProcess):
             return x_t
         std = x_t.flatten(1).std(1, correction=0).clamp(min=1e-5)
         return x_t / std.view(-1, *[1] * (x_t.ndim - 1))
+
+    def time_at(self, noise: float) -> float:
+        """Return the time at which sigma / (alpha + sigma) is `noise`, in (0, 1]; 1 if there is less at all times."""
+
+        def noise_at(index: int) -> float:
+            alpha, sigma = self.levels(torch.tensor(index / 2**30, dtype=torch.float64))
+            return (sigma / (alpha + sigma)).item()
+
+        return bisect_left(range(2**30), noise, key=noise_at) / 2**30
 
     def grid(self, num_steps: Respacing, time_difference: float = 0.0, last_step: float | None = None) -> Grid:
         """Return times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps.

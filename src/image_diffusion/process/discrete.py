@@ -105,6 +105,15 @@ class DiscreteProcess(NoiseProcess):
         alpha_bar = torch.cat([self.alpha_bar.flip(0), clean])
         return Grid(time=self._network_time.flip(0), alpha=alpha_bar.sqrt(), sigma=(1 - alpha_bar).sqrt())
 
+    def solver_grid(self, num_steps: int) -> Grid:
+        """Return the points of diffusers' multistep solvers: one timestep more than the steps, evenly spaced, without
+        timestep 0. All timesteps, of this process or of the schedule, stay. Raises ValueError for more."""
+        num_timesteps = len(self._schedule_alpha_bar)
+        if num_steps == self.num_timesteps or num_steps >= num_timesteps:
+            return self.grid(num_steps)
+        timesteps = np.linspace(0, num_timesteps - 1, num_steps + 1).round().astype(int)[1:].tolist()
+        return DiscreteProcess(self._schedule_alpha_bar, timesteps, self._rescale_timesteps).grid()
+
     def karras_grid(self, num_steps: Respacing) -> Grid:
         """Return the given number of points by Karras's spacing of sigma / alpha, from that of the schedule's last
         timestep to that of its first, and the clean end; the network is given the timestep nearest in log(sigma /

@@ -85,6 +85,10 @@ class FlowProcess(NoiseProcess):
         """Return the times as the network is given them, for times [B]. Float32 [B]."""
         return (t.double() * self._time_scale).float()
 
+    def time_at(self, noise: float) -> float:
+        """Return the time before the shift at which sigma / (alpha + sigma) is `noise`, in (0, 1]."""
+        return noise / (self._config.shift - (self._config.shift - 1) * noise)
+
     def grid(self, num_steps: Respacing, last_step: float | None = None) -> Grid:
         """Times evenly spaced from 1 to 0, then shifted. last_step: size of the last step, where it is not that of the
         others. Raises ValueError for anything but a number of steps."""

@@ -20,6 +20,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.process import Process
+from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.base import NumSteps, SpacedByNoise, Step
 from image_diffusion.samplers.image_noise import step_noise
@@ -27,11 +29,24 @@ from image_diffusion.samplers.image_noise import step_noise
 LEAST_ALPHA = 1e-6  # at alpha = 0, where flow matching starts, the solvers' log(alpha / sigma) is not finite
 
 
-class DpmSolver(SpacedByNoise):
+class MultistepSolver(SpacedByNoise):
+    """Solver whose steps of order 2 need a last one that is not far longer in log(alpha / sigma) than that before."""
+
+    num_steps: NumSteps = 20
+
+    def grid(self, process: Process) -> Grid:
+        """Return the grid of points, as for samplers of its kind. A plain number of steps, evenly in time, leaves out
+        timestep 0 of a discrete process, which is of so little noise that a step of order 2 to it overshoots."""
+        shifted = self.shifted(process)
+        if isinstance(shifted, Discrete) and self.spacing == "time" and isinstance(self.num_steps, int):
+            return shifted.build().solver_grid(self.num_steps)
+        return super().grid(process)
+
+
+class DpmSolver(MultistepSolver):
     """One network call a step, order 2: diffusers' DPMSolverMultistepScheduler on our noise levels."""
 
     type: Literal["dpm_solver"] = "dpm_solver"
-    num_steps: NumSteps = 20
     adds_noise: bool = False
     """Solve the reverse SDE instead: the noise of later steps covers the errors of earlier ones."""
 
@@ -50,11 +65,10 @@ class DpmSolver(SpacedByNoise):
         return run_scheduler(scheduler, denoiser, grid, x, streams if self.adds_noise else None)
 
 
-class UniPc(SpacedByNoise):
+class UniPc(MultistepSolver):
     """One network call a step, order 2 and corrected: diffusers' UniPCMultistepScheduler on our noise levels."""
 
     type: Literal["unipc"] = "unipc"
-    num_steps: NumSteps = 20
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """The last step is of order 1."""

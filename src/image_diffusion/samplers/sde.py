@@ -27,6 +27,8 @@ from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.base import NumSteps, SpacedByNoise, Step
 from image_diffusion.samplers.image_noise import step_noise
 
+LAST_NOISE = 0.04  # sigma / (alpha + sigma) where the last step begins, the published size on the straight path
+
 Form = Literal["constant", "sbdm", "sigma", "decreasing", "increasing_decreasing"]
 
 FORMS: dict[Form, Callable[[float, float], float]] = {
@@ -50,10 +52,12 @@ class Sde(SpacedByNoise):
     norm: float = Field(1.0, gt=0)
     """Magnitude of the diffusion."""
     last_step: Literal["mean", "tweedie"] = "mean"
-    """The last step's result: its mean, or the predicted x0."""
+    """The last step's result: its mean, which keeps the noise that the step would take away and put back, or the
+    predicted x0. A first step that is the last one takes x0."""
     last_step_size: float | None = Field(None, gt=0, lt=1)
-    """Size of the last step in time, before any shift. Unset: 0.04, as published; of the processes discrete
-    and edm that of their least noise, which cannot be set."""
+    """Size of the last step in time, before any shift. Unset: it begins where sigma / (alpha + sigma) is 0.04, so its
+    size is 0.04 for a flow without shift, as published; of the processes discrete and edm it is that of their least
+    noise, which cannot be set."""
 
     @property
     def draws_noise(self) -> bool:
@@ -64,7 +68,8 @@ class Sde(SpacedByNoise):
         the process fixes."""
         process, size = self.shifted(process), self.last_step_size
         if isinstance(process, Flow | Continuous):
-            return process.build().grid(self.num_steps, last_step=0.04 if size is None else size)
+            built = process.build()
+            return built.grid(self.num_steps, last_step=built.time_at(LAST_NOISE) if size is None else size)
         if size is not None:
             raise ValueError(
                 f"last_step_size is {size:g}, but the process {process.type} defines where noise ends. Leave it out."
@@ -78,7 +83,7 @@ class Sde(SpacedByNoise):
         for i, (t, s) in enumerate(pairwise(times)):
             denoised, last = denoiser(x, i), i == grid.num_steps - 1
             diffused = min(FORMS[self.diffusion](t, self.norm) * (t - s), t**2)  # D dt
-            if last and self.last_step == "tweedie":
+            if last and (self.last_step == "tweedie" or i == 0):
                 y = denoised.x0
             else:
                 y = x / totals[i] + (t - s) * denoised.x0 - (t - s + diffused / t) * denoised.eps

@@ -60,13 +60,15 @@ def centre_crop(image: Image.Image, resolution: int | Size) -> NDArray[np.uint8]
 
 def pillow_crop(image: Image.Image, resolution: int | Size) -> Image.Image:
     """Compute the crop by Pillow, with less work on wide images: Pillow scales these along the rows first, so the
-    columns that the crop throws away are cut off before they are scaled along the columns. (Pillow 13 scales tall
-    images the other way round, and multiplies by alpha around a whole resize: both are left to it.)"""
+    columns that the crop throws away are cut off before they are scaled along the columns. (Pillow 13 scales along the
+    columns first where that loses more than twice as many pixels, and multiplies by alpha around a whole resize: both
+    are left to it.)"""
     rows, columns = height_width(resolution)
     image = halve(image, resolution)
     width, height = scaled_size(*image.size, resolution)
     left, top = (width - columns) // 2, (height - rows) // 2
-    if width > columns and image.mode not in ("LA", "RGBA"):
+    is_tall = image.height > height and image.height - height > 2 * (image.width - width)
+    if width > columns and not is_tall and image.mode not in ("LA", "RGBA"):
         image = image.resize((width, image.height), resample=Resampling.BICUBIC)
         image = image.crop((left, 0, left + columns, image.height))
         left, width = 0, columns

@@ -14,7 +14,8 @@ _MOST = 5000
 def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
     """Return the accuracy of a logistic regression on held-out features: 0.5 cannot distinguish, 1 always can.
 
-    Each side has as many features as the smaller one, at most 5000. Each half is classified by the model fitted to the
+    Each side has as many features as the smaller one, at most 5000, and an even number of them: halves with unequal
+    shares of the two sides would push the accuracy below chance. Each half is classified by the model fitted to the
     other half, so errors in the halves depend on each other: the interval is that of as many independent answers as
     each half has.
     """
@@ -25,6 +26,7 @@ def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
     count = min(len(features), len(reference), _MOST)
     if count < 4:
         raise ValueError(f"A two-sample test needs at least 4 samples on each side; got {count}.")
+    count -= count % 2
     chosen_real = np.random.default_rng(1).permutation(len(reference))[:count]
     chosen_samples = np.random.default_rng(2).permutation(len(features))[:count]
     rows = np.concatenate([features[chosen_samples].numpy(), reference[chosen_real].numpy()]).astype(np.float64)

@@ -19,6 +19,7 @@ from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 _ROWS = 1024
 _FLOAT32_NOISE = 1e-13  # squared distance, relative to squared norms, under which float32 features are the same point
 _SPARE_NEIGHBOURS = 20
+_BORDER = 1 + 1e-9  # factor of squared radii, far above the rounding by which copies on the border fell outside
 
 
 def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[str, Estimate]:
@@ -32,8 +33,8 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
             raise ValueError(f"Precision and recall with k = {k} need more than {k} {kind}; got {len(rows)}.")
     device = best_device()
     features, reference, block = (tensor.to(device) for tensor in (features, reference, block_of_each(len(features))))
-    radii = neighbour_radii(reference, k)
-    without = _radii_without_each_block(features, k, block)  # [N, 1 + blocks]
+    radii = _BORDER * neighbour_radii(reference, k)
+    without = _BORDER * _radii_without_each_block(features, k, block)  # [N, 1 + blocks]
     samples_inside = torch.zeros(len(features), dtype=torch.float64, device=device)
     covered_by = torch.zeros(len(reference), NUM_BLOCKS, dtype=torch.bool, device=device)
     recalled = torch.zeros(len(reference), 1 + NUM_BLOCKS, dtype=torch.bool, device=device)

@@ -18,6 +18,7 @@ from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Grid
+from image_diffusion.samplers.from_images import first_point
 from image_diffusion.systems.base import Others, Sections, makes
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
@@ -224,6 +225,7 @@ def check_settings(
         raise ValueError(f"{section}.sampler: {error}") from None
     if isinstance(reading.process, Discrete):
         _warn_of_times(f"{section}.sampler", grid, reading.process)
+    _check_first_point(section, settings, reading, grid, isinstance(codec, Rgb))
     scale = settings.guidance.guidance_scale
     if settings.sampler.asks_intervals and not learns_intervals:
         raise ValueError(
@@ -247,6 +249,18 @@ def check_settings(
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
         chosen_classes(f"{section}.labels", settings.labels, list(classes))
+
+
+def _check_first_point(section: str, settings: SampleConfig, reading: Reading, grid: Grid, bounded: bool) -> None:
+    """Raise ValueError where sampling begins without any signal, and the predicted x0 is eps divided by it. bounded:
+    whether x are pixels."""
+    first = 0 if settings.start is None else first_point(grid, settings.start.strength)
+    is_clipped = settings.sampler.fitted(reading.variance, bounded).clip_denoised
+    if reading.prediction == "eps" and grid.alpha[first] == 0 and not is_clipped:
+        raise ValueError(
+            f"{section}.sampler begins where alpha is 0, so that eps does not determine x0. Set "
+            f"system.objective.prediction to v{f', or {section}.sampler.clip_denoised to true' if bounded else ''}."
+        )
 
 
 def _warn_of_times(key: str, grid: Grid, process: Discrete) -> None:
