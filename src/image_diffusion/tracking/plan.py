@@ -184,8 +184,8 @@ def registered_name(project: str, used: Sequence[DataSet], metric: str) -> str:
 
 
 def score_of(run: PlannedRun, metric: str) -> float | None:
-    """Return the score that evaluate found last."""
-    scores = [(point.step, point.time, point.value) for point in run.points if point.key == f"evaluate/{metric}"]
+    """Return the score that evaluate found last: of an earlier step, if a sweep over checkpoints chose that one."""
+    scores = [(point.time, point.step, point.value) for point in run.points if point.key == f"evaluate/{metric}"]
     return max(scores)[2] if scores else None
 
 
