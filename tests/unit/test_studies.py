@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from image_diffusion.experiments.experiment import load_experiment
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.study import Expanded, expand, operations_of, schema
+from image_diffusion.workflow.studies import write_partial_pages
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "config" / "experiments"
@@ -169,3 +171,28 @@ def test_a_variant_may_be_another_experiment_that_is_judged_alike(tmp_path: Path
     path.write_text(yaml.safe_dump(raw | {"variants": [{"name": "theirs"}]}))
     with pytest.raises(ValueError, match="The variant theirs needs either changes of the base or another experiment"):
         expand(path, experiments)
+
+
+def made(folder: Path, *runs: str) -> Path:
+    """A study of one metric, as far as these runs of it have been made; returns its folder."""
+    study = folder / "results/studies/mine"
+    study.mkdir(parents=True)
+    variants = [{"name": name, "source": None, "changes": {}, "runs": [name]} for name in ("base", "other")]
+    plan = {"study": "mine", "base": "base", "seeds": [0], "metrics": ["fid"], "variants": variants}
+    (study / "plan.json").write_text(json.dumps(plan | {"budget": {"steps": None, "operations": None}}))
+    for name in runs:
+        (folder / "results" / name / "train").mkdir(parents=True)
+        metrics = {"metrics": {"fid": {"value": 5.0, "interval": None}}}
+        (folder / "results" / name / "metrics.json").write_text(json.dumps(metrics))
+        (folder / "results" / name / "train/model.json").write_text(json.dumps({"step": 9, "examples_seen": 90}))
+    return study
+
+
+def test_a_partial_page_is_not_taken_for_the_final_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output is missing, so that the rule runs again, also where its inputs are those of a page made before."""
+    monkeypatch.chdir(tmp_path)
+    study = made(tmp_path, "base")
+    (study / "study.md").write_text("of before\n")
+    write_partial_pages("results", ["mine"], ROOT / "workflow/scripts/study.py", ROOT / "src")
+    assert "not made yet" in (study / "index.html").read_text()
+    assert (study / "study.csv").is_file() and not (study / "study.md").exists()

@@ -1,5 +1,5 @@
 # a study: variants of an experiment, compared with intervals: snakemake --cores all --config study=NAME
-# Where a run fails, what there is becomes the same page (follow.smk), so that one variant never takes the others away.
+# Where a run fails, what there is becomes the same page, without study.md (follow.smk): no variant takes others away.
 
 
 rule study:

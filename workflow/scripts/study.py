@@ -3,7 +3,8 @@
 
 python workflow/scripts/study.py --study results/studies/digits --results results --benchmarks benchmarks
 
-Runs that failed, or have not been made, are shown as that. Nothing is written before the first has been.
+Runs that failed, or have not been made, are shown as that. Nothing is written before the first has been. With
+--partial there is no study.md: Snakemake makes the page again, as of any study of which a file is missing.
 """
 
 from __future__ import annotations
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--study", type=Path, required=True, help="folder: results/studies/<study>")
     parser.add_argument("--results", type=Path, required=True, help="folder of all results")
     parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")
+    parser.add_argument("--partial", action="store_true", help="a run has failed: leave out study.md")
     arguments = parser.parse_args()
     plan = read_json(arguments.study / "plan.json")
     variants = [
@@ -304,8 +306,12 @@ def main() -> None:
     if all(run.failed == NOT_MADE for variant in variants for run in variant.runs):
         return
     lines = compared(variants, metrics_of(plan, variants, arguments.results))
+    document = arguments.study / "study.md"
+    if arguments.partial:
+        document.unlink(missing_ok=True)
+    else:
+        write_text(document, markdown(plan, variants, lines))
     write_text(arguments.study / "study.csv", as_csv(lines, plan["seeds"]))
-    write_text(arguments.study / "study.md", markdown(plan, variants, lines))
     write_page(arguments.study / "index.html", page(plan, variants, lines, arguments.results))
     for line in lines:
         print("  ".join(filter(None, line.cells())))
