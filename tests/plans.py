@@ -48,6 +48,8 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "codec_files": [],
         "decoder_files": [],
         "weaker_files": [],
+        "start_files": [],
+        "detector_files": {},
         "pictures": [],
         "sweep": {},
         "choose": "",

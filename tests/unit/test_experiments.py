@@ -11,8 +11,8 @@ import yaml
 
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.files.atomic import to_json, write_text
-from image_diffusion.experiments.experiment import TrainStage, load_sections, schema
-from image_diffusion.experiments.resolve import load_all, write_stages
+from image_diffusion.experiments.experiment import TrainStage, load_sections, parse_experiment, schema
+from image_diffusion.experiments.resolve import detector_files, load_all, reference_stages, start_files, write_stages
 from image_diffusion.experiments.study import schema as study_schema
 from image_diffusion.tools import configure
 from image_diffusion.workflow.resolve import read_and_written
@@ -130,6 +130,18 @@ def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(_merge(codec, {"data": {"min_side": 2}})))
     with pytest.raises(ValueError, match="describe the data set digits-32 differently"):
         load_all([tmp_path / "one.yaml", tmp_path / "two.yaml"])
+
+
+def test_files_of_given_weights_are_known_before_they_exist(tmp_path: Path) -> None:
+    detectors = [{"type": "dinov2", "weights": "d.pth"}, {"type": "transformers", "weights": "tower", "name": "tower"}]
+    digits = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())["data"]
+    mine = {"data": digits, "system": {"type": "dit"}, "train": {"steps": 1, "global_batch": 2, "init_from": "start"}}
+    experiment = parse_experiment(mine | {"evaluate": {"detectors": [{"type": "inpipe"}, *detectors]}}, "mine.yaml")
+    assert start_files(experiment) == ["start/weights.safetensors", "start/model.json"]
+    (dinov2, of_dinov2), (tower, of_tower) = detector_files(experiment).items()
+    assert [dinov2.split("-")[0], tower.split("-")[0]] == ["dinov2", "transformers"]
+    assert "d.pth" in of_dinov2 and "tower/model.safetensors" in of_tower
+    assert {dinov2, tower} < reference_stages(experiment).keys()
 
 
 def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
 EMBEDDINGS = "sample.embeddings.experiment"
 START = "train.init_from.experiment"
+_MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+"""Files in a folder in transformers' layout that are others for other weights."""
 
 
 def built_on(experiment: Experiment) -> dict[str, str]:
@@ -131,8 +133,27 @@ def decoder_files(experiment: Experiment) -> list[str]:
 
 def weaker_files(experiment: Experiment) -> list[str]:
     """Return the files of the weaker network that samples are guided by, where one is set."""
-    folder = getattr(experiment.sample, "weaker_weights", None)
+    return _weights_in(getattr(experiment.sample, "weaker_weights", None))
+
+
+def start_files(experiment: Experiment) -> list[str]:
+    """Return the files of the weights that training starts from, where those are a folder and not an experiment."""
+    start = experiment.train.init_from
+    return _weights_in(start if isinstance(start, str) else None)
+
+
+def _weights_in(folder: str | None) -> list[str]:
     return [str(Path(folder, name)) for name in ("weights.safetensors", "model.json")] if folder else []
+
+
+def detector_files(experiment: Experiment) -> dict[str, list[str]]:
+    """Return the files that the weights of each detector are read from, if they exist, by the folder of its results:
+    a file, or those of a folder in transformers' layout."""
+    evaluation = experiment.system.evaluation()
+    detectors = evaluation.detectors(experiment.section(evaluation.section))
+    named = {_reference_name(detector): getattr(detector, "weights", None) for detector in detectors}
+    paths = {name: Path(weights).expanduser() for name, weights in named.items() if weights is not None}
+    return {name: [str(path), *(str(path / file) for file in _MODEL_FILES)] for name, path in paths.items()}
 
 
 def encode_stage(experiment: Experiment) -> EncodeStage:
@@ -172,12 +193,14 @@ def reference_stages(experiment: Experiment) -> dict[str, ReferenceStage]:
     settings = experiment.section(evaluation.section)
     if not evaluation.reads_splits(settings):
         return {}
-    stages = {}
-    for detector in evaluation.detectors(settings):
-        usual = detector == type(detector)()
-        name = detector.type if usual else f"{detector.type}-{digest(dump(detector))[:8]}"
-        stages[name] = ReferenceStage(detector=detector)
-    return stages
+    detectors = evaluation.detectors(settings)
+    return {_reference_name(detector): ReferenceStage(detector=detector) for detector in detectors}
+
+
+def _reference_name(detector: Any) -> str:
+    """Return the folder of what a detector sees in a data set."""
+    usual = detector == type(detector)()
+    return detector.type if usual else f"{detector.type}-{digest(dump(detector))[:8]}"
 
 
 def embed_stage(experiment: Experiment, pairs: PairsConfig) -> EmbedStage:
@@ -287,6 +310,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         codec_files=[str(path) for path in experiment.codec.files],
         decoder_files=decoder_files(experiment),
         weaker_files=weaker_files(experiment),
+        start_files=start_files(experiment),
+        detector_files=detector_files(experiment),
         small_images=sources.small_images if isinstance(sources.small_images, str) else None,
         small_images_experiment=others.get(SMALL_IMAGES),
         embeddings=sources.embeddings if isinstance(sources.embeddings, str) else None,

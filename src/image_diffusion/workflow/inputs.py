@@ -266,6 +266,26 @@ class Files:
             stamp for kind in kinds for stamp in _stamps(getattr(self.plans.plan_for(wildcards), kind))
         ]
 
+    # These repeat an option where there is no such file: Snakemake, which compares the set of all params, finds what it
+    # knows already, and makes nothing of before again.
+
+    def start_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return the option that names the weights to start from, and stamps of those in a folder."""
+        plan = self.plans.plan_for(wildcards)
+        return [*self._optional(plan)["start"].words, *_stamps(plan.start_files)]
+
+    def detector_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return the option that names the detector, and stamps of the weights of all detectors of an experiment."""
+        plan = self.plans.plan_for(wildcards)
+        files = [path for paths in plan.detector_files.values() for path in paths]
+        return [*self._optional(plan)["detector"].words, *_stamps(files)]
+
+    def reference_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return the option of `reference` that names the detector, and stamps of the weights of the one it uses."""
+        plans = [plan for plan in self.plans.by_name.values() if plan.dataset == wildcards["dataset"]]
+        files = {path for plan in plans for path in plan.detector_files.get(wildcards["judge"], [])}
+        return [*self.reference_detector_option(wildcards), *_stamps(sorted(files))]
+
     # ---- Configurations of stages
 
     def config(self, stage: str) -> Callable[[Wildcards], str]:
