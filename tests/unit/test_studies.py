@@ -86,6 +86,10 @@ def test_a_budget_of_operations_gives_costly_variants_fewer_steps(tmp_path: Path
             {"variants": [{"name": "a", "changes": {"train.steps": 4}}]},
             "variant a is the same as variant base, with the budget",
         ),
+        (
+            {"changes": {"sample.num_samples": 50}, "variants": [{"name": "a", "changes": {"sample.num_samples": 70}}]},
+            "variant a: sample.num_samples is 70, but 50 for the base, and distances depend on it. Set it in changes",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
@@ -165,6 +169,11 @@ def test_a_variant_may_be_another_experiment_that_is_judged_alike(tmp_path: Path
     (experiments / "two.yaml").write_text(yaml.safe_dump(other | {"evaluate": {"neighbours": 5}}))
     with pytest.raises(ValueError, match="variant theirs: two is judged on other data, or otherwise, than one"):
         expand(path, experiments)
+    (experiments / "two.yaml").write_text(yaml.safe_dump(other | {"sample": other["sample"] | {"num_samples": 7}}))
+    with pytest.raises(ValueError, match="variant theirs: sample.num_samples is 7, but 300 for the base"):
+        expand(path, experiments)
+    path.write_text(yaml.safe_dump(raw | {"changes": {"sample.num_samples": 50}}))
+    assert len(expand(path, experiments).runs) == 4, "all make as many now"
     path.write_text(yaml.safe_dump(raw | {"variants": [{"name": "theirs", "experiment": "two1"}]}))
     with pytest.raises(ValueError, match=r"variant theirs: experiment is two1, but .*Did you mean two"):
         expand(path, experiments)
