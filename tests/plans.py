@@ -29,6 +29,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "system": "dit",
         "dataset": "dots-16",
         "source": {"type": "folder", "path": "images"},
+        "data_digest": "1",
         "has_images": True,
         "num_shards": 2,
         "makes_samples": True,

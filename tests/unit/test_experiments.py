@@ -181,3 +181,31 @@ train: {{steps: 1, global_batch: 2}}
     for name in ("mine", "shared"):
         (tmp_path / f"{name}.yaml").write_text(text.format(path="elsewhere"))
     assert said("mine", "shared") == "", "their own data set"
+
+
+def test_whose_data_set_other_settings_of_the_same_source_replace_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"name": "tab", "resolution": 8, "num_shards": 1, "source": {"type": "folder", "path": "here"}}
+    network = {"patch": 2, "width": 8, "depth": 1, "num_heads": 1}
+    rest = {"system": {"type": "dit", "network": network}, "train": {"steps": 1, "global_batch": 2}}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/mine.yaml").write_text(yaml.safe_dump({"data": data, **rest}))
+    other = {"data": data | {"validation_fraction": 0.5, "num_shards": 2}, **rest}
+    for name in ("other", "third"):
+        (tmp_path / f"config/{name}.yaml").write_text(yaml.safe_dump(other))
+    results = tmp_path / "results"
+
+    def said(name: str) -> str:
+        arguments = ["--experiments", str(tmp_path / f"config/{name}.yaml"), "--results", str(results)]
+        monkeypatch.setattr(sys, "argv", ["configure", *arguments])
+        configure.main()
+        return capsys.readouterr().err
+
+    said("mine")
+    write_text(results / "datasets/tab-8/crops/manifest.json", "{}")
+    assert "tab-8 holds the images of mine, with other data.validation_fraction, data.num_shards: other" in said(
+        "other"
+    )
+    assert said("other") == said("third") == "", "the crops are their own"
+    assert "holds the images of other, third, with other" in said("mine")

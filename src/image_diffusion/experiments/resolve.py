@@ -235,30 +235,46 @@ def pair_plans(experiment: Experiment) -> dict[str, PairPlan]:
 
 
 def replaced(experiments: Mapping[str, Experiment], results: Path) -> list[str]:
-    """Return a sentence on each data set that holds crops for other experiments, from another source, which these
+    """Return a sentence on each data set that holds crops for other experiments, of another section data, which these
     experiments are about to replace. Call it before `write_stages`."""
     sentences = {}
     for name, experiment in experiments.items():
         dataset = results / "datasets" / experiment.data.folder
-        others = [user for user in _users(dataset, dump(experiment.data)["source"], results) if user not in experiments]
+        data, before = dump(experiment.data), _cropped_by(dataset)
+        keys = [key for key in data if key in before and data[key] != before[key]]
+        others = [user for user in _users(dataset, before, results) if user not in experiments] if keys else []
         if others and dataset not in sentences:
+            apart = f"with other {', '.join(f'data.{key}' for key in keys)}"
             sentences[dataset] = (
-                f"{dataset} holds the images of {', '.join(others)}, from another source: {name} replaces them, and "
+                f"{dataset} holds the images of {', '.join(others)}, "
+                f"{'from another source' if 'source' in keys else apart}: {name} replaces them, and "
                 f"{', '.join(others)} would have to run again. Choose another data.name to keep both."
             )
     return list(sentences.values())
 
 
-def _users(dataset: Path, source: Mapping[str, Any], results: Path) -> list[str]:
-    """Return the experiments that the crops in a folder were made for, if they are of another source."""
+def _cropped_by(dataset: Path) -> dict[str, Any]:
+    """Return the section data that the crops in a folder were made with; empty if there are none."""
     try:
-        before = read_yaml(dataset / "config" / "crop.yaml")["source"]
+        section = read_yaml(dataset / "config" / "crop.yaml")
+    except ValueError:  # none yet, or damaged: it is written anew
+        return {}
+    return section if isinstance(section, dict) and (dataset / "crops" / "manifest.json").is_file() else {}
+
+
+def _users(dataset: Path, data: Mapping[str, Any], results: Path) -> list[str]:
+    """Return the experiments whose section data is this one. A plan of an earlier version holds its source alone."""
+    try:
         plans = [read_json(path) for path in sorted(results.glob("*/config/plan.json"))]
-    except (ValueError, KeyError, TypeError):  # none yet, or damaged: it is written anew
+        return [
+            plan["experiment"]
+            for plan in plans
+            if plan["dataset"] == dataset.name
+            and plan["source"] == data["source"]
+            and plan.get("data_digest") in (None, digest(data))
+        ]
+    except (ValueError, KeyError, TypeError):
         return []
-    if before == source or not (dataset / "crops" / "manifest.json").is_file():
-        return []
-    return [plan["experiment"] for plan in plans if plan["dataset"] == dataset.name and plan["source"] == before]
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
@@ -303,6 +319,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         system=system.type,
         dataset=experiment.data.folder,
         source=dump(experiment.data)["source"],
+        data_digest=digest(dump(experiment.data)),
         has_images=has_images,
         num_shards=experiment.data.num_shards,
         codec=codec,

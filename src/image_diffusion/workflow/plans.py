@@ -59,6 +59,8 @@ class Plan:
     """The folder of its data set under results/datasets."""
     source: dict[str, Any]
     """Source of its images, as its section data.source."""
+    data_digest: str
+    """Digest of its section data."""
     has_images: bool
     """True if its source holds images, False for latents that others have encoded."""
     num_shards: int
