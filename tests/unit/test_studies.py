@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
+from image_diffusion.core.journal.writer import Journal
 from image_diffusion.experiments.experiment import load_experiment
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.study import Expanded, expand, operations_of, schema
@@ -186,7 +188,8 @@ def made(folder: Path, *runs: str) -> Path:
     """A study of one metric, as far as these runs of it have been made; returns its folder."""
     study = folder / "results/studies/mine"
     study.mkdir(parents=True)
-    variants = [{"name": name, "source": None, "changes": {}, "runs": [name]} for name in ("base", "other")]
+    names = ("base", "other")
+    variants: list[dict[str, Any]] = [{"name": name, "source": None, "changes": {}, "runs": [name]} for name in names]
     plan = {"study": "mine", "base": "base", "seeds": [0], "metrics": ["fid"], "variants": variants}
     (study / "plan.json").write_text(json.dumps(plan | {"budget": {"steps": None, "operations": None}}))
     for name in runs:
@@ -195,6 +198,22 @@ def made(folder: Path, *runs: str) -> Path:
         (folder / "results" / name / "metrics.json").write_text(json.dumps(metrics))
         (folder / "results" / name / "train/model.json").write_text(json.dumps({"step": 9, "examples_seen": 90}))
     return study
+
+
+@pytest.mark.parametrize(("resume", "seconds"), [(None, "12.5"), (4, "")])
+def test_the_cost_of_a_training_that_went_on_from_a_checkpoint_is_not_that_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: int | None, seconds: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = made(tmp_path, "base")
+    for step in (None, resume):
+        with Journal.open(Path("results/base/journal"), "train", step) as journal:
+            journal.metrics({"loss": 1.0}, step=9)
+    (tmp_path / "benchmarks/base").mkdir(parents=True)
+    (tmp_path / "benchmarks/base/train.tsv").write_text("h:m:s\tcpu_time\n0:00:20\t12.5\n")
+    write_partial_pages("results", ["mine"], ROOT / "workflow/scripts/study.py", ROOT / "src")
+    base = next(csv.DictReader((study / "study.csv").read_text().splitlines()))
+    assert base["cpu_seconds"] == seconds
 
 
 def test_a_partial_page_is_not_taken_for_the_final_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

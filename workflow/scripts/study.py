@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pages import benchmark, render, source_of
+from pages import render, source_of, time_of_training
 
 from image_diffusion.core.files.atomic import read_json, write_page, write_text
 from image_diffusion.core.journal.reader import read_journal
@@ -136,9 +136,8 @@ def read_run(name: str, seed: int, results: Path, benchmarks: Path) -> Run:
         run.images_per_s = statistics.median(rates.values()) if rates else None
         operations = [flops[step] * 1e12 / rates[step] for step in flops if rates.get(step)]
         run.operations = round(statistics.median(operations)) * model["examples_seen"] if operations else None
-    if starts := benchmark(benchmarks / name / "train.tsv"):
-        seconds = starts[-1]["cpu_time"]
-        run.cpu_s = float(seconds) if seconds.replace(".", "", 1).isdigit() else None
+    seconds = time_of_training(folder, benchmarks).get("cpu_time", "")
+    run.cpu_s = float(seconds) if seconds.replace(".", "", 1).isdigit() else None
     return run
 
 

@@ -190,8 +190,8 @@ def expand(path: Path, experiments: Path) -> Expanded:
     for run, count in zip(runs, counts, strict=True):
         if count != counts[0]:
             raise ValueError(
-                f"{run.where}: sample.num_samples is {count}, but {counts[0]} for the base, and distances depend on it. Set "
-                f"it in changes of the study, for all variants: {{sample.num_samples: {counts[0]}}}."
+                f"{run.where}: sample.num_samples is {count}, but {counts[0]} for the base, and distances depend on "
+                f"it. Set it in changes of the study, for all variants: {{sample.num_samples: {counts[0]}}}."
             )
         if (other := variants.setdefault(run.name, run.variant)) != run.variant:
             raise ValueError(
