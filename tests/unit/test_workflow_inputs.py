@@ -37,7 +37,6 @@ ONE = {"experiment": "one"}
 def test_a_plain_experiment_needs_crops_and_nothing_else() -> None:
     known = files(a_plan())
     assert known.training_data(ONE) == known.real_data(ONE) == f"{DATA}/crops/manifest.json"
-    assert known.dataset_folder(ONE) == DATA
     for name in ("codec", "start", "pairs", "reference", "small_images", "embeddings", "prompts"):
         assert inputs(known, name) == option(known, name) == []
     parts = Parts("out", plans_of(a_plan()))

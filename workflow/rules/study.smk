@@ -38,11 +38,10 @@ rule track_study:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        store=variable_of(config["tracking"]["uri"]),
-        project=config["tracking"]["project"],
+        **tracked_to,
+        code=code["track"],
         study=subpath(output.summary, parent=True),
         results=subpath(output.summary, ancestor=3),
-        code=code["track"],
     shell:
         "export MLFLOW_TRACKING_URI=${params.store};"
         " exec logged {log:q} python -m image_diffusion track --project {params.project:q} --study {params.study:q}"

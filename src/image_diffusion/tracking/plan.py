@@ -264,18 +264,8 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
             intact = [file for file in recorded if file.path.is_file() and _sha256(file.path) == file.sha256]
             missing = [file.name for file in recorded if file not in intact]
             files = [*intact, *(_results(folder, history, intact) if latest else ())]
-            run = PlannedRun(
-                history.stage,
-                history,
-                latest,
-                history.points,
-                history.superseded,
-                history.params,
-                history.changed,
-                files,
-                missing,
-            )
-            planned.append(run)
+            own = {name: getattr(history, name) for name in ("points", "superseded", "params", "changed")}
+            planned.append(PlannedRun(history.stage, history, latest, **own, files=files, missing=missing))
     return sorted(planned, key=lambda run: (run.history.starts[0], run.history.id))
 
 
