@@ -11,8 +11,8 @@ import yaml
 
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.files.atomic import to_json, write_text
-from image_diffusion.experiments.experiment import TrainStage, load_sections, schema
-from image_diffusion.experiments.resolve import load_all, write_stages
+from image_diffusion.experiments.experiment import TrainStage, load_sections, parse_experiment, schema
+from image_diffusion.experiments.resolve import detector_files, load_all, reference_stages, start_files, write_stages
 from image_diffusion.experiments.study import schema as study_schema
 from image_diffusion.tools import configure
 from image_diffusion.workflow.resolve import read_and_written
@@ -132,6 +132,18 @@ def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
         load_all([tmp_path / "one.yaml", tmp_path / "two.yaml"])
 
 
+def test_files_of_given_weights_are_known_before_they_exist(tmp_path: Path) -> None:
+    detectors = [{"type": "dinov2", "weights": "d.pth"}, {"type": "transformers", "weights": "tower", "name": "tower"}]
+    digits = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())["data"]
+    mine = {"data": digits, "system": {"type": "dit"}, "train": {"steps": 1, "global_batch": 2, "init_from": "start"}}
+    experiment = parse_experiment(mine | {"evaluate": {"detectors": [{"type": "inpipe"}, *detectors]}}, "mine.yaml")
+    assert start_files(experiment) == ["start/weights.safetensors", "start/model.json"]
+    (dinov2, of_dinov2), (tower, of_tower) = detector_files(experiment).items()
+    assert [dinov2.split("-")[0], tower.split("-")[0]] == ["dinov2", "transformers"]
+    assert "d.pth" in of_dinov2 and "tower/model.safetensors" in of_tower
+    assert {dinov2, tower} < reference_stages(experiment).keys()
+
+
 def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in change.items():
@@ -169,3 +181,31 @@ train: {{steps: 1, global_batch: 2}}
     for name in ("mine", "shared"):
         (tmp_path / f"{name}.yaml").write_text(text.format(path="elsewhere"))
     assert said("mine", "shared") == "", "their own data set"
+
+
+def test_whose_data_set_other_settings_of_the_same_source_replace_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"name": "tab", "resolution": 8, "num_shards": 1, "source": {"type": "folder", "path": "here"}}
+    network = {"patch": 2, "width": 8, "depth": 1, "num_heads": 1}
+    rest = {"system": {"type": "dit", "network": network}, "train": {"steps": 1, "global_batch": 2}}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/mine.yaml").write_text(yaml.safe_dump({"data": data, **rest}))
+    other = {"data": data | {"validation_fraction": 0.5, "num_shards": 2}, **rest}
+    for name in ("other", "third"):
+        (tmp_path / f"config/{name}.yaml").write_text(yaml.safe_dump(other))
+    results = tmp_path / "results"
+
+    def said(name: str) -> str:
+        arguments = ["--experiments", str(tmp_path / f"config/{name}.yaml"), "--results", str(results)]
+        monkeypatch.setattr(sys, "argv", ["configure", *arguments])
+        configure.main()
+        return capsys.readouterr().err
+
+    said("mine")
+    write_text(results / "datasets/tab-8/crops/manifest.json", "{}")
+    assert "tab-8 holds the images of mine, with other data.validation_fraction, data.num_shards: other" in said(
+        "other"
+    )
+    assert said("other") == said("third") == "", "the crops are their own"
+    assert "holds the images of other, third, with other" in said("mine")

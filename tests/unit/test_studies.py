@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import jsonschema
 import pytest
 import yaml
 
+from image_diffusion.core.journal.writer import Journal
 from image_diffusion.experiments.experiment import load_experiment
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.study import Expanded, expand, operations_of, schema
+from image_diffusion.workflow.studies import write_partial_pages
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "config" / "experiments"
@@ -83,6 +87,10 @@ def test_a_budget_of_operations_gives_costly_variants_fewer_steps(tmp_path: Path
         (
             {"variants": [{"name": "a", "changes": {"train.steps": 4}}]},
             "variant a is the same as variant base, with the budget",
+        ),
+        (
+            {"changes": {"sample.num_samples": 50}, "variants": [{"name": "a", "changes": {"sample.num_samples": 70}}]},
+            "variant a: sample.num_samples is 70, but 50 for the base, and distances depend on it. Set it in changes",
         ),
     ],
 )
@@ -163,9 +171,56 @@ def test_a_variant_may_be_another_experiment_that_is_judged_alike(tmp_path: Path
     (experiments / "two.yaml").write_text(yaml.safe_dump(other | {"evaluate": {"neighbours": 5}}))
     with pytest.raises(ValueError, match="variant theirs: two is judged on other data, or otherwise, than one"):
         expand(path, experiments)
+    (experiments / "two.yaml").write_text(yaml.safe_dump(other | {"sample": other["sample"] | {"num_samples": 7}}))
+    with pytest.raises(ValueError, match="variant theirs: sample.num_samples is 7, but 300 for the base"):
+        expand(path, experiments)
+    path.write_text(yaml.safe_dump(raw | {"changes": {"sample.num_samples": 50}}))
+    assert len(expand(path, experiments).runs) == 4, "all make as many now"
     path.write_text(yaml.safe_dump(raw | {"variants": [{"name": "theirs", "experiment": "two1"}]}))
     with pytest.raises(ValueError, match=r"variant theirs: experiment is two1, but .*Did you mean two"):
         expand(path, experiments)
     path.write_text(yaml.safe_dump(raw | {"variants": [{"name": "theirs"}]}))
     with pytest.raises(ValueError, match="The variant theirs needs either changes of the base or another experiment"):
         expand(path, experiments)
+
+
+def made(folder: Path, *runs: str) -> Path:
+    """A study of one metric, as far as these runs of it have been made; returns its folder."""
+    study = folder / "results/studies/mine"
+    study.mkdir(parents=True)
+    names = ("base", "other")
+    variants: list[dict[str, Any]] = [{"name": name, "source": None, "changes": {}, "runs": [name]} for name in names]
+    plan = {"study": "mine", "base": "base", "seeds": [0], "metrics": ["fid"], "variants": variants}
+    (study / "plan.json").write_text(json.dumps(plan | {"budget": {"steps": None, "operations": None}}))
+    for name in runs:
+        (folder / "results" / name / "train").mkdir(parents=True)
+        metrics = {"metrics": {"fid": {"value": 5.0, "interval": None}}}
+        (folder / "results" / name / "metrics.json").write_text(json.dumps(metrics))
+        (folder / "results" / name / "train/model.json").write_text(json.dumps({"step": 9, "examples_seen": 90}))
+    return study
+
+
+@pytest.mark.parametrize(("resume", "seconds"), [(None, "12.5"), (4, "")])
+def test_the_cost_of_a_training_that_went_on_from_a_checkpoint_is_not_that_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: int | None, seconds: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = made(tmp_path, "base")
+    for step in (None, resume):
+        with Journal.open(Path("results/base/journal"), "train", step) as journal:
+            journal.metrics({"loss": 1.0}, step=9)
+    (tmp_path / "benchmarks/base").mkdir(parents=True)
+    (tmp_path / "benchmarks/base/train.tsv").write_text("h:m:s\tcpu_time\n0:00:20\t12.5\n")
+    write_partial_pages("results", ["mine"], ROOT / "workflow/scripts/study.py", ROOT / "src")
+    base = next(csv.DictReader((study / "study.csv").read_text().splitlines()))
+    assert base["cpu_seconds"] == seconds
+
+
+def test_a_partial_page_is_not_taken_for_the_final_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output is missing, so that the rule runs again, also where its inputs are those of a page made before."""
+    monkeypatch.chdir(tmp_path)
+    study = made(tmp_path, "base")
+    (study / "study.md").write_text("of before\n")
+    write_partial_pages("results", ["mine"], ROOT / "workflow/scripts/study.py", ROOT / "src")
+    assert "not made yet" in (study / "index.html").read_text()
+    assert (study / "study.csv").is_file() and not (study / "study.md").exists()

@@ -11,7 +11,7 @@ import pytest
 from image_diffusion.core.files.atomic import digest, write_json
 from image_diffusion.core.journal import writer as journal_module
 from image_diffusion.core.journal.writer import Journal
-from image_diffusion.tracking.plan import _runs_in, data_sets, plan, used_by
+from image_diffusion.tracking.plan import _runs_in, data_sets, plan, score_of, used_by
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,14 @@ def test_a_child_belongs_to_the_training_that_ran_before_it(tmp_path: Path) -> N
     assert list(by_name) == ["demo", "demo (2)"]
     values = {name: [point.value for point in each.points] for name, each in by_name.items()}
     assert values == {"demo": [1, 10, 30, 30, 10], "demo (2)": [2, 20]}  # own, measured, and of two final and best
+
+
+def test_a_score_is_that_of_the_last_evaluation_even_of_weights_of_an_earlier_step(tmp_path: Path) -> None:
+    stage(tmp_path / "demo", "train", loss=1)
+    stage(tmp_path / "demo", "evaluate", step=30, fid=5)
+    stage(tmp_path / "demo", "evaluate", seed=1, step=20, fid=7)  # chosen by a sweep over checkpoints
+    training = plan(tmp_path / "demo", [])[0]
+    assert score_of(training, "fid") == 7
 
 
 def test_a_child_without_a_training_stands_alone(tmp_path: Path) -> None:

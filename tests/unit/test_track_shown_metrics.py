@@ -35,6 +35,9 @@ def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:
         ("best/validation_loss", 1.0, 1),
     }, "of one number there is nothing to choose"
     assert scalars(points[:0], "fd") == []
+    of_earlier_step = [Point("evaluate/fd", 5.0, 30, 1), Point("evaluate/fd", 7.0, 20, 2)]
+    final, best = scalars(of_earlier_step, "fd")
+    assert (final.value, best.value) == (7.0, 5.0), "the last evaluation may be of weights of an earlier step"
 
 
 def test_of_evaluate_the_headline_comes_first() -> None:

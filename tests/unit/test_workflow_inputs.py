@@ -37,7 +37,6 @@ ONE = {"experiment": "one"}
 def test_a_plain_experiment_needs_crops_and_nothing_else() -> None:
     known = files(a_plan())
     assert known.training_data(ONE) == known.real_data(ONE) == f"{DATA}/crops/manifest.json"
-    assert known.dataset_folder(ONE) == DATA
     for name in ("codec", "start", "pairs", "reference", "small_images", "embeddings", "prompts"):
         assert inputs(known, name) == option(known, name) == []
     parts = Parts("out", plans_of(a_plan()))
@@ -330,8 +329,16 @@ def test_files_of_others_are_told_apart_by_size_and_time(tmp_path: Path) -> None
     assert len(first) == 1 and made.stamps("decoder_files", "weaker_files")(ONE) == first
     os.utime(path, (1, 1))
     assert made.stamps("codec_files")(ONE) == [f"{path} 1 1000000000"] != first
+    stamp = f"{path} 1 1000000000"
+    started = files(a_plan(start_files=[str(path)], detector_files={"inception-1": [str(path)]}))
+    assert started.start_stamps(ONE) == [stamp]
+    assert started.detector_stamps(ONE) == ["--detector", f"{DATA}/detector", stamp]
+    judge = {"dataset": "dots-16", "judge": "inception-1"}
+    assert started.reference_stamps(judge) == [stamp] and started.reference_stamps(judge | {"judge": "dinov2"}) == []
     path.unlink()
     assert made.stamps("codec_files")(ONE) == []
+    assert started.start_stamps(ONE) == started.options("start")["start"](ONE), "which Snakemake knows already"
+    assert started.detector_stamps(ONE) == started.options("detector")["detector"](ONE)
 
 
 def test_a_study_asks_for_its_page_and_the_files_of_its_runs(tmp_path: Path) -> None:

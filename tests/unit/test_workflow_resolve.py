@@ -170,7 +170,10 @@ def test_an_edited_base_is_configured_again(place: Place) -> None:
         ([], "one", ["one"]),
         (["--cores", "all", "unrelated"], ["one"], ["unrelated"]),
         (["unrelated", "--cores", "2", "one", "unrelated"], ["other"], ["unrelated", "one"]),
-        (["results/unrelated/metrics.json", "--config", "experiments=unrelated", "../one", "train"], ["one"], ["one"]),
+        (["--config", "experiments=unrelated", "../one", "train", "results/absent/x", "results/one"], ["one"], ["one"]),
+        (["results/unrelated/metrics.json", "./results/one/metrics.json"], ["one"], ["one", "unrelated"]),
+        (["results/one/metrics.json", "unrelated"], ["other"], ["unrelated", "one"]),
+        (["results/one/metrics.json"], {"wrong": 1}, {"wrong": 1}),
         ([], None, None),
     ],
 )

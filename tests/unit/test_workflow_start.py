@@ -80,6 +80,20 @@ def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> 
     assert note_code(plans, results, CODE | {"train": "newer"}) == []
 
 
+def test_what_is_made_again_is_made_with_the_code_of_that_day(folder: Path) -> None:
+    plans, results = plans_of(a_plan(configs={"train": "t"})), Path("results")
+    weights, newer = results / "one/train/weights.safetensors", CODE | {"train": "newer"}
+    changed = ["The code of train has changed since. To make it again: rm -r results/one/train"]
+    note_code(plans, results, CODE)
+    write_text(weights, "")
+    assert note_code(plans, results, newer) == changed == note_code(plans, results, newer)
+    os.utime(weights, (5, 5))  # made again, since its data have changed
+    assert note_code(plans, results, newer) == []
+    assert note_code(plans, results, CODE) == changed
+    write_json(results / "one/config/train.code", {"code": "of an earlier version's note"})
+    assert note_code(plans, results, CODE) == changed
+
+
 def test_the_code_of_embed_is_noted_for_each_set_of_pairs(folder: Path) -> None:
     plans, results = plans_of(a_plan(configs={"embed-clip": "e", "embed-text-large": "e"})), Path("results")
     assert note_code(plans, results, CODE) == []

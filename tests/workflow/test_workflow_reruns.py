@@ -125,6 +125,18 @@ def test_another_weaker_network_makes_the_samples_again(finished: Project) -> No
     assert finished.planned() == AFTER_SAMPLE
 
 
+def test_other_weights_in_the_folder_to_start_from_make_the_training_again(finished: Project) -> None:
+    trained, start = finished / "results/micro/train", finished / "start"
+    start.mkdir()
+    for name in ("weights.safetensors", "model.json"):
+        shutil.copy(trained / name, start)
+    finished.edit(lambda experiment: experiment["train"].update(init_from="start"))
+    finished.run("results/micro/train/weights.safetensors")
+    assert "train" not in finished.planned()
+    os.utime(start / "weights.safetensors")
+    assert {"train", *AFTER_SAMPLE} <= finished.planned()
+
+
 def test_images_that_are_not_stored_give_the_same_numbers(finished: Project) -> None:
     result = finished / "results/micro"
     before = read_json(result / "metrics.json")

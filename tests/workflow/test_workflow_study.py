@@ -105,6 +105,8 @@ def test_a_variant_that_fails_is_shown_with_its_line_and_takes_nothing_away(kept
     assert "1 of 1 failed" in page and "unstable, seed 0" in page and "nowhere" in page
     assert "over samples only, as there is one seed" in page
     assert "study" in project.planned("--keep-going", *NAMED), "and goes on"
+    write(project)
+    assert project.planned(*NAMED) == {"study", "track_study"}, "without the variant: the page of before, made again"
 
 
 @pytest.mark.parametrize(

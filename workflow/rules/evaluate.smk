@@ -35,6 +35,7 @@ rule evaluate:
         **files.options("trained_by", "encoded", "detector", "references", "reference", "samples", "judged_pairs"),
         devices=machine.devices_option,
         code=code["evaluate"],
+        other_weights=files.detector_stamps,
         data=subpath(input.data, parent=True),
         making=files.making_option,
         page=lambda wildcards, output: [

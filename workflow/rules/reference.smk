@@ -25,6 +25,7 @@ rule reference:
         devices=machine.devices_option,
         code=code["reference"],
         detector=files.reference_detector_option,
+        other_weights=files.reference_stamps,
         parts=parts.made_option,
         part=parts.part_option,
         data=subpath(input.data, parent=True),

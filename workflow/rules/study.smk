@@ -1,5 +1,5 @@
 # a study: variants of an experiment, compared with intervals: snakemake --cores all --config study=NAME
-# Where a run fails, what there is becomes the same page (follow.smk), so that one variant never takes the others away.
+# Where a run fails, what there is becomes the same page, without study.md (follow.smk): no variant takes others away.
 
 
 rule study:
@@ -38,11 +38,10 @@ rule track_study:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        store=variable_of(config["tracking"]["uri"]),
-        project=config["tracking"]["project"],
+        **tracked_to,
+        code=code["track"],
         study=subpath(output.summary, parent=True),
         results=subpath(output.summary, ancestor=3),
-        code=code["track"],
     shell:
         "export MLFLOW_TRACKING_URI=${params.store};"
         " exec logged {log:q} python -m image_diffusion track --project {params.project:q} --study {params.study:q}"

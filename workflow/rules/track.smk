@@ -2,6 +2,9 @@
 
 from image_diffusion.core.process.secrets import variable_of
 
+# A URI can hold a password, which everybody could read here: the environment has it.
+tracked_to = {"store": variable_of(config["tracking"]["uri"]), "project": config["tracking"]["project"]}
+
 
 rule track:
     "The history of an experiment in MLflow; sent again, it adds nothing."
@@ -18,11 +21,9 @@ rule track:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        # A URI can hold a password, which everybody could read here: the environment has it.
-        store=variable_of(config["tracking"]["uri"]),
-        project=config["tracking"]["project"],
-        experiment=subpath(output.summary, parent=True),
+        **tracked_to,
         code=code["track"],
+        experiment=subpath(output.summary, parent=True),
     shell:
         "export MLFLOW_TRACKING_URI=${params.store}; exec logged {log:q} python -m image_diffusion track"
         " --project {params.project:q} --experiment {params.experiment:q} --output {output.summary:q}"

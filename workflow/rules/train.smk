@@ -40,6 +40,7 @@ rule train:
         slurm_extra="--signal=TERM@120",
     params:
         **files.options("codec", "start", "pairs"),
+        start_files=files.start_stamps,
         devices=machine.devices_option,
         logs="logs/{experiment}/train",
         journal=f"{results}/{{experiment}}/journal",

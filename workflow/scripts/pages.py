@@ -21,6 +21,7 @@ from PIL import Image
 
 from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.core.journal.metric_definitions import definition_of
+from image_diffusion.core.journal.reader import has_resumed
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "pages"
 MOST_POINTS = 1000
@@ -105,6 +106,13 @@ def benchmark(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file, delimiter="\t"))
+
+
+def time_of_training(experiment: Path, benchmarks: Path) -> dict[str, str]:
+    """The measurements by Snakemake of a training; empty if it went on from a checkpoint, as they are those of its last
+    start alone. experiment: its folder of results. benchmarks: of all that Snakemake measured."""
+    starts = benchmark(benchmarks / experiment.name / "train.tsv")
+    return starts[-1] if starts and not has_resumed(experiment / "journal" / "train") else {}
 
 
 def source_of(path: Path) -> str | None:

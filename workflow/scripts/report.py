@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from pages import benchmark, curve, render, source_of, strips
+from pages import benchmark, curve, render, source_of, strips, time_of_training
 
 from image_diffusion.core.files.atomic import digest, read_json, write_page
 from image_diffusion.core.journal.metric_definitions import definition_of
@@ -68,7 +68,7 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         name=experiment.name,
         sentence=sentence(experiment, plan.get("dataset")).replace("`", ""),
         headline=headline_of(experiment, plan.get("headline", "")),
-        facts=facts(history, benchmarks / experiment.name),
+        facts=facts(history, time_of_training(experiment, benchmarks).get("h:m:s")),
         command=f"snakemake --cores all {shlex.quote(experiment.name)}",
         real=source_of(data.parent / "crops" / "sheet.png"),
         comparisons=list(comparisons(judged)),
@@ -150,16 +150,16 @@ def read_findings(datasheet: Path) -> dict[str, int]:
     return {row["kind"]: row["count"] for row in read_json(path)["findings"]} if path.is_file() else {}
 
 
-def facts(history: History | None, benchmarks: Path) -> dict[str, object]:
-    """Return the text of the card beside the headline."""
+def facts(history: History | None, time: str | None) -> dict[str, object]:
+    """Return the text of the card beside the headline. time: of the training, if it was measured whole."""
     values: dict[str, object] = {}
     if history is not None:
         power = history.series("system/gpu_power_usage_watts")[1]
         if power and history.ended:
             watts = sum(power) / len(power)
             values["energy of the GPU"] = f"{watts * (history.ended - history.starts[0]) / 3.6e9:.3g} kWh"
-    if starts := benchmark(benchmarks / "train.tsv"):
-        values["time of train"] = starts[-1]["h:m:s"]
+    if time is not None:
+        values["time of train"] = time
     return values
 
 

@@ -3,7 +3,8 @@
 
 python workflow/scripts/study.py --study results/studies/digits --results results --benchmarks benchmarks
 
-Runs that failed, or have not been made, are shown as that. Nothing is written before the first has been.
+Runs that failed, or have not been made, are shown as that. Nothing is written before the first has been. With
+--partial there is no study.md: Snakemake makes the page again, as of any study of which a file is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pages import benchmark, render, source_of
+from pages import render, source_of, time_of_training
 
 from image_diffusion.core.files.atomic import read_json, write_page, write_text
 from image_diffusion.core.journal.reader import read_journal
@@ -135,9 +136,8 @@ def read_run(name: str, seed: int, results: Path, benchmarks: Path) -> Run:
         run.images_per_s = statistics.median(rates.values()) if rates else None
         operations = [flops[step] * 1e12 / rates[step] for step in flops if rates.get(step)]
         run.operations = round(statistics.median(operations)) * model["examples_seen"] if operations else None
-    if starts := benchmark(benchmarks / name / "train.tsv"):
-        seconds = starts[-1]["cpu_time"]
-        run.cpu_s = float(seconds) if seconds.replace(".", "", 1).isdigit() else None
+    seconds = time_of_training(folder, benchmarks).get("cpu_time", "")
+    run.cpu_s = float(seconds) if seconds.replace(".", "", 1).isdigit() else None
     return run
 
 
@@ -287,6 +287,7 @@ def main() -> None:
     parser.add_argument("--study", type=Path, required=True, help="folder: results/studies/<study>")
     parser.add_argument("--results", type=Path, required=True, help="folder of all results")
     parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")
+    parser.add_argument("--partial", action="store_true", help="a run has failed: leave out study.md")
     arguments = parser.parse_args()
     plan = read_json(arguments.study / "plan.json")
     variants = [
@@ -304,8 +305,12 @@ def main() -> None:
     if all(run.failed == NOT_MADE for variant in variants for run in variant.runs):
         return
     lines = compared(variants, metrics_of(plan, variants, arguments.results))
+    document = arguments.study / "study.md"
+    if arguments.partial:
+        document.unlink(missing_ok=True)
+    else:
+        write_text(document, markdown(plan, variants, lines))
     write_text(arguments.study / "study.csv", as_csv(lines, plan["seeds"]))
-    write_text(arguments.study / "study.md", markdown(plan, variants, lines))
     write_page(arguments.study / "index.html", page(plan, variants, lines, arguments.results))
     for line in lines:
         print("  ".join(filter(None, line.cells())))

@@ -10,7 +10,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from pages import benchmark, interval, render, source_of
+from pages import interval, render, source_of, time_of_training
 
 from image_diffusion.core.files.atomic import read_json, write_page
 from image_diffusion.core.process import command
@@ -24,7 +24,7 @@ def line(name: str, results: Path, benchmarks: Path) -> dict[str, Any]:
     folder = results / name
     plan, model = read_json(folder / "config" / "plan.json"), read_json(folder / "train" / "model.json")
     metrics = read_json(folder / "metrics.json")["metrics"]
-    headline, starts = metrics.get(plan["headline"], {}), benchmark(benchmarks / name / "train.tsv")
+    headline = metrics.get(plan["headline"], {})
     shown = {
         key: f"{entry['value']:.4g}" + (f" [{interval(entry['interval'])}]" if entry.get("interval") else "")
         for key, entry in metrics.items()
@@ -40,7 +40,7 @@ def line(name: str, results: Path, benchmarks: Path) -> dict[str, Any]:
         "interval": headline.get("interval"),
         "floor": headline.get("floor"),
         "doubt": headline.get("doubt"),
-        "time": starts[-1]["h:m:s"] if starts else "",
+        "time": time_of_training(folder, benchmarks).get("h:m:s", ""),
         "report": f"{name}/report/index.html",
         "grid": source_of(folder / "samples" / "grid.png"),
         "reconstructions": source_of(folder / "evaluation" / "reconstructions.png"),

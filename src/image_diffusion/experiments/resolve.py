@@ -35,6 +35,8 @@ CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
 EMBEDDINGS = "sample.embeddings.experiment"
 START = "train.init_from.experiment"
+_MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+"""Files in a folder in transformers' layout that are others for other weights."""
 
 
 def built_on(experiment: Experiment) -> dict[str, str]:
@@ -131,8 +133,27 @@ def decoder_files(experiment: Experiment) -> list[str]:
 
 def weaker_files(experiment: Experiment) -> list[str]:
     """Return the files of the weaker network that samples are guided by, where one is set."""
-    folder = getattr(experiment.sample, "weaker_weights", None)
+    return _weights_in(getattr(experiment.sample, "weaker_weights", None))
+
+
+def start_files(experiment: Experiment) -> list[str]:
+    """Return the files of the weights that training starts from, where those are a folder and not an experiment."""
+    start = experiment.train.init_from
+    return _weights_in(start if isinstance(start, str) else None)
+
+
+def _weights_in(folder: str | None) -> list[str]:
     return [str(Path(folder, name)) for name in ("weights.safetensors", "model.json")] if folder else []
+
+
+def detector_files(experiment: Experiment) -> dict[str, list[str]]:
+    """Return the files that the weights of each detector are read from, if they exist, by the folder of its results:
+    a file, or those of a folder in transformers' layout."""
+    evaluation = experiment.system.evaluation()
+    detectors = evaluation.detectors(experiment.section(evaluation.section))
+    named = {_reference_name(detector): getattr(detector, "weights", None) for detector in detectors}
+    paths = {name: Path(weights).expanduser() for name, weights in named.items() if weights is not None}
+    return {name: [str(path), *(str(path / file) for file in _MODEL_FILES)] for name, path in paths.items()}
 
 
 def encode_stage(experiment: Experiment) -> EncodeStage:
@@ -172,12 +193,14 @@ def reference_stages(experiment: Experiment) -> dict[str, ReferenceStage]:
     settings = experiment.section(evaluation.section)
     if not evaluation.reads_splits(settings):
         return {}
-    stages = {}
-    for detector in evaluation.detectors(settings):
-        usual = detector == type(detector)()
-        name = detector.type if usual else f"{detector.type}-{digest(dump(detector))[:8]}"
-        stages[name] = ReferenceStage(detector=detector)
-    return stages
+    detectors = evaluation.detectors(settings)
+    return {_reference_name(detector): ReferenceStage(detector=detector) for detector in detectors}
+
+
+def _reference_name(detector: Any) -> str:
+    """Return the folder of what a detector sees in a data set."""
+    usual = detector == type(detector)()
+    return detector.type if usual else f"{detector.type}-{digest(dump(detector))[:8]}"
 
 
 def embed_stage(experiment: Experiment, pairs: PairsConfig) -> EmbedStage:
@@ -212,30 +235,46 @@ def pair_plans(experiment: Experiment) -> dict[str, PairPlan]:
 
 
 def replaced(experiments: Mapping[str, Experiment], results: Path) -> list[str]:
-    """Return a sentence on each data set that holds crops for other experiments, from another source, which these
+    """Return a sentence on each data set that holds crops for other experiments, of another section data, which these
     experiments are about to replace. Call it before `write_stages`."""
     sentences = {}
     for name, experiment in experiments.items():
         dataset = results / "datasets" / experiment.data.folder
-        others = [user for user in _users(dataset, dump(experiment.data)["source"], results) if user not in experiments]
+        data, before = dump(experiment.data), _cropped_by(dataset)
+        keys = [key for key in data if key in before and data[key] != before[key]]
+        others = [user for user in _users(dataset, before, results) if user not in experiments] if keys else []
         if others and dataset not in sentences:
+            apart = f"with other {', '.join(f'data.{key}' for key in keys)}"
             sentences[dataset] = (
-                f"{dataset} holds the images of {', '.join(others)}, from another source: {name} replaces them, and "
+                f"{dataset} holds the images of {', '.join(others)}, "
+                f"{'from another source' if 'source' in keys else apart}: {name} replaces them, and "
                 f"{', '.join(others)} would have to run again. Choose another data.name to keep both."
             )
     return list(sentences.values())
 
 
-def _users(dataset: Path, source: Mapping[str, Any], results: Path) -> list[str]:
-    """Return the experiments that the crops in a folder were made for, if they are of another source."""
+def _cropped_by(dataset: Path) -> dict[str, Any]:
+    """Return the section data that the crops in a folder were made with; empty if there are none."""
     try:
-        before = read_yaml(dataset / "config" / "crop.yaml")["source"]
+        section = read_yaml(dataset / "config" / "crop.yaml")
+    except ValueError:  # none yet, or damaged: it is written anew
+        return {}
+    return section if isinstance(section, dict) and (dataset / "crops" / "manifest.json").is_file() else {}
+
+
+def _users(dataset: Path, data: Mapping[str, Any], results: Path) -> list[str]:
+    """Return the experiments whose section data is this one. A plan of an earlier version holds its source alone."""
+    try:
         plans = [read_json(path) for path in sorted(results.glob("*/config/plan.json"))]
-    except (ValueError, KeyError, TypeError):  # none yet, or damaged: it is written anew
+        return [
+            plan["experiment"]
+            for plan in plans
+            if plan["dataset"] == dataset.name
+            and plan["source"] == data["source"]
+            and plan.get("data_digest") in (None, digest(data))
+        ]
+    except (ValueError, KeyError, TypeError):
         return []
-    if before == source or not (dataset / "crops" / "manifest.json").is_file():
-        return []
-    return [plan["experiment"] for plan in plans if plan["dataset"] == dataset.name and plan["source"] == before]
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
@@ -280,6 +319,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         system=system.type,
         dataset=experiment.data.folder,
         source=dump(experiment.data)["source"],
+        data_digest=digest(dump(experiment.data)),
         has_images=has_images,
         num_shards=experiment.data.num_shards,
         codec=codec,
@@ -287,6 +327,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         codec_files=[str(path) for path in experiment.codec.files],
         decoder_files=decoder_files(experiment),
         weaker_files=weaker_files(experiment),
+        start_files=start_files(experiment),
+        detector_files=detector_files(experiment),
         small_images=sources.small_images if isinstance(sources.small_images, str) else None,
         small_images_experiment=others.get(SMALL_IMAGES),
         embeddings=sources.embeddings if isinstance(sources.embeddings, str) else None,

@@ -186,7 +186,13 @@ def expand(path: Path, experiments: Path) -> Expanded:
                 "Give both the same sections data and evaluate."
             )
     variants: dict[str, str] = {}
-    for run in runs:
+    counts = [getattr(run.experiment.sample, "num_samples", None) for run in runs]
+    for run, count in zip(runs, counts, strict=True):
+        if count != counts[0]:
+            raise ValueError(
+                f"{run.where}: sample.num_samples is {count}, but {counts[0]} for the base, and distances depend on "
+                f"it. Set it in changes of the study, for all variants: {{sample.num_samples: {counts[0]}}}."
+            )
         if (other := variants.setdefault(run.name, run.variant)) != run.variant:
             raise ValueError(
                 f"{run.where} is the same as variant {other}, with the budget and the changes of all variants."

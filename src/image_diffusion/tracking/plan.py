@@ -184,8 +184,8 @@ def registered_name(project: str, used: Sequence[DataSet], metric: str) -> str:
 
 
 def score_of(run: PlannedRun, metric: str) -> float | None:
-    """Return the score that evaluate found last."""
-    scores = [(point.step, point.time, point.value) for point in run.points if point.key == f"evaluate/{metric}"]
+    """Return the score that evaluate found last: of an earlier step, if a sweep over checkpoints chose that one."""
+    scores = [(point.time, point.step, point.value) for point in run.points if point.key == f"evaluate/{metric}"]
     return max(scores)[2] if scores else None
 
 
@@ -264,18 +264,8 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
             intact = [file for file in recorded if file.path.is_file() and _sha256(file.path) == file.sha256]
             missing = [file.name for file in recorded if file not in intact]
             files = [*intact, *(_results(folder, history, intact) if latest else ())]
-            run = PlannedRun(
-                history.stage,
-                history,
-                latest,
-                history.points,
-                history.superseded,
-                history.params,
-                history.changed,
-                files,
-                missing,
-            )
-            planned.append(run)
+            own = {name: getattr(history, name) for name in ("points", "superseded", "params", "changed")}
+            planned.append(PlannedRun(history.stage, history, latest, **own, files=files, missing=missing))
     return sorted(planned, key=lambda run: (run.history.starts[0], run.history.id))
 
 

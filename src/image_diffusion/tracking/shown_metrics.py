@@ -52,15 +52,17 @@ def measured(points: Sequence[Point], headline: str) -> list[Point]:
 def scalars(points: Iterable[Point], headline: str) -> list[Point]:
     """Return one number each for a table of runs that have ended: `final/` the last and `best/` the lowest of the loss
     of validation and of the headline, if they have more than one point to choose from. Each at the step and the time of
-    the point that it is."""
+    the point that it is. The last loss is that of the largest step, the last headline that of the latest evaluation,
+    which may be of weights of an earlier step."""
     summaries = []
     by_key: dict[str, list[Point]] = {"validation/loss": [], f"evaluate/{headline}": []}
     for point in points:
         by_key.get(point.key, []).append(point)
-    for name, series in zip(("validation_loss", headline), by_key.values(), strict=True):
+    orders = (lambda point: (point.step, point.time)), (lambda point: (point.time, point.step))
+    for name, series, order in zip(("validation_loss", headline), by_key.values(), orders, strict=True):
         numbers = [point for point in series if point.value == point.value]  # a NaN is no number
         if len(numbers) > 1:
-            summaries.append(replace(max(numbers, key=lambda point: (point.step, point.time)), key=f"final/{name}"))
+            summaries.append(replace(max(numbers, key=order), key=f"final/{name}"))
             summaries.append(replace(min(numbers, key=lambda point: (point.value, point.step)), key=f"best/{name}"))
     return summaries
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from image_diffusion.core.files.atomic import code_below, digest, is_code, read_json, sha256_file, write_json
 from image_diffusion.core.process.commands import module_of
@@ -29,7 +30,8 @@ LONG_STAGES = {
 
 
 def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
-    """Note which code each long stage is made with; once it has been made, tell when that code has changed.
+    """Note which code each long stage is made with; once it has been made, tell when that code has changed. A result
+    of another time than at the last start has been made since, with the code of that start.
 
     code: the digest of each stage's code now. Returns a sentence for each stage whose code was another one.
     """
@@ -40,21 +42,27 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
             if stage not in LONG_STAGES:
                 continue
             output, note = (results / form.format(**asdict(plan) | {"pairs": pairs}) for form in LONG_STAGES[stage])
-            noted = _noted(note)
-            if noted is None and note.is_file() and output.is_file():
+            noted, time = _noted(note), output.stat().st_mtime_ns if output.is_file() else None
+            if noted is None and note.is_file() and time is not None:
                 messages.add(f"{note} was damaged: whether the code of {stage} has changed before now is not known.")
-            if noted is None or (noted != code[stage] and not output.is_file()):
-                write_json(note, {"code": code[stage]})
-            elif noted != code[stage]:
+            made_with = code[stage]
+            if noted is not None and time is not None:
+                made_with = noted["code"] if noted["time"] in (None, time) else noted["last_start"]
+            now = {"code": made_with, "time": time, "last_start": code[stage]}
+            if now != noted:
+                write_json(note, now)
+            if made_with != code[stage]:
                 messages.add(f"The code of {stage} has changed since. To make it again: rm -r {output.parent}")
     return sorted(messages)
 
 
-def _noted(note: Path) -> str | None:
-    """Return the code that a note names; None if the note is missing or damaged."""
+def _noted(note: Path) -> dict[str, Any] | None:
+    """Return the contents of a note: code that made a result, the result's time at the last start, None if there was
+    none, and the code at that start. None if the note is missing or damaged."""
     try:
-        return str(read_json(note)["code"])
-    except (ValueError, KeyError, TypeError):
+        content = read_json(note)
+        return {"code": content["code"], "time": content.get("time"), "last_start": content.get("last_start")}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

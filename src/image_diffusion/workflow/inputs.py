@@ -94,7 +94,7 @@ class Files:
         has_detector = (
             any(pairs["of_detector"] for pairs in plan.pairs.values()) or plan.synthesizes or _has_detector(plan)
         )
-        detector = [f"{self._dataset(plan)}/detector/detector.json"] if has_detector else []
+        detector = [self._detector(plan.dataset)] if has_detector else []
         return [*manifests, *detector, *self._references(plan)]
 
     def configurations(self, wildcards: Wildcards) -> list[str]:
@@ -124,7 +124,7 @@ class Files:
     def _optional(self, plan: Plan) -> dict[str, Optional]:
         """Return what an experiment may read beside what all read, by name."""
         dataset, small = self._dataset(plan), plan.small_images
-        detector = [f"{dataset}/detector/detector.json"]
+        detector = [self._detector(plan.dataset)]
         beside = [f"{dataset}/{name}/manifest.json" for name in plan.pairs if plan.pairs_beside]
 
         def outputs_of(experiment: str | None, *paths: str) -> list[str]:
@@ -220,7 +220,7 @@ class Files:
         """Return the detector that looks at pairs, where it does."""
         plan = self.plans.plan_for(wildcards)
         of_detector = plan.pairs[wildcards["pairs"]]["of_detector"]
-        return [f"{self._dataset(plan)}/detector/detector.json"] if of_detector else []
+        return [self._detector(plan.dataset)] if of_detector else []
 
     def pair_config(self, wildcards: Wildcards) -> str:
         """Return the configuration that pairs are made with."""
@@ -247,7 +247,7 @@ class Files:
     def reference_detector(self, wildcards: Wildcards) -> list[str]:
         """Return the detector that looks at a data set, if it is made from the data set itself."""
         own = wildcards["judge"] == "inpipe"
-        return [f"{self.results}/datasets/{wildcards['dataset']}/detector/detector.json"] if own else []
+        return [self._detector(wildcards["dataset"])] if own else []
 
     def reference_detector_option(self, wildcards: Wildcards) -> list[str]:
         """Return the option of `reference` that names the folder of the detector."""
@@ -255,7 +255,10 @@ class Files:
 
     def own_detector(self, wildcards: Wildcards) -> str:
         """Return the detector that is trained on the data set itself."""
-        return f"{self.dataset_folder(wildcards)}/detector/detector.json"
+        return self._detector(self.plans.plan_for(wildcards).dataset)
+
+    def _detector(self, dataset: str) -> str:
+        return f"{self.results}/datasets/{dataset}/detector/detector.json"
 
     def stamps(
         self, *kinds: Literal["codec_files", "decoder_files", "weaker_files", "pictures"]
@@ -265,6 +268,26 @@ class Files:
         return lambda wildcards: [
             stamp for kind in kinds for stamp in _stamps(getattr(self.plans.plan_for(wildcards), kind))
         ]
+
+    # These repeat an option where there is no such file: Snakemake, which compares the set of all params, finds what it
+    # knows already, and makes nothing of before again.
+
+    def start_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return the option that names the weights to start from, and stamps of those in a folder."""
+        plan = self.plans.plan_for(wildcards)
+        return [*self._optional(plan)["start"].words, *_stamps(plan.start_files)]
+
+    def detector_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return the option that names the detector, and stamps of the weights of all detectors of an experiment."""
+        plan = self.plans.plan_for(wildcards)
+        files = [path for paths in plan.detector_files.values() for path in paths]
+        return [*self._optional(plan)["detector"].words, *_stamps(files)]
+
+    def reference_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return the option of `reference` that names the detector, and stamps of the weights of the one it uses."""
+        plans = [plan for plan in self.plans.by_name.values() if plan.dataset == wildcards["dataset"]]
+        files = {path for plan in plans for path in plan.detector_files.get(wildcards["judge"], [])}
+        return [*self.reference_detector_option(wildcards), *_stamps(sorted(files))]
 
     # ---- Configurations of stages
 
@@ -305,10 +328,6 @@ class Files:
         return f"{self.results}/{experiment}/{self.plans.by_name[experiment].weights}/{name}"
 
     # ---- Data
-
-    def dataset_folder(self, wildcards: Wildcards) -> str:
-        """Return the folder of everything that is made of a data set alone."""
-        return self._dataset(self.plans.plan_for(wildcards))
 
     def training_data(self, wildcards: Wildcards) -> str:
         """Return the manifest of what an experiment trains on: latents, crops, or pairs of embeddings."""

@@ -59,6 +59,8 @@ class Plan:
     """The folder of its data set under results/datasets."""
     source: dict[str, Any]
     """Source of its images, as its section data.source."""
+    data_digest: str
+    """Digest of its section data."""
     has_images: bool
     """True if its source holds images, False for latents that others have encoded."""
     num_shards: int
@@ -73,6 +75,10 @@ class Plan:
     """Files of the decoder that its samples are decoded by, if that is another one."""
     weaker_files: list[str]
     """Files of the weaker network that its samples are guided by, where one is set."""
+    start_files: list[str]
+    """Files of the weights that it starts from, where those are a folder and not an experiment."""
+    detector_files: dict[str, list[str]]
+    """Files of the weights of detectors that are not fetched, by the folder of their reference features."""
     small_images: str | None
     """Images that samples are conditioned on: `validation` or a file."""
     small_images_experiment: str | None

@@ -78,15 +78,27 @@ NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 def requested(config: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """Return the experiments and studies that Snakemake is to make, as settings: the `experiments` that its command
     line names as targets, or else the studies of the setting `study`, or else the setting `experiments`. Each of these
-    is a list of names or one name.
+    is a list of names or one name. An experiment of whose results the command line names a file is added to them.
 
     arguments: of the command line; one that is the name of a file in config/experiments is a target.
     """
-    named = [name for name in arguments if NAME.fullmatch(name) and (EXPERIMENTS / f"{name}.yaml").is_file()]
+    named = list(dict.fromkeys(filter(_is_experiment, arguments)))
     listed, studies = _several(config.get("experiments")), _several(config.get("study"))
-    if named or not studies:
-        return {"experiments": list(dict.fromkeys(named)) or listed, "study": []}
-    return {"experiments": [], "study": studies}
+    names = named or ([] if studies else listed)
+    if isinstance(names, list):
+        names = names + [name for name in _with_files(arguments, config) if name not in names]
+    return {"experiments": names, "study": [] if named or not studies else studies}
+
+
+def _with_files(arguments: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+    """Return the experiments of whose results a file is named."""
+    results = Path(str(config.get("results", "results")))
+    paths = [path.relative_to(results).parts for path in map(Path, arguments) if path.is_relative_to(results)]
+    return list(dict.fromkeys(path[0] for path in paths if len(path) > 1 and _is_experiment(path[0])))
+
+
+def _is_experiment(name: str) -> bool:
+    return NAME.fullmatch(name) is not None and (EXPERIMENTS / f"{name}.yaml").is_file()
 
 
 def _several(names: Any) -> Any:

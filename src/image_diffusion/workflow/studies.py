@@ -55,8 +55,9 @@ def read_studies(results: str | Path, names: Collection[str]) -> dict[str, Study
 def write_partial_pages(results: str, names: Collection[str], script: Path, source: Path) -> None:
     """Make the pages of studies whose runs have not all been made: what failed is shown with the line it failed with.
 
-    script: makes the page. source: the folder that holds the package.
+    They come without the table for documents, so that Snakemake makes them again even if the study is changed back to
+    what it was when its page was last complete. script: makes the page. source: the folder that holds the package.
     """
     for name in names:
         command = [sys.executable, str(script), "--study", str(study_file(results, name).parent)]
-        subprocess.run([*command, "--results", results], check=False, env=with_package(source))
+        subprocess.run([*command, "--results", results, "--partial"], check=False, env=with_package(source))

@@ -158,6 +158,19 @@ def logged_stages(journals: Path) -> list[Path]:
     return [journals / name for name in sorted(names)]
 
 
+def has_resumed(folder: Path) -> bool:
+    """Return True if the last attempt of a stage went on from where an earlier one ended, as far as its first line can
+    be read. Reads no other line. folder: as of `read_journal`."""
+    last = max(folder.glob("attempt-*.jsonl"), key=attempt_number, default=None)
+    if last is None:
+        return False
+    try:
+        with last.open("rb") as file:
+            return _record(file.readline().rstrip(b"\n"), sealed=False).get("resume_step") is not None
+    except (ValueError, RecursionError):
+        return False
+
+
 @dataclass
 class _AttemptRecord:
     """An attempt. num_lines: lines of its file, also those that cannot be read. expected: records that its receipt
