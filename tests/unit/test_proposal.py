@@ -271,6 +271,15 @@ def test_masks_of_some_images_are_a_warning() -> None:
     assert not experiment.pair_sets
 
 
+@pytest.mark.parametrize(
+    ("channels", "cure"),
+    [(1, " For grey images, delete data.dtype, set data.range: [low, high] and name them in pairs."), (5, "")],
+)
+def test_masks_of_arrays_are_a_warning_that_says_what_works(channels: int, cure: str) -> None:
+    warnings = proposed(replace(FEW, dtype="uint16", channels=channels, masks=MASKS), "10min")[0].warnings
+    assert f"480 images have a mask, which is not used: masks are for pictures of 8 bits.{cure}" in warnings
+
+
 def test_captions_of_some_images_and_notices_are_warnings() -> None:
     facts = replace(MANY, captions=replace(CAPTIONS, count=17_000), notices=("metadata.csv is not read",))
     proposal, experiment = proposed(facts, "10min")
