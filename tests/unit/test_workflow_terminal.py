@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from image_diffusion.core.files.atomic import write_json
+from image_diffusion.workflow.studies import StudyPlan
 from image_diffusion.workflow.tables import places
 from image_diffusion.workflow.terminal import VARIABLE, brief
 from plans import a_plan, plans_of
@@ -126,3 +128,9 @@ def test_a_run_ends_with_places_to_look_at(tmp_path: Path) -> None:
         str(grid),
         "mlflow ui --backend-store-uri sqlite:///mlflow.db",
     ]
+    write_json(tmp_path / "summary.html", {})
+    assert str(tmp_path / "summary.html") in places(plans, tmp_path, "sqlite:///mlflow.db").splitlines()
+    study = replace(plans, studies={"rates": StudyPlan("rates", [])})  # which does not make that page
+    assert str(tmp_path / "summary.html") not in places(study, tmp_path, "sqlite:///mlflow.db").splitlines()
+    both = replace(study, requested=("one",))
+    assert str(tmp_path / "summary.html") in places(both, tmp_path, "sqlite:///mlflow.db").splitlines()
