@@ -685,7 +685,7 @@ def check(**sections: Any) -> None:
         ),
         (
             {"system": {"type": "iddpm", "condition": {"type": "image", "from": "self", "shrink": 2}}},
-            "but an image in system.condition is for",
+            r"but an image in system.condition is for pictures of 8 bits.*data.range: \[low, high\] makes such of grey",
         ),
         ({"evaluate": {"likelihood": {}}}, "but evaluate.likelihood is for pictures"),
         ({"sample": {"start": {"images": "x", "strength": 0.5}}}, "sample.start"),

@@ -56,6 +56,10 @@ def test_skypilot_knows_every_key_of_the_task() -> None:
 def test_a_new_project_has_what_the_clone_has(tmp_path: Path) -> None:
     begin(tmp_path / "mine")
     page = (tmp_path / "mine/config/README.md").read_text()
+    for path in (tmp_path / "mine/config").glob("*.*"):  # `make` is of a clone, and so it says; this has other commands
+        text = path.read_text()
+        assert ("`make" in text) == ("clone" in text), path
+    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in (tmp_path / "mine/config/config.yaml").read_text()
     assert "](../" not in page and "pod for Kubernetes (`docs/cloud.md`)." in page
     for name in ("config/cloud/sky.yaml", "config/cloud/pod.yaml"):
         assert (tmp_path / "mine" / name).read_text() == (ROOT / name).read_text()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -470,3 +471,16 @@ def test_sets_that_do_not_fit_are_told_in_one_line(
     with pytest.raises(ValueError) as caught:
         load_all([path])
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1, caught.value
+
+
+def test_the_last_line_counts_rows_and_columns_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = {"type": "numbers", "columns": ["age", "dose", "time"]}
+    config = {"name": "x", "pairs": numbers, "num_shards": 1, "source": None}
+    (tmp_path / "embed.yaml").write_text(to_yaml(config))
+    manifest = {"num_samples": 160, "shards": [1], "quarantined": 0}
+    made = (SimpleNamespace(kind="numbers", shape=(3, 2)), manifest, 1)
+    monkeypatch.setattr(image_diffusion.stages.embed, "embed", lambda *_: made)
+    command(image_diffusion.stages.embed, "--config", tmp_path / "embed.yaml", "--output", tmp_path / "manifest.json")
+    assert "embed: 160 rows of 3 columns in 1 shards" in capsys.readouterr().out

@@ -114,11 +114,16 @@ def test_numbers_do_not_depend_on_how_many_are_looked_at_at_once(
         assert found[name]["value"] == pytest.approx(entry["value"], rel=1e-6)
 
 
-def test_samples_without_classes_get_no_class_metrics(data: RealImages):
-    samples = images(120, 5)
-    samples.has_labels = False
-    result = evaluate_samples(samples, data, [Brightness()], EvaluateConfig(copies=False))
+@pytest.mark.parametrize("classes", [CLASSES, []])
+def test_samples_without_classes_get_no_class_metrics_and_picture(data: RealImages, tmp_path: Path, classes: list[str]):
+    samples = images(120, 5, classes)
+    samples.has_labels = not classes  # labels without classes are all there is of what has no classes
+    judge = Brightness()
+    judge.classes = classes
+    (tmp_path / "classes.png").write_bytes(b"of before")
+    result = evaluate_samples(samples, data, [judge], EvaluateConfig(copies=False), report=tmp_path)
     assert "inpipe_agreement" not in result["metrics"] and result["classes"] == {}
+    assert not (tmp_path / "classes.png").exists()
 
 
 def test_reference_may_be_statistics_or_other_samples(data: RealImages, tmp_path: Path):

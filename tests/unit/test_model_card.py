@@ -48,6 +48,21 @@ def test_it_says_what_a_reader_wants_to_know(card: ModelCard) -> None:
     assert r"few \| samples" in card.text
 
 
+def test_a_doubt_about_all_metrics_is_one_sentence(tmp_path: Path) -> None:
+    write_model(tmp_path, step=10)
+    doubt = "the classifier guesses"
+    metrics = {key: MEASURED["metrics"]["inpipe_fd"] | {"doubt": doubt} for key in ("inpipe_fd", "inpipe_kd")}
+    metrics["other"] = MEASURED["metrics"]["inpipe_fd"] | {"doubt": "another"}
+    metrics["copies"] = MEASURED["metrics"]["inpipe_fd"]
+    measured = MEASURED | {"doubt": doubt, "metrics": metrics}
+    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, measured, {})
+    assert (
+        text.count(doubt) == 1
+        and f"Not to rely on are `inpipe_fd`, `inpipe_kd`: {doubt}." in text
+        and "| another |" in text
+    )
+
+
 def test_without_metrics_it_claims_none(tmp_path: Path) -> None:
     write_model(tmp_path, step=10)
     text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, None, {})

@@ -442,7 +442,12 @@ def test_numbers_with_and_without_a_class_are_accepted(tmp_path: Path, name: str
         (
             BOTH,
             {"sample": {"conditions": [{"age": 1}]}, "synthesize": {"per_class": 2}},
-            "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts",
+            "synthesize draws images of seeds and classes alone, but these are made of numbers. Set synthesize.table",
+        ),
+        (
+            [*BOTH, {"type": "image", "from": "self", "shrink": 2}],
+            {"synthesize": {"like": "train"}},
+            "but these are made of images, on which system.condition conditions the network. Leave out synthesize.",
         ),
         (
             BOTH,

@@ -146,6 +146,12 @@ def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType
 
     assert proposed(judged, {}) == ["sweep: {guidance_scale: [1, 1.5, 2, 4]}"]
     assert proposed(judged | {"curve": curve}, {})[0] == "train: {steps: 2000}"
+    improving = next(scripts.proposals(tmp_path, judged | {"curve": curve}, {}))[0]
+    for schedule, restarts in (("constant", False), ("cosine", True)):
+        config = {"train": {"steps": 1000, "schedule": {"type": schedule}}}
+        write_json(tmp_path / "config/train.yaml", config)  # JSON is YAML
+        reason = next(scripts.proposals(tmp_path, judged | {"curve": curve}, {}))[0]
+        assert reason == improving + restarts * " The training would start from scratch (docs/extend_training.md)."
     assert proposed(judged, {"label conflict": 2})[0] == "data: {duplicates: drop}"
     metrics = {"copies": entry(0.3, 0.01, note="biased: 300 samples are few")}
     copying = judged | {"metrics": metrics, "can_guide": False}

@@ -32,7 +32,7 @@ from image_diffusion.experiments.request import DESIGNS, Machine, Request, Speed
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.start import start_of
 from image_diffusion.systems import AnySystem
-from image_diffusion.tools.budget import measured
+from image_diffusion.tools.budget import measured, propose_for
 from tiny_autoencoders import write_autoencoder
 
 CPU, GPU = Machine(1, 0, 8.0, 2.5), Machine(16, 1, 72.0, 4.0)
@@ -269,6 +269,15 @@ def test_masks_of_some_images_are_a_warning() -> None:
     proposal, experiment = proposed(replace(FEW, masks=replace(MASKS, count=400)), "10min")
     assert "400 images have a mask. Masks of pictures are used if" in proposal.warnings[1]
     assert not experiment.pair_sets
+
+
+@pytest.mark.parametrize(
+    ("channels", "cure"),
+    [(1, " For grey images, delete data.dtype, set data.range: [low, high] and name them in pairs."), (5, "")],
+)
+def test_masks_of_arrays_are_a_warning_that_says_what_works(channels: int, cure: str) -> None:
+    warnings = proposed(replace(FEW, dtype="uint16", channels=channels, masks=MASKS), "10min")[0].warnings
+    assert f"480 images have a mask, which is not used: masks are for pictures of 8 bits.{cure}" in warnings
 
 
 def test_captions_of_some_images_and_notices_are_warnings() -> None:
@@ -686,6 +695,22 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], mes
 
 
 @pytest.mark.slow
+def test_what_is_measured_several_times_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        Image.new("L", (17, 19), number).save(tmp_path / f"{number}.png")
+
+    def twice(*arguments: Any) -> None:
+        for _ in range(2):
+            arguments[4](None)
+
+    monkeypatch.setattr("image_diffusion.tools.budget.propose", twice)
+    monkeypatch.setattr("image_diffusion.tools.budget.measured", lambda *_: None)
+    propose_for(tmp_path, "5min", 1)
+    assert capsys.readouterr().err.count("init: measuring") == 1
+
+
 def test_arrays_without_classes_are_measured(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(40):

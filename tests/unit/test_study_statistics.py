@@ -170,3 +170,11 @@ def test_page_and_tables_show_each_number_with_both_intervals(monkeypatch: pytes
     page, table = study.page(plan, both, lines, Path("results")), study.markdown(plan, both, lines)
     assert "Welch" in page and 'class="tight better"' in page and "| better |" in table
     assert lines[0].difference is None and lines[1].difference.verdict == "better"
+    assert "2 runs, as long as the base says." in page and "where a run has no interval" not in page
+    for each, steps in zip(both, (800, 1600), strict=True):
+        for run in each.runs:
+            run.steps, run.metrics["inpipe_kd"] = steps, Measured(0.5, None)
+    lines = study.compared(both, ["inpipe_kd"])
+    assert "2 runs, of 800 to 1,600 steps." in study.summary(plan, both)
+    assert "1 runs, 800 steps each." in study.summary(plan, [base])
+    assert "where a run has no interval" in study.method(lines, [0, 1, 2])

@@ -345,6 +345,25 @@ def test_a_training_that_held_out_other_images_is_not_continued(tmp_path: Path) 
         state_of("another").load()
 
 
+def test_a_training_that_begins_anew_says_why_and_where_the_earlier_one_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = state(tmp_path, {"train": {"seed": 2}, "system": {"type": "dit"}, "classes": ["cat"] * 1000})
+    ours = State(tmp_path, IDENTITY, CheckpointConfig())
+    for step in (0, 4):
+        earlier.save(checkpoint(step))
+        earlier.wait()
+        assert ours.load() is None
+        assert ("this training starts at step 0" in (note := capsys.readouterr().err)) == (step == 4)
+    assert "one: train.seed (1 here, 2 there); train.optimizer ({'lr': 0.1} here, None there); classes (None " in note
+    assert note.endswith(f"The earlier one, of 4 steps, stays in {earlier.folder} (docs/extend_training.md).\n")
+    assert len(note.splitlines()) == 1 and len(note) < 500 + len(str(tmp_path))
+    earlier.load()
+    (earlier.checkpoints()[-1] / "checkpoint.json").write_text("{}")
+    assert ours.load() is None
+    assert capsys.readouterr().err == ""
+
+
 def test_differing_keys_name_both_values() -> None:
     assert differing_keys({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}}) == [
         "a.c (2 here, None there)",

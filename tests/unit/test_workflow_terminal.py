@@ -9,6 +9,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ import pytest
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from image_diffusion.core.files.atomic import write_json
+from image_diffusion.workflow.studies import StudyPlan
 from image_diffusion.workflow.tables import places
-from image_diffusion.workflow.terminal import VARIABLE, brief
+from image_diffusion.workflow.terminal import VARIABLE, brief, name_runs
 from plans import a_plan, plans_of
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,15 @@ def test_each_job_has_two_lines_and_messages_stay(logger: logging.Logger) -> Non
         "Exiting because a job execution failed.",
         "Complete log(s): y.log",
     ]
+
+
+def test_a_run_of_a_study_has_its_variant_and_seed_in_its_lines(logger: logging.Logger) -> None:
+    (handler,) = logger.handlers
+    assert brief(settings())
+    variants = [{"name": name, "runs": [f"{name}-0", "micro"]} for name in ("base", "other")]
+    name_runs([StudyPlan("rates", variants, [3, 4])])
+    lines = printed(logger, handler)  # type: ignore[arg-type]
+    assert {"micro/part-0 (base, seed 4)", "micro/part-0 (base, seed 4) done in 0 s (1 of 3)"} <= set(lines)
 
 
 @pytest.mark.parametrize("option", ["dryrun", "verbose"])
@@ -126,3 +137,9 @@ def test_a_run_ends_with_places_to_look_at(tmp_path: Path) -> None:
         str(grid),
         "mlflow ui --backend-store-uri sqlite:///mlflow.db",
     ]
+    write_json(tmp_path / "summary.html", {})
+    assert str(tmp_path / "summary.html") in places(plans, tmp_path, "sqlite:///mlflow.db").splitlines()
+    study = replace(plans, studies={"rates": StudyPlan("rates", [], [])})  # which does not make that page
+    assert str(tmp_path / "summary.html") not in places(study, tmp_path, "sqlite:///mlflow.db").splitlines()
+    both = replace(study, requested=("one",))
+    assert str(tmp_path / "summary.html") in places(both, tmp_path, "sqlite:///mlflow.db").splitlines()

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
+from PIL import Image
 from projects import ROOT, Project
+
+from image_diffusion.core.files.atomic import write_json
 
 pytestmark = pytest.mark.slow
 
@@ -204,4 +207,14 @@ def test_the_summary_keeps_what_was_made_before_and_compares_two(
     assert browser.evaluate(f"{cards}.map(card => card.dataset.name)") == ["micro", "older"]
     assert browser.evaluate("[...document.querySelectorAll('.pair img')].every(img => img.naturalWidth > 0)")
     assert "inpipe_fd" in browser.evaluate("document.getElementById('both').innerText")
+    assert browser.evaluate("document.getElementById('unmeasured').hidden")
+    assert browser.evaluate("document.getElementById('places').innerText").endswith("have the same seed.")
+    with Image.open(results / "older/samples/grid.png") as grid:
+        grid.crop((0, 0, grid.width, 16)).save(results / "older/samples/grid.png")
+    judged = json.loads((results / "older/metrics.json").read_text())
+    write_json(results / "older/metrics.json", judged | {"metrics": {}})
+    subprocess.run([*script, "--output", results / "summary.html"], cwd=made.folder, check=True, capture_output=True)
+    browser.open((results / "summary.html").as_uri())
+    browser.wait_for("older", "places do not correspond")
+    assert not browser.evaluate("document.getElementById('unmeasured').hidden")
     assert browser.complaints == []

@@ -92,6 +92,13 @@ if (sides[0]) {
   const measured = JSON.parse(document.getElementById("measured").textContent);
   const grids = new Map([...document.querySelectorAll("img[data-of]")].map((img) => [img.dataset.of, img.src]));
   const pictures = ["under", "over"].map((id) => document.getElementById(id));
+  const places = () => {
+    const [left, right] = pictures.map((picture) => `${picture.naturalWidth} x ${picture.naturalHeight}`);
+    document.getElementById("places").textContent = left === right
+      ? "Images at the same place have the same seed."
+      : `The pictures differ in size, ${left} and ${right} pixels: places do not correspond.`;
+  };
+  pictures.forEach((picture) => picture.addEventListener("load", places));
   const compare = () => {
     const names = sides.map((side) => side.value);
     names.forEach((name, i) => {
@@ -99,6 +106,7 @@ if (sides[0]) {
       document.getElementById(`${sides[i].id}-name`).textContent = name;
     });
     const shared = Object.keys(measured[names[0]]).filter((metric) => metric in measured[names[1]]);
+    document.getElementById("unmeasured").hidden = shared.length > 0;
     document.getElementById("both").replaceChildren(...shared.map((metric) => {
       const row = document.createElement("tr");
       for (const text of [metric, ...names.map((name) => measured[name][metric])]) row.insertCell().textContent = text;

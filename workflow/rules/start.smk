@@ -36,6 +36,7 @@ context = start(
     executor=lambda: workflow.executor_plugin.name if workflow.executor_plugin else "local",
 )
 results, plans, machine, code = context.results, context.plans, context.machine, context.code
+terminal.name_runs(plans.studies.values())
 files, parts = context.files, context.parts
 if machine.devices:
     workflow.register_resource("devices", machine.at_once)

@@ -18,12 +18,14 @@ import numpy as np
 from markupsafe import Markup
 from pages import benchmark, curve, render, source_of, strips, time_of_training
 
+from image_diffusion.core.config.base import parse, read_yaml
 from image_diffusion.core.files.atomic import digest, read_json, write_page
 from image_diffusion.core.journal.metric_definitions import definition_of
 from image_diffusion.core.journal.reader import History, logged_stages, of_weights, read_journal
 from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import body
 from image_diffusion.tracking.run_note import headline_of, sentence
+from image_diffusion.training.config import TrainConfig
 from image_diffusion.workflow.plans import used_weights
 
 MOST_PROPOSALS = 2
@@ -126,22 +128,33 @@ def proposals(
     path = experiment / "train" / "model.json"
     model: dict[str, Any] = read_json(path) if path.is_file() else {"step": 0, "system": {}}
     steps = model["step"]
+    anew = " The training would start from scratch (docs/extend_training.md)." if is_anew(experiment) else ""
     metrics = judged["metrics"]
     copies = (metrics.get("copies") or {}).get("value") or 0
     if copies > MOST_COPIES:
-        yield f"{copies:.0%} of the samples are close to a training image.", f"train: {{steps: {max(1, steps // 2)}}}"
+        fewer = max(1, steps // 2)
+        yield f"{copies:.0%} of the samples are close to a training image.{anew}", f"train: {{steps: {fewer}}}"
     if conflicts := findings.get("label conflict"):
         yield f"{conflicts} pairs of equal images have two classes: correct the labels.", "data: {duplicates: drop}"
     curve = judged["curve"]
     kernel = next((name for point in curve for name in point if name.endswith("_kd")), None)
     if kernel and len(curve) > 1 and curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]:
-        yield "The previews were still improving at the end.", f"train: {{steps: {2 * steps}}}"
+        yield f"The previews were still improving at the end.{anew}", f"train: {{steps: {2 * steps}}}"
     drops_labels = model["system"].get("objective", {}).get("label_drop_probability", 0) > 0
     if not (experiment / "sweep").is_dir() and judged["can_guide"] and drops_labels:
         yield "Other settings of sampling were not tried.", "sweep: {guidance_scale: [1, 1.5, 2, 4]}"
     few = [entry["n"] for entry in metrics.values() if str(entry["note"]).startswith(("biased", "no interval"))]
     if few:
         yield f"{min(few):,} samples are few for these metrics.", f"sample: {{num_samples: {10 * min(few)}}}"
+
+
+def is_anew(experiment: Path) -> bool:
+    """Return whether a training of another number of steps starts from scratch."""
+    path = experiment / "config" / "train.yaml"
+    if not path.is_file():
+        return False
+    config: TrainConfig = parse(TrainConfig, read_yaml(path)["train"], str(path))
+    return "steps" in config.identity()
 
 
 def read_findings(datasheet: Path) -> dict[str, int]:

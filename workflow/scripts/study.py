@@ -36,6 +36,9 @@ METHOD = (
     "distances: over seeds, what other seeds would have changed (Student's t); over samples, what other images of the "
     "same weights would have."
 )
+NO_INTERVAL = (
+    " The interval over samples is empty where a run has no interval of its own; the note in its metrics.json says why."
+)
 DIFFERENCES = (
     " Differences are from the base, with 95 % intervals over {over}; distances are compared as ratios. {how}Of a "
     "hundred changes that do nothing, about five are called better or worse by chance."
@@ -180,22 +183,27 @@ def compared(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Line]:
 def method(lines: Sequence[Line], seeds: Sequence[int]) -> str:
     """Return how the intervals were made."""
     over = {line.difference.over for line in lines if line.difference is not None}
+    is_empty = any(line.level is not None and line.level.over_samples is None for line in lines)
+    levels = METHOD + (NO_INTERVAL if is_empty else "")
     if not over:
-        return METHOD
+        return levels
     if len(seeds) > 1:
-        return METHOD + DIFFERENCES.format(over="seeds and samples", how=MODERATED)
+        return levels + DIFFERENCES.format(over="seeds and samples", how=MODERATED)
     noise = "samples only, as there is one seed" if over <= {"samples only", None} else "seeds and samples"
-    return METHOD + DIFFERENCES.format(over=noise, how="")
+    return levels + DIFFERENCES.format(over=noise, how="")
 
 
 def summary(plan: Mapping[str, Any], variants: Sequence[Variant]) -> str:
     """Return what was done, in a sentence."""
     budget = plan["budget"]
+    steps = sorted({run.steps for variant in variants for run in variant.runs if run.steps is not None})
     length = "as long as the base says"
     if budget["steps"]:
         length = f"{budget['steps']:,} steps each"
     elif budget["operations"]:
         length = f"{budget['operations']:.3g} operations each"
+    elif steps:
+        length = f"{steps[0]:,} steps each" if len(steps) == 1 else f"of {steps[0]:,} to {steps[-1]:,} steps"
     changes = f"{len(variants) - 1} changes of " if len(variants) > 1 else ""
     runs = len({run.name for variant in variants for run in variant.runs})
     return f"{changes}{plan['base']}; seeds {', '.join(map(str, plan['seeds']))}; {runs} runs, {length}."

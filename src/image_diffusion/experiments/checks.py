@@ -10,7 +10,6 @@ from image_diffusion.export.registry import check_export
 from image_diffusion.synthesis.request import TAKEN, read_table
 from image_diffusion.systems.base import Others, check_arrays, check_augment, check_flips, makes, spec_of
 from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
-from image_diffusion.systems.sampling import SamplingSources
 from image_diffusion.training.finetune.parameter_groups import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
@@ -97,13 +96,18 @@ def check_synthesize(experiment: Experiment) -> None:
     settings = experiment.sample
     if columns and config.per_class is None:  # in place of the rows of the section sample
         settings = settings.model_copy(update={"conditions": [dict.fromkeys(columns)]})
-    others = settings.prompts is not None or (settings.conditions is not None and settings is experiment.sample)
-    if sampling.sources(settings) != SamplingSources() or sampling.pictures(settings) or others:
-        raise ValueError(
-            "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts, "
-            "embeddings, numbers or other images. Leave out synthesize; for numbers, set synthesize.table or like: "
-            "train in place of per_class."
-        )
+    sources = sampling.sources(settings)
+    refused = {
+        "images, on which system.condition conditions the network": sources.small_images is not None,
+        "images of the section sample": bool(sampling.pictures(settings)),
+        "sample.prompts": settings.prompts is not None,
+        "numbers": settings is experiment.sample and (bool(columns) or settings.conditions is not None),
+        "embeddings": sources.embeddings is not None,
+    }
+    if part := next((part for part, is_set in refused.items() if is_set), None):
+        of_numbers = part == "numbers"
+        cure = "Set synthesize.table or like: train in place of per_class" if of_numbers else "Leave out synthesize"
+        raise ValueError(f"synthesize draws images of seeds and classes alone, but these are made of {part}. {cure}.")
     if config.table is not None:
         rows, _ = read_table(config.table, columns)
         if LABEL in rows[0] and not sampling.takes_classes:

@@ -35,7 +35,11 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
     if facts.captions is not None and captions_of(facts) is None:
         yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
     if facts.masks is not None and facts.dtype is not None:
-        yield f"{facts.masks.count:,} images have a mask, which is not used: arrays may take one, but by hand."
+        cure = " For grey images, delete data.dtype, set data.range: [low, high] and name them in pairs."
+        yield (
+            f"{facts.masks.count:,} images have a mask, which is not used: masks are for pictures of 8 bits."
+            f"{cure if facts.channels == 1 else ''}"
+        )
     elif facts.masks is not None and masks_of(facts) is None:
         yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."
     if classes_of(facts) and (least := min(facts.per_class)) < _FEW_OF_A_CLASS:

@@ -83,13 +83,17 @@ def model_card(
 def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, Any] | None) -> list[str]:
     if measured is None or not metrics:
         return []
-    rows = []
+    rows, doubt = [], measured.get("doubt")
     for key, entry in metrics:
         interval = " to ".join(f"{bound:.4g}" for bound in entry["interval"] or [])
-        rows.append((key, f"{entry['value']:.5g}", interval, f"{entry['n']:,}", entry.get("doubt") or entry["note"]))
+        own = None if entry.get("doubt") == doubt else entry.get("doubt")
+        rows.append((key, f"{entry['value']:.5g}", interval, f"{entry['n']:,}", own or entry["note"]))
     detector = " and ".join(str(detector["name"]) for detector in measured["protocol"].get("detectors", []))
     how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
-    return ["## Results", _table(("Metric", "Value", "95 % interval", "Images", ""), rows), *([how] if how else [])]
+    doubted = ", ".join(f"`{key}`" for key, entry in metrics if doubt and entry.get("doubt") == doubt)
+    doubts = [f"Not to rely on are {doubted}: {_cell(doubt)}."] if doubted else []
+    table = _table(("Metric", "Value", "95 % interval", "Images", ""), rows)
+    return ["## Results", *doubts, table, *([how] if how else [])]
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

@@ -148,8 +148,10 @@ def evaluate_samples(
         "samples_sha256": samples.digest,
         "samples": samples.protocol,
     }
-    if report is not None:
+    if report is not None and samples.has_labels and samples.classes:
         plot_classes(samples, report / "classes.png")
+    elif report is not None:
+        (report / "classes.png").unlink(missing_ok=True)
     by_class = [_by_class(comparison, report) for comparison in comparisons]
     return {
         "metrics": entries,

@@ -50,8 +50,10 @@ def main() -> None:
         pairs, manifest, written = embed(stage, crops, arguments.detector, arguments.output.parent)
         journal.metrics({"pairs": manifest["num_samples"], "pairs_quarantined": manifest["quarantined"]}, step=0)
         journal.artifact(arguments.output.parent / "quarantine.csv")
+    sides = " x ".join(map(str, pairs.shape))
+    what = f"rows of {pairs.shape[0]} columns" if pairs.kind == "numbers" else f"{pairs.kind} of {sides} numbers"
     print(
-        f"embed: {manifest['num_samples']:,} {pairs.kind} of {' x '.join(map(str, pairs.shape))} numbers in "
+        f"embed: {manifest['num_samples']:,} {what} in "
         f"{len(manifest['shards'])} shards ({written} written), {manifest['quarantined']:,} quarantined"
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from image_diffusion.core.devices import best_device, has_gpu
-from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.captions import captions_beside
 from image_diffusion.data.encoded.latents import encode_shards, write_manifest
@@ -57,7 +57,7 @@ def propose_for(images: Path, budget: str, cores: int | None, weights: Path | No
     name = re.sub(r"[^A-Za-z0-9._]", "_", images.resolve().stem).lstrip("._") or "images"
 
     def measure(experiment: Experiment) -> Speed:
-        log_line(f"init: measuring {machine_in_words(machine)} on {images_in_words(facts)} …")
+        log_line_once(f"init: measuring {machine_in_words(machine)} on {images_in_words(facts)} …")
         return measured(experiment, facts, machine)
 
     return propose(facts, name, machine, budget, measure, start)

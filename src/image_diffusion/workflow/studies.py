@@ -24,10 +24,21 @@ def study_file(results: str | Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """One study, resolved. variants: name, source, experiment, changes, and the run of each seed."""
+    """One study, resolved. variants: name, source, experiment, changes, and the run of each seed. seeds: in
+    their order."""
 
     name: str
     variants: list[dict[str, Any]]
+    seeds: list[int]
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """The variant and the seed of each run, of the first variant where several share it."""
+        return {
+            run: f"{variant['name']}, seed {seed}"
+            for variant in reversed(self.variants)
+            for run, seed in zip(variant["runs"], self.seeds, strict=True)
+        }
 
     @property
     def experiments(self) -> set[str]:
@@ -46,7 +57,8 @@ def read_studies(results: str | Path, names: Collection[str]) -> dict[str, Study
     for name in names:
         path = study_file(results, name)
         try:
-            studies[name] = StudyPlan(name, read_json(path)["variants"])
+            plan = read_json(path)
+            studies[name] = StudyPlan(name, plan["variants"], plan["seeds"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a study of this version: {error}. Delete it and start again.") from None
     return studies

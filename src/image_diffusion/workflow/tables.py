@@ -24,7 +24,7 @@ def outcome(plans: Plans, results: Path) -> str:
     """
     pages = [results / FOLDER / name / PAGE for name in plans.studies]
     study_lines = [f"study: {page}" for page in pages if page.is_file()]
-    if not plans.requested and plans.studies:
+    if _is_study_alone(plans):
         return "\n".join(study_lines)
     lines = [line for plan in plans.by_name.values() if (line := _line(plan, results / plan.experiment)) is not None]
     if not lines:
@@ -36,11 +36,16 @@ def outcome(plans: Plans, results: Path) -> str:
 
 def places(plans: Plans, results: Path, uri: str) -> str:
     """Return a line for each existing place to look at next: the samples of the only experiment that has any, the page
-    of all experiments, and MLflow. uri: of MLflow's store."""
+    of all experiments, which a study alone does not make, and MLflow. uri: of MLflow's store."""
     grids = [path for name in plans.by_name if (path := results / name / "samples" / "grid.png").is_file()]
-    pages = [path for path in [results / "summary.html"] if path.is_file()]
+    pages = [path for path in [results / "summary.html"] if path.is_file() and not _is_study_alone(plans)]
     lines = [f"\n{path}" for path in (*(grids if len(grids) == 1 else []), *pages)]
-    return "".join([*lines, f"\nmlflow ui --backend-store-uri {hidden(uri)}"]) if lines else ""
+    is_made = bool(lines) or any((results / FOLDER / name / PAGE).is_file() for name in plans.studies)
+    return "".join([*lines, f"\nmlflow ui --backend-store-uri {hidden(uri)}"]) if is_made else ""
+
+
+def _is_study_alone(plans: Plans) -> bool:
+    return bool(plans.studies) and not plans.requested
 
 
 def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
+
+from image_diffusion.workflow.studies import StudyPlan
 
 VARIABLE = "IMAGE_DIFFUSION_BRIEF"
 """The environment variable by which `logged` keeps the output of stages, but for messages, from the terminal."""
@@ -28,7 +31,7 @@ class BriefHandler(logging.Handler):
     """Print a line for the begin and the end of each job; leave warnings, errors and other messages to Snakemake's
     handler.
 
-    full: that handler, which has the stream.
+    full: that handler, which has the stream. titles: what is printed beside the name of an experiment.
     """
 
     def __init__(self, full: logging.StreamHandler[Any]) -> None:
@@ -36,6 +39,7 @@ class BriefHandler(logging.Handler):
         self.filters = full.filters
         self._full = full
         self._begun: dict[int, tuple[str, float]] = {}
+        self.titles: dict[str, str] = {}
         self._num_jobs, self._num_done = 0, 0
         self._clear = "\r\033[K" if full.stream.isatty() else ""  # the moving line that `logged` prints
 
@@ -61,6 +65,8 @@ class BriefHandler(logging.Handler):
             return "\n".join([f"{self._num_jobs} jobs, which log to logs/", *several])
         if event == "JOB_INFO":
             name = values.log[0].removeprefix("logs/").removesuffix(".log") if values.log else values.rule_name
+            if title := self.titles.get(name.partition("/")[0]):
+                name = f"{name} ({title})"
             self._begun[values.jobid] = (name, time.monotonic())
             return str(name) if values.output else ""  # a target has none
         if event == "JOB_FINISHED":
@@ -95,3 +101,11 @@ def brief(settings: Any) -> bool:
     logger.removeHandler(full)
     logger.addHandler(BriefHandler(full))  # type: ignore[arg-type]
     return True
+
+
+def name_runs(studies: Iterable[StudyPlan]) -> None:
+    """Print the variant and the seed beside the name of each run of a study, which ends with a digest."""
+    for handler in logging.getLogger("snakemake.logging").handlers:
+        if isinstance(handler, BriefHandler):
+            for study in studies:
+                handler.titles |= study.titles

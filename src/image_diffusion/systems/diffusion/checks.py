@@ -153,7 +153,7 @@ def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
     if named:
         raise ValueError(
             f"data.dtype is {experiment.data.dtype}, but {named[0]} is for pictures of 8 bits. Leave one of the two "
-            f"out."
+            f"out; without data.dtype, data.range: [low, high] makes such of grey images."
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ from image_diffusion.training.checkpoint.checkpoint import (
     Checkpoint,
     Damaged,
     being_written,
+    folder_name,
     read_checkpoint,
+    read_record,
     told_of,
     write_checkpoint,
     write_rows,
@@ -40,6 +43,10 @@ from image_diffusion.training.parallel.world import HANG_S
 
 _SEEN_S = 60.0
 """Seconds until every machine sees a file that one has written to what they share."""
+_SHOWN_KEYS = 3
+"""Keys in which a run differs from the one before that are printed."""
+_KEY_WIDTH = 100
+"""Characters of each at most."""
 
 
 class NullState:
@@ -154,7 +161,27 @@ class State(Background):
                 )
             self._good = path
             return checkpoint
+        self._note_another_run()
         return None
+
+    def _note_another_run(self) -> None:
+        """Print what this run, of which nothing is kept, has another identity for than the last run in this root that
+        got beyond step 0, and where that one stays."""
+        paths = [path for path in self._root.glob("*/step-*") if path.name != folder_name(0)]
+        if self._all() or not paths:
+            return
+        try:
+            path = max(paths, key=lambda path: path.stat().st_mtime)
+            record = read_record(path)
+        except (Damaged, OSError):
+            return
+        differing = differing_keys(self.identity, record["identity"])
+        keys = "; ".join(shorten(key, _KEY_WIDTH, placeholder=" …)") for key in differing[:_SHOWN_KEYS])
+        several = f"; and {len(differing) - _SHOWN_KEYS} more" if len(differing) > _SHOWN_KEYS else ""
+        log_line(
+            f"note: this training starts at step 0, for it differs from the earlier one: {keys}{several}. The earlier "
+            f"one, of {record['step']:,} steps, stays in {path.parent} (docs/extend_training.md)."
+        )
 
     def check_previews(self) -> None:
         """Print which previews are damaged: nothing else reads them before the end. Without a checkpoint remove them,
