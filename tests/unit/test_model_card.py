@@ -58,7 +58,7 @@ def test_a_doubt_about_all_metrics_is_one_sentence(tmp_path: Path) -> None:
     text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, measured, {})
     assert (
         text.count(doubt) == 1
-        and f"Not to rely on are `inpipe_fd`, `inpipe_kd`: {doubt}." in text
+        and f"Do not rely on `inpipe_fd`, `inpipe_kd`: {doubt}." in text
         and "| another |" in text
     )
 

@@ -91,7 +91,7 @@ def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, A
     detector = " and ".join(str(detector["name"]) for detector in measured["protocol"].get("detectors", []))
     how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
     doubted = ", ".join(f"`{key}`" for key, entry in metrics if doubt and entry.get("doubt") == doubt)
-    doubts = [f"Not to rely on are {doubted}: {_cell(doubt)}."] if doubted else []
+    doubts = [f"Do not rely on {doubted}: {_cell(doubt)}."] if doubted else []
     table = _table(("Metric", "Value", "95 % interval", "Images", ""), rows)
     return ["## Results", *doubts, table, *([how] if how else [])]
 
