@@ -20,7 +20,7 @@ from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
 
 
 def main() -> None:
-    parser = Parser(prog="python -m image_diffusion crop", description="Images -> square crops.")
+    parser = Parser(prog="image-diffusion crop", description="Images -> square crops.")
     parser.add_config("the data section, YAML")
     parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
     parser.add_argument("--part", type=part_of, help="which shards to write: 2/8 is part 2 of 0 to 7; unset: all")

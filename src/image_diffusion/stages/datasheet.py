@@ -83,7 +83,7 @@ def captions_of(config: DataConfig) -> dict[str, list[str]] | None:
 
 
 def main() -> None:
-    parser = Parser(prog="python -m image_diffusion datasheet", description="Crops -> data sheet.")
+    parser = Parser(prog="image-diffusion datasheet", description="Crops -> data sheet.")
     parser.add_config("the data section, YAML")
     parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops")
     parser.add_argument("--output", type=Path, required=True, help="datasheet.json to write; its page goes beside it")

@@ -19,7 +19,7 @@ from image_diffusion.metrics.features.classifier_training import DetectorTrainin
 def main() -> None:
     """Read the command line, train, say how good the detector is."""
     parser = Parser(
-        prog="python -m image_diffusion detect",
+        prog="image-diffusion detect",
         description="Train the detector that the in-pipeline metrics are computed on.",
     )
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")

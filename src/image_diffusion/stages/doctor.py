@@ -41,7 +41,7 @@ from image_diffusion.training.forecast.forecast import (
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion doctor", description=__doc__)
+    parser = command.Parser(prog="image-diffusion doctor", description=__doc__)
     parser.add_config("the configuration of the stage train, YAML")
     parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
     parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")

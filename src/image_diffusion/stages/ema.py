@@ -33,7 +33,7 @@ from image_diffusion.training.optim.posthoc_ema import reconstruct
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion ema", description=__doc__.split("\n")[0])
+    parser = command.Parser(prog="image-diffusion ema", description=__doc__.split("\n")[0])
     parser.add_argument("--state", type=Path, required=True, help="state folder of one run, or of all runs")
     parser.add_argument(
         "--weights", type=Path, help="weights.safetensors of train (default: the training may still run)"

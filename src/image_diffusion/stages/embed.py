@@ -35,7 +35,7 @@ def embed(
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion embed", description="Images, captions -> pairs.")
+    parser = command.Parser(prog="image-diffusion embed", description="Images, captions -> pairs.")
     parser.add_config("the stage's configuration, YAML")
     parser.add_argument("--data", type=Path, help="manifest.json of the crops, for pairs made from images")
     parser.add_argument("--detector", type=Path, help="folder of detect, for pairs.type hashed")

@@ -35,7 +35,7 @@ _SHOWN = 16
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion encode", description="Crops -> latents.")
+    parser = command.Parser(prog="image-diffusion encode", description="Crops -> latents.")
     parser.add_config("the stage's configuration, YAML")
     parser.add_argument(
         "--data", type=Path, required=True, help="manifest.json of the crops, or source.json of latents"

@@ -41,7 +41,7 @@ from image_diffusion.training.parallel.world import join
 
 def main() -> None:
     """Read the command line, measure, write metrics.json."""
-    parser = command.Parser(prog="python -m image_diffusion evaluate", description="Judge a trained model.")
+    parser = command.Parser(prog="image-diffusion evaluate", description="Judge a trained model.")
     parser.add_config("section evaluate, YAML")
     parser.add_argument("--weights", type=Path, help="weights.safetensors of train (default: evaluate samples alone)")
     parser.add_argument("--trained-by", type=Path, help="train.yaml of the training that the weights must come from")

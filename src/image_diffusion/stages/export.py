@@ -145,7 +145,7 @@ def check_metrics_of(sha256: str, measured: Mapping[str, Any], path: Path) -> No
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion export", description=str(__doc__).partition("\n")[0])
+    parser = command.Parser(prog="image-diffusion export", description=str(__doc__).partition("\n")[0])
     parser.add_config("the stage's configuration, export.yaml", required=False)
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")

@@ -32,7 +32,7 @@ from image_diffusion.training.parallel.world import join
 
 def main() -> None:
     """Read the command line, look, write the folder."""
-    parser = command.Parser(prog="python -m image_diffusion reference", description=__doc__)
+    parser = command.Parser(prog="image-diffusion reference", description=__doc__)
     parser.add_config("section detector, YAML")
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
     parser.add_argument("--detector", type=Path, help="folder of detect, for the detector inpipe")

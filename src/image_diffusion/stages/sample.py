@@ -71,7 +71,7 @@ _DEFAULT_NUM = 16
 
 
 def _parser() -> command.Parser:
-    parser = command.Parser(prog="python -m image_diffusion sample", description=__doc__)
+    parser = command.Parser(prog="image-diffusion sample", description=__doc__)
     parser.add_argument("trained", nargs="?", help="a trained experiment, its folder, or a folder of weights")
     parser.add_config("the stage's configuration, sample.yaml (that of the experiment, or the defaults)", False)
     about_label = "name, number or {position: N} of a class; again for more, each in turn"

@@ -29,7 +29,7 @@ def point_of(text: str) -> tuple[str, Path]:
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion sweep", description="Points -> a curve.")
+    parser = command.Parser(prog="image-diffusion sweep", description="Points -> a curve.")
     parser.add_argument("--axis", required=True, help="setting that the sweep varies")
     parser.add_argument(
         "--points", type=point_of, nargs="+", required=True, help="points of the sweep, VALUE=metrics.json, in order"

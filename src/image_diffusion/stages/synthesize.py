@@ -49,7 +49,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion synthesize", description=__doc__)
+    parser = command.Parser(prog="image-diffusion synthesize", description=__doc__)
     parser.add_config("section synthesize, YAML")
     parser.add_argument("--sample", type=Path, required=True, help="sample.yaml, by which the images are drawn")
     parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")

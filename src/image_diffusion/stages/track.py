@@ -25,7 +25,7 @@ from image_diffusion.workflow.plans import plan_file
 
 
 def main() -> None:
-    parser = Parser(prog="python -m image_diffusion track", description=__doc__.split("\n")[0])
+    parser = Parser(prog="image-diffusion track", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--store",
         help="MLflow tracking URI, e.g. sqlite:///mlflow.db (default: MLFLOW_TRACKING_URI, which hides a password)",

@@ -37,7 +37,7 @@ from image_diffusion.training.trainer import Task
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion train", description="Shards -> weights.")
+    parser = command.Parser(prog="image-diffusion train", description="Shards -> weights.")
     parser.add_config("the stage's configuration, YAML")
     parser.add_argument(
         "--data", type=place, required=True, help="manifest.json of crops, latents or pairs: path or URL"

@@ -25,7 +25,7 @@ from image_diffusion.workflow.studies import study_file
 
 
 def main() -> None:
-    parser = command.Parser(prog="python -m image_diffusion configure", description=__doc__)
+    parser = command.Parser(prog="image-diffusion configure", description=__doc__)
     parser.add_argument("--experiments", type=Path, nargs="*", default=[], help="experiment files")
     parser.add_argument("--studies", type=Path, nargs="*", default=[], help="study files")
     parser.add_argument("--bases", type=Path, default=Path("config/experiments"), help="folder of the bases of studies")
