@@ -74,7 +74,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
 
 def a_set(**changes: Any) -> PairPlan:
     """One set of pairs, made from crops, with a few things changed."""
-    pairs: PairPlan = {"of_images": True, "of_source": False, "of_detector": False, "files": None}
+    pairs: PairPlan = {"of_images": True, "of_source": False, "of_detector": False, "files": None, "weights": None}
     return {**pairs, **changes}  # type: ignore[typeddict-item]
 
 

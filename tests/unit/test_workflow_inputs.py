@@ -255,7 +255,11 @@ def test_a_changed_file_of_the_folder_that_pairs_are_read_from_changes_a_paramet
     mask.write_bytes(b"22")
     assert made.pair_files(job)[:-1] == before[:-1] and made.pair_files(job) != before
     assert option(made, "judged_pairs") == ["--pairs", f"{DATA}/images"]
-    of_table = files(a_plan(pairs={"numbers": a_set(files="numbers.csv")}, pairs_beside=True))
+    of_clip = files(a_plan(pairs={"images": a_set(weights=str(tmp_path))}))
+    before = of_clip.pair_files(job)
+    mask.write_bytes(b"333")
+    assert of_clip.pair_files(job)[:-1] == of_clip.pair_options(job) and of_clip.pair_files(job) != before
+    of_table = files(a_plan(pairs={"numbers": a_set(files="numbers.csv", weights="openai/clip")}, pairs_beside=True))
     of_numbers = {"dataset": "dots-16", "pairs": "numbers"}
     assert of_table.pair_files(of_numbers) == of_table.pair_options(of_numbers), "no other pairs are made again"
     assert option(of_table, "judged_pairs") == inputs(of_table, "judged_pairs") == []

@@ -229,6 +229,7 @@ def pair_plans(experiment: Experiment) -> dict[str, PairPlan]:
             "of_source": pairs.needs_source,
             "of_detector": pairs.needs_detector,
             "files": pairs.other_files,
+            "weights": pairs.encoder_weights,
         }
         for pairs in sets
     }

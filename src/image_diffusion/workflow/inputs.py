@@ -227,15 +227,13 @@ class Files:
         return self.plans.plan_for(wildcards).configs[f"embed-{wildcards['pairs']}"]
 
     def pair_files(self, wildcards: Wildcards) -> list[str]:
-        """Return the options of `embed`, and of a folder that pairs are read from a stamp that changes with each of its
-        files: the time of a folder is not that of its files. Without a folder Snakemake finds what it knows already, so
-        that no other pairs are made again."""
-        folder = self.plans.plan_for(wildcards).pairs[wildcards["pairs"]]["files"]
-        options = self.pair_options(wildcards)
-        if folder is None or not Path(folder).is_dir():
-            return options
-        groups = sorted((group.folder, group.digest()) for group in Walk(folder).file_groups())
-        return [*options, digest([list(group) for group in groups])]
+        """Return the options of `embed`, and stamps of a folder that pairs are read from and of the encoder's weights:
+        the time of a folder is not that of its files. Without these Snakemake finds what it knows already, so that no
+        other pairs are made again."""
+        pairs = self.plans.plan_for(wildcards).pairs[wildcards["pairs"]]
+        weights = "" if pairs["weights"] is None else str(Path(pairs["weights"]).expanduser())
+        folders = [folder for folder in (pairs["files"], weights) if folder and Path(folder).is_dir()]
+        return [*self.pair_options(wildcards), *map(_stamp_of_folder, folders), *_stamps([weights])]
 
     def pair_options(self, wildcards: Wildcards) -> list[str]:
         """Return the options of `embed` that name the sources of pairs."""
@@ -422,6 +420,11 @@ def _folders(paths: list[str]) -> list[str]:
 def option_of(name: str, values: list[str]) -> list[str]:
     """Return an option of a command and its values; empty without values."""
     return [name, *values] if values else []
+
+
+def _stamp_of_folder(folder: str) -> str:
+    """Return a digest that changes with each file of a folder, by names, sizes and times."""
+    return digest(sorted([group.folder, group.digest()] for group in Walk(folder).file_groups()))
 
 
 def _stamps(paths: list[str]) -> list[str]:

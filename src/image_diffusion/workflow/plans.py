@@ -45,6 +45,8 @@ class PairPlan(TypedDict):
     """True if the detector of the data set looks at it."""
     files: str | None
     """The table or the folder that captions, numbers or images are read from."""
+    weights: str | None
+    """The name, file or folder of the weights of its encoder."""
 
 
 @dataclass(frozen=True)

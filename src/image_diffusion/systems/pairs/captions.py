@@ -50,6 +50,10 @@ class CaptionPairs(BesideCrops):
         return self.captions.table
 
     @property
+    def encoder_weights(self) -> str | None:
+        return getattr(self.encoder, "weights", None)
+
+    @property
     def encoded_by(self) -> dict[str, Any]:
         return dump(self.encoder)
 

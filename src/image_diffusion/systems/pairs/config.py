@@ -113,6 +113,10 @@ class ClipPairs(_OfCrops):
     clip: ClipConfig = ClipConfig()
     """Weights of the CLIP."""
 
+    @property
+    def encoder_weights(self) -> str | None:
+        return self.clip.weights
+
     def check_channels(self, channels: int) -> None:
         if channels not in (1, 3):
             raise ValueError(
@@ -138,6 +142,10 @@ class FilePairs(_Pairs):
     @property
     def needs_source(self) -> bool:
         return True  # these pairs have no other input
+
+    @property
+    def encoder_weights(self) -> str | None:
+        return None if self.clip is None else self.clip.weights
 
     def build(self, inputs: PairInputs) -> PairSet:
         source = inputs.source

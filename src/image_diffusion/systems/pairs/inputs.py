@@ -74,6 +74,11 @@ class PairSettings(Config, ABC):
         return None
 
     @property
+    def encoder_weights(self) -> str | None:
+        """Return the name, file or folder of the weights of the encoder that is not trained here; None without one."""
+        return None
+
+    @property
     def encoded_by(self) -> dict[str, Any] | None:
         """Return the encoder that the manifest must name; None: there is none."""
         return None

@@ -47,6 +47,11 @@ class FeaturePairs(BesideCrops):
         return isinstance(self.teacher, InPipe)
 
     @property
+    def encoder_weights(self) -> str | None:
+        weights = getattr(self.teacher, "weights", None)
+        return None if weights is None else str(weights)
+
+    @property
     def encoded_by(self) -> dict[str, Any]:
         return dump(self.teacher)
 
