@@ -87,7 +87,8 @@ def test_what_is_made_again_is_made_with_the_code_of_that_day(folder: Path) -> N
     note_code(plans, results, CODE)
     write_text(weights, "")
     assert note_code(plans, results, newer) == changed == note_code(plans, results, newer)
-    os.utime(weights, (5, 5))  # made again, since its data have changed
+    later = (results / "one/config/train.code").stat().st_mtime + 1
+    os.utime(weights, (later, later))  # made again, since its data have changed
     assert note_code(plans, results, newer) == []
     assert note_code(plans, results, CODE) == changed
     write_json(results / "one/config/train.code", {"code": "of an earlier version's note"})

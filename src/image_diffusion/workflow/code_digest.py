@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from image_diffusion.core.files.atomic import code_below, digest, is_code, read_json, sha256_file, write_json
 from image_diffusion.core.process.commands import module_of
@@ -31,7 +30,7 @@ LONG_STAGES = {
 
 def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
     """Note which code each long stage is made with; once it has been made, tell when that code has changed. A result
-    of another time than at the last start has been made since, with the code of that start.
+    that is newer than its note has been made since, with the code of the last start.
 
     code: the digest of each stage's code now. Returns a sentence for each stage whose code was another one.
     """
@@ -42,13 +41,14 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
             if stage not in LONG_STAGES:
                 continue
             output, note = (results / form.format(**asdict(plan) | {"pairs": pairs}) for form in LONG_STAGES[stage])
-            noted, time = _noted(note), output.stat().st_mtime_ns if output.is_file() else None
-            if noted is None and note.is_file() and time is not None:
+            noted, is_made = _noted(note), output.is_file()
+            if noted is None and note.is_file() and is_made:
                 messages.add(f"{note} was damaged: whether the code of {stage} has changed before now is not known.")
             made_with = code[stage]
-            if noted is not None and time is not None:
-                made_with = noted["code"] if noted["time"] in (None, time) else noted["last_start"]
-            now = {"code": made_with, "time": time, "last_start": code[stage]}
+            if noted is not None and is_made:
+                is_newer = output.stat().st_mtime_ns > note.stat().st_mtime_ns
+                made_with = noted["last_start" if is_newer else "code"]
+            now = {"code": made_with, "last_start": code[stage]}
             if now != noted:
                 write_json(note, now)
             if made_with != code[stage]:
@@ -56,12 +56,12 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
     return sorted(messages)
 
 
-def _noted(note: Path) -> dict[str, Any] | None:
-    """Return the contents of a note: code that made a result, the result's time at the last start, None if there was
-    none, and the code at that start. None if the note is missing or damaged."""
+def _noted(note: Path) -> dict[str, str] | None:
+    """Return the contents of a note: the digests of the code that made a result, and of the code at the last start.
+    None if the note is missing or damaged."""
     try:
         content = read_json(note)
-        return {"code": content["code"], "time": content.get("time"), "last_start": content.get("last_start")}
+        return {"code": content["code"], "last_start": content.get("last_start", content["code"])}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
