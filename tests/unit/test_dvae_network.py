@@ -184,7 +184,9 @@ def test_a_finite_one_has_tokens_that_decode_to_its_reconstruction(layout: str) 
     hard = network.decode(network.hard_latent(tokens))
     torch.testing.assert_close(network.normalise(hard), reconstruction)
     assert torch.equal(network.soft_latent(x), network.hard_latent(tokens))
-    assert list(network.reconstructions(x)) == ["hard"] and torch.equal(network.reconstructions(x)["hard"], hard)
+    reconstructions, of_tokens = network.reconstructions(x)
+    assert list(reconstructions) == ["hard"] and torch.equal(reconstructions["hard"], hard)
+    assert of_tokens is not None and torch.equal(of_tokens, tokens)
     assert not any(name.startswith("codebook") for name in network.state_dict())
 
 

@@ -694,7 +694,6 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], mes
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
-@pytest.mark.slow
 def test_what_is_measured_several_times_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -711,6 +710,7 @@ def test_what_is_measured_several_times_is_printed_once(
     assert capsys.readouterr().err.count("init: measuring") == 1
 
 
+@pytest.mark.slow
 def test_arrays_without_classes_are_measured(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(40):
