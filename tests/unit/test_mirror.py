@@ -425,6 +425,19 @@ def test_the_disk_that_had_the_mirror_last_goes_on_where_it_is(first: Machine, s
     assert DiskState.read(again.project, "s3://another").token == ""
 
 
+def test_the_disk_that_had_the_mirror_last_loses_nothing_to_a_damaged_head(first: Machine, store: Store) -> None:
+    sender = first.begin()
+    for name in ("a", "b"):
+        first.write(f"results/x/{name}", name.encode())
+        sender.round()
+    first.write("results/x/model.json", b"made since")
+    first.write(RECORD, b"{}")
+    before = first.content()
+    damage_head(store, first.lease.newest()[0])
+    Machine(first.root, store).begin()
+    assert first.content() == before
+
+
 def test_a_disk_with_the_newest_snapshot_is_ahead_whoever_had_the_mirror_since(
     first: Machine, second: Machine, store: Store
 ) -> None:

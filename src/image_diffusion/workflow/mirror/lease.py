@@ -25,6 +25,7 @@ _KEPT = 20
 _BEGUN = "begun"
 """The object that says that there are numbers, whatever a list of them says."""
 _LOOKS = 5
+_UNKNOWN = "another process"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Head:
     @property
     def is_damaged(self) -> bool:
         """True if it stands for one that cannot be read: see `Lease._readable`."""
-        return not (self.token or self.is_released)
+        return self.machine == _UNKNOWN
 
     @staticmethod
     def parse(data: bytes) -> Head:
@@ -135,21 +136,22 @@ class Lease:
 
     def older(self) -> Iterator[tuple[str, ...]]:
         """Return the snapshots of the heads before the newest that can be read, the newest first."""
-        return self._before(self._number)
+        return (head.snapshot for head in self._before(self._number))
 
-    def _before(self, number: int) -> Iterator[tuple[str, ...]]:
+    def _before(self, number: int) -> Iterator[Head]:
         for before in range(number - 1, max(0, number - _KEPT), -1):
             with suppress(ValueError):
                 if (data := self.store.get(_name(before))) is not None:
-                    yield Head.parse(data).snapshot
+                    yield Head.parse(data)
 
     def _readable(self, number: int, data: bytes) -> Head:
-        """Return a head; where it is damaged, that of an unknown process with the snapshot before it."""
+        """Return a head; where it is damaged, one of an unknown process, with the snapshot and the token of the head
+        before it: the disk of that token is not behind a process that has damaged its first head."""
         try:
             return Head.parse(data)
         except ValueError:
-            snapshots = self._before(number)
-            return Head(next(snapshots, ()), machine="another process", is_released=False)
+            before = next(self._before(number), Head())
+            return Head(before.snapshot, before.token, _UNKNOWN, is_released=False)
 
     def renew(self, snapshot: tuple[str, ...] | None = None, is_released: bool = False) -> None:
         """Add a number, with another snapshot if one is given. Raises TakenError, ValueError."""
@@ -169,7 +171,7 @@ class Lease:
                 return
             if (data := self.store.get(_name(number))) is not None:
                 other = self._readable(number, data)
-                if other.token != self.token:
+                if other.is_damaged or other.token != self.token:
                     raise TakenError(_taken(other.machine, self.store.url))
                 self._number, self._head = number, other  # of an attempt whose answer got lost
         raise ValueError(f"{self.store.url} refuses new objects.")
