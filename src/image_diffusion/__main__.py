@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ast
 import gc
-import runpy
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.process.command import run
 from image_diffusion.core.process.commands import COMMANDS, module_of
 from image_diffusion.core.process.errors import log_line
 
@@ -39,7 +40,8 @@ def main() -> None:
         hint = f"Did you mean '{close}'?" if close else f"Known: {', '.join(COMMANDS)}."
         sys.exit(f"error: unknown command '{name}'. {hint}")
     gc.disable()  # importing PyTorch makes a million objects and no garbage; `command.run` enables it again
-    runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
+    module = import_module(module_of(name))
+    run(module.main, *getattr(module, "SMALLER", ()))
 
 
 def _first_line(name: str) -> str:

@@ -6,18 +6,19 @@ import errno
 import os
 import re
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from image_diffusion.core.process.commands import COMMANDS, module_of
 from image_diffusion.core.process.out_of_resources import room_at, sentence_on, writing
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.training.config import TrainConfig
 from warm import warm_python
 
-ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
 import resource, sys
 from pathlib import Path
@@ -117,11 +118,6 @@ def test_the_settings_that_commands_name_are_there() -> None:
     known: dict[str, set[str]] = {"train": set(TrainConfig.model_fields), "encode": set(EncodeConfig.model_fields)}
     for name in ("preview", "sample", "evaluate"):
         known[name] = set(DiTSystem.sections[name].kind.model_fields)
-    named = [
-        key
-        for path in (ROOT / "src" / "image_diffusion" / "stages").glob("*.py")
-        for call in re.findall(r"run\(main, (.+)\)", path.read_text())
-        for key in re.findall(r'"([\w.]+)"', call)
-    ]
+    named = [key for name in COMMANDS for key in getattr(import_module(module_of(name)), "SMALLER", ())]
     assert len(named) >= 5
     assert [key for key in named if key.split(".")[1] not in known[key.split(".")[0]]] == []

@@ -125,7 +125,7 @@ def test_the_command_of_old_is_the_option_of_track(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr("runpy.run_module", lambda module, **_: ran.append((module, sys.argv[1:])))
+    monkeypatch.setattr("image_diffusion.__main__.run", lambda main: ran.append((main.__module__, sys.argv[1:])))
     old = ["follow", "--results", "results", "--every", "5", "--project", "p", "--experiments", "one", "two"]
     monkeypatch.setattr("sys.argv", ["image-diffusion", *old])
     image_diffusion.__main__.main()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.journal.writer import open_journal
-from image_diffusion.core.process.command import Parser, part_of, run
+from image_diffusion.core.process.command import Parser, part_of
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
 
@@ -60,7 +60,3 @@ def main() -> None:
             f"crop: {other:,} crops are of images whose colour profile is not sRGB. It is ignored; set data.profile to "
             "convert to apply it."
         )
-
-
-if __name__ == "__main__":
-    run(main)

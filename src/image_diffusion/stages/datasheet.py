@@ -17,7 +17,7 @@ from image_diffusion.core.config.base import load
 from image_diffusion.core.files.atomic import make_folder, write_json, write_page
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.writer import open_journal
-from image_diffusion.core.process.command import Parser, run
+from image_diffusion.core.process.command import Parser
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.quality.contact_sheets import repeated_pictures, strange_images
 from image_diffusion.data.quality.datasheet import body, describe_images
@@ -103,7 +103,3 @@ def main() -> None:
     print(f"datasheet: {sheet['num_samples']:,} images. {output / 'index.html'}")
     for finding in sheet["findings"]:
         print(f"  {finding['kind']}: {finding['count']:,} {finding['what']}")
-
-
-if __name__ == "__main__":
-    run(main)

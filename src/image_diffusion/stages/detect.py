@@ -10,7 +10,7 @@ from pathlib import Path
 
 from image_diffusion.core.config.base import load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.process.command import Parser, run
+from image_diffusion.core.process.command import Parser
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.remote import place
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
@@ -35,7 +35,3 @@ def main() -> None:
         f"detector: {description['accuracy']:.1%} of {description['num_held_out']:,} held-out images right "
         f"({description['labels']}), {options.output / 'detector.json'}"
     )
-
-
-if __name__ == "__main__":
-    run(main)

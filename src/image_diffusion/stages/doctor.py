@@ -39,6 +39,9 @@ from image_diffusion.training.forecast.forecast import (
     told_too_late,
 )
 
+SMALLER = ("train.microbatch",)
+"""Keys of an experiment that make the command need less memory when they are smaller."""
+
 
 def main() -> None:
     parser = command.Parser(prog="image-diffusion doctor", description=__doc__)
@@ -202,7 +205,3 @@ def check(memory: float, memory_limit: float, disk: float, disk_free: float) -> 
             f"Training writes {disk:.2f} GiB, but {disk_free:.2f} GiB are free. Make room, or keep fewer "
             f"checkpoints (train.checkpoint.keep_last, train.checkpoint.keep_every)."
         )
-
-
-if __name__ == "__main__":
-    command.run(main, "train.microbatch")

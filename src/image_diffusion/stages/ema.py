@@ -98,7 +98,3 @@ def _chosen_step(curve: Path) -> int:
     if choice is None:
         raise ValueError(f"{curve} names no step, since it was made without a rule. Set sweep.choose, or give --step.")
     return int(choice["step"])
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -56,7 +56,3 @@ def main() -> None:
         f"embed: {manifest['num_samples']:,} {what} in "
         f"{len(manifest['shards'])} shards ({written} written), {manifest['quarantined']:,} quarantined"
     )
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -31,6 +31,9 @@ from image_diffusion.experiments.experiment import EncodeStage
 from image_diffusion.metrics.images.reconstruction import codebook_use
 from image_diffusion.nn.blocks import check_compiler
 
+SMALLER = ("encode.batch_size",)
+"""Keys of an experiment that make the command need less memory when they are smaller."""
+
 _SHOWN = 16
 
 
@@ -112,7 +115,3 @@ def show_reconstructions(crops: Path, codec: Codec | Tokens, device: torch.devic
     decoded = codec.decode(encoded if isinstance(codec, Tokens) else codec.normalise(encoded[:, 0]))
     shown, reconstructed = (rendered(pictures.cpu(), dataset.levels).numpy() for pictures in (images, decoded))
     reconstruction_sheet(shown, reconstructed, path)
-
-
-if __name__ == "__main__":
-    command.run(main, "encode.batch_size")

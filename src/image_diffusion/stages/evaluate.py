@@ -218,7 +218,3 @@ def print_metrics(metrics: dict[str, dict[str, Any]], doubt: str | None = None) 
         if reason is not None:
             doubted = [name for name, entry in metrics.items() if entry.get("doubt") == reason]
             print(f"Do not rely on these numbers: {reason}. These are {', '.join(doubted) or 'the headline'}.")
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -203,7 +203,3 @@ def main() -> None:
         write_text(folder / "README.md", model_card(name, arguments.data_name, model, use, measured, pictures))
         write_checksums(folder)
     print(f"export: {arguments.output} is a folder for diffusers")
-
-
-if __name__ == "__main__":
-    command.run(main)

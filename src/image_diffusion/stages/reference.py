@@ -57,7 +57,3 @@ def main() -> None:
             shutil.rmtree(arguments.output / "parts", ignore_errors=True)
             counts = " and ".join(f"{images.num_samples:,} of {name}" for name, images in splits.items())
             print(f"reference: {counts} seen by {detector.identity['name']}, {arguments.output / 'reference.json'}")
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -58,6 +58,9 @@ from image_diffusion.systems.sampling import SamplesToWrite, SamplingInputs
 from image_diffusion.training.load_model import check_trained_by, load_codec, load_model
 from image_diffusion.workflow.trained_files import TrainedFiles, find_trained
 
+SMALLER = ("sample.batch_size",)
+"""Keys of an experiment that make the command need less memory when they are smaller."""
+
 _SHORT = {
     "label": "labels",
     "num": "num_samples",
@@ -213,7 +216,3 @@ def _label(text: str, classes: Sequence[str]) -> str:
     is_number = text.isdecimal() and text == str(int(text))
     is_position = text not in classes and re.fullmatch(r"\{position: *\d+\}", text)
     return text if is_number or is_position else json.dumps(text)
-
-
-if __name__ == "__main__":
-    command.run(main, "sample.batch_size")

@@ -70,7 +70,3 @@ def main() -> None:
         print(f"sweep: {curve['choice']['reason']}")
     elif rule is not None:
         print(f"warning: {curve['choice']['reason']}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -45,6 +45,9 @@ from image_diffusion.systems.sample_batches import joined, protocol, remove_stal
 from image_diffusion.systems.sampling import SamplingInputs
 from image_diffusion.training.load_model import check_trained_by, load_codec, load_model
 
+SMALLER = ("sample.batch_size",)
+"""Keys of an experiment that make the command need less memory when they are smaller."""
+
 SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
@@ -160,7 +163,3 @@ def compared_numbers(
         images.gather_of(NumberPairs.kind, np.arange(images.num_samples)).float() for images in (train, held_out)
     )
     return Numbers(RealImages(train, held_out), columns.scaled(rows), *of_real)
-
-
-if __name__ == "__main__":
-    command.run(main, "sample.batch_size")

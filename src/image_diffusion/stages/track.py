@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from image_diffusion.core.files.atomic import write_json
-from image_diffusion.core.process.command import Parser, run
+from image_diffusion.core.process.command import Parser
 from image_diffusion.core.process.secrets import store_named
 from image_diffusion.tracking.live import follow, send_apart, stop_at_end
 from image_diffusion.tracking.plan import Request, journals, request_of
@@ -92,7 +92,3 @@ def _requested(options: argparse.Namespace) -> Request:
         best_metric=options.best_metric or planned.best_metric,
         largest=int(options.largest_file_mb * 2**20),
     )
-
-
-if __name__ == "__main__":
-    run(main)

@@ -35,6 +35,9 @@ from image_diffusion.training.parallel.world import HANG_S, World, place_on_node
 from image_diffusion.training.session import run
 from image_diffusion.training.trainer import Task
 
+SMALLER = ("train.microbatch", "preview.batch_size")
+"""Keys of an experiment that make the command need less memory when they are smaller."""
+
 
 def main() -> None:
     parser = command.Parser(prog="image-diffusion train", description="Shards -> weights.")
@@ -224,7 +227,3 @@ def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) 
             f"Run encode again, or set codec to the one that wrote them."
         )
     return codec
-
-
-if __name__ == "__main__":
-    command.run(main, "train.microbatch", "preview.batch_size")

@@ -43,7 +43,3 @@ def main() -> None:
         write_stages(name, experiment, arguments.results)
     for study in studies:
         write_if_changed(study_file(arguments.results, study.name), to_json(study.plan()))
-
-
-if __name__ == "__main__":
-    command.run(main)

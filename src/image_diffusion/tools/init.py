@@ -20,7 +20,7 @@ from pathlib import Path
 
 from image_diffusion.core.durations import duration
 from image_diffusion.core.files.atomic import write_text
-from image_diffusion.core.process.command import Parser, run
+from image_diffusion.core.process.command import Parser
 from image_diffusion.core.process.errors import log_line
 
 _SNAKEFILE = """# The rules of image-diffusion as they are installed, on what config/ says. Your own rules can go below.
@@ -111,7 +111,3 @@ def main() -> None:
         f"{proposal.num_samples:,} samples in about {duration(proposal.total_s)}. Run it with: cd {folder} && "
         f"snakemake --cores {arguments.cores or 'all'}"
     )
-
-
-if __name__ == "__main__":
-    run(main)

@@ -197,7 +197,3 @@ def main() -> None:
             show(Store(config.url))
     except (TakenError, ConflictError) as error:
         raise ValueError(str(error)) from None
-
-
-if __name__ == "__main__":
-    command.run(main)
