@@ -10,17 +10,7 @@ from image_diffusion.core.plots import new_figure, save_figure
 from image_diffusion.metrics.choice import Rule, choose, reading
 
 _SHOWN = (
-    "fid",
-    "fd",
-    "kid",
-    "kd",
-    "inception_score",
-    "score",
-    "precision",
-    "recall",
-    "coverage",
-    "agreement",
-    "copies",
+    *("fid", "fd", "kid", "kd", "inception_score", "score", "precision", "recall", "coverage", "agreement", "copies"),
 )
 
 

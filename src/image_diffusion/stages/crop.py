@@ -10,8 +10,6 @@ last call with --made finds every shard in place: the same bytes as of one call.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process.command import Parser, part_of
@@ -22,16 +20,12 @@ from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
 def main() -> None:
     parser = Parser(prog="image-diffusion crop", description="Images -> square crops.")
     parser.add_config("the data section, YAML")
-    parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
+    parser.add_path("--source", "source.json, where what was read is noted")
     parser.add_argument("--part", type=part_of, help="which shards to write: 2/8 is part 2 of 0 to 7; unset: all")
-    parser.add_argument(
-        "--made", type=Path, nargs="+", default=[], help="the notes of all parts, whose shards are there"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="manifest.json, or a part's note, to write beside the shards"
-    )
+    parser.add_paths("--made", "the notes of all parts, whose shards are there")
+    parser.add_path("--output", "manifest.json, or a part's note, to write beside the shards", required=True)
     parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
-    parser.add_argument("--journal", type=Path, help="folder of journals to log to")
+    parser.add_path("--journal", "folder of journals to log to")
     arguments = parser.parse_args()
     config = load(DataConfig, arguments.config, arguments.changes)
     if arguments.part is not None:

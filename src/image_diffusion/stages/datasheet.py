@@ -85,10 +85,10 @@ def captions_of(config: DataConfig) -> dict[str, list[str]] | None:
 def main() -> None:
     parser = Parser(prog="image-diffusion datasheet", description="Crops -> data sheet.")
     parser.add_config("the data section, YAML")
-    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops")
-    parser.add_argument("--output", type=Path, required=True, help="datasheet.json to write; its page goes beside it")
+    parser.add_path("--data", "manifest.json of the crops", required=True)
+    parser.add_path("--output", "datasheet.json to write; its page goes beside it", required=True)
     parser.add_argument("--processes", type=int, default=1, help="number of threads (default: 1)")
-    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    parser.add_path("--journal", "folder of the journal")
     arguments = parser.parse_args()
     config = load(DataConfig, arguments.config, arguments.changes)
     output: Path = arguments.output.parent

@@ -6,8 +6,6 @@ on at most 200,000 examples (`most_examples`), ten minutes on two CPU cores.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from image_diffusion.core.config.base import load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.process.command import Parser
@@ -23,10 +21,8 @@ def main() -> None:
         description="Train the detector that the in-pipeline metrics are computed on.",
     )
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
-    parser.add_argument(
-        "--config", type=Path, help="settings of the training, YAML (default: those of DetectorTraining)"
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_path("--config", "settings of the training, YAML (default: those of DetectorTraining)")
+    parser.add_path("--output", "folder to write", required=True)
     options = parser.parse_args()
     settings = load(DetectorTraining, options.config) if options.config else DetectorTraining()
     train, held_out = (open_shards(options.data, split, renders=True) for split in ("train", "validation"))

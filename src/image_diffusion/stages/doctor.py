@@ -8,7 +8,6 @@ disk has no room for. With --tflops nothing is measured: what it takes of GPUs t
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.durations import duration
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.process import command, parent_watch
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.data.shards.remote import place
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.nn.precision import tf32
@@ -47,11 +47,11 @@ def main() -> None:
     parser = command.Parser(prog="image-diffusion doctor", description=__doc__)
     parser.add_config("the configuration of the stage train, YAML")
     parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
-    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
+    parser.add_path("--codec-weights", "weights.safetensors of the trained codec")
     parser.add_argument(
         "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read beside the data"
     )
-    parser.add_argument("--sample", type=Path, help="configuration of the stage sample, to include its time")
+    parser.add_path("--sample", "configuration of the stage sample, to include its time")
     parser.add_argument("--sample-jobs", type=int, default=1, help="number of jobs that sample at once (default: 1)")
     parser.add_argument("--nodes", type=int, default=1, help="number of machines (default: 1)")
     parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each machine (default: 1)")
@@ -68,7 +68,7 @@ def main() -> None:
         type=float,
         help="count operations in place of measuring, for a GPU of this many TFLOP/s (an H200 in bf16: 400)",
     )
-    parser.add_argument("--output", type=Path, required=True, help="doctor.json to write, beside the folder `train`")
+    parser.add_path("--output", "doctor.json to write, beside the folder `train`", required=True)
     arguments = parser.parse_args()
 
     training = prepare_training(
@@ -117,7 +117,7 @@ def main() -> None:
     if note := cut_short(cost, arguments.steps, decode_s is None):
         print(note, flush=True)
     for sentence in (*training.stage.train.advice(), *filter(None, [told_too_late(save_s, arguments.grace_s)])):
-        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+        log_line(f"warning: {sentence}")
     check(together, memory, cost.disk_gib, disk)
     others = {"previews_s": previews_s, "sample_s": sample_s, "save_s": save_s}
     limits = {"memory_limit_gib": memory, "disk_free_gib": disk}

@@ -34,16 +34,14 @@ from image_diffusion.training.optim.posthoc_ema import reconstruct
 
 def main() -> None:
     parser = command.Parser(prog="image-diffusion ema", description=__doc__.split("\n")[0])
-    parser.add_argument("--state", type=Path, required=True, help="state folder of one run, or of all runs")
-    parser.add_argument(
-        "--weights", type=Path, help="weights.safetensors of train (default: the training may still run)"
-    )
-    parser.add_argument("--trained-by", type=Path, help="train.yaml of the run, while it is training")
+    parser.add_path("--state", "state folder of one run, or of all runs", required=True)
+    parser.add_path("--weights", "weights.safetensors of train (default: the training may still run)")
+    parser.add_path("--trained-by", "train.yaml of the run, while it is training")
     parser.add_argument("--average", metavar="RATE", help="number of a stored rate or width, or raw")
     parser.add_argument("--step", type=int, help="step of the weights (default: the last)")
-    parser.add_argument("--chosen-in", type=Path, metavar="CURVE", help="curve.json that names the step, in its choice")
+    parser.add_path("--chosen-in", "curve.json that names the step, in its choice", metavar="CURVE")
     parser.add_argument("--width", type=float, help="another relative width sigma_rel, above 0 and below 0.28")
-    parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
+    parser.add_path("--output", "weights.safetensors to write", required=True)
     arguments = parser.parse_args()
     if arguments.weights is not None and arguments.trained_by is not None:
         raise ValueError("--weights and --trained-by both name a run. Leave out one of the two.")

@@ -37,10 +37,10 @@ def embed(
 def main() -> None:
     parser = command.Parser(prog="image-diffusion embed", description="Images, captions -> pairs.")
     parser.add_config("the stage's configuration, YAML")
-    parser.add_argument("--data", type=Path, help="manifest.json of the crops, for pairs made from images")
-    parser.add_argument("--detector", type=Path, help="folder of detect, for pairs.type hashed")
-    parser.add_argument("--output", type=Path, required=True, help="manifest.json to write")
-    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    parser.add_path("--data", "manifest.json of the crops, for pairs made from images")
+    parser.add_path("--detector", "folder of detect, for pairs.type hashed")
+    parser.add_path("--output", "manifest.json to write", required=True)
+    parser.add_path("--journal", "folder of the journal")
     arguments = parser.parse_args()
 
     stage = load(EmbedStage, arguments.config, arguments.changes)

@@ -40,13 +40,11 @@ _SHOWN = 16
 def main() -> None:
     parser = command.Parser(prog="image-diffusion encode", description="Crops -> latents.")
     parser.add_config("the stage's configuration, YAML")
-    parser.add_argument(
-        "--data", type=Path, required=True, help="manifest.json of the crops, or source.json of latents"
-    )
-    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
+    parser.add_path("--data", "manifest.json of the crops, or source.json of latents", required=True)
+    parser.add_path("--codec-weights", "weights.safetensors of the trained codec")
     parser.add_argument("--part", type=command.part_of, help="part of the shards, 2/8 is part 2 of 0 to 7")
-    parser.add_argument("--output", type=Path, required=True, help="manifest.json, or a part's file, to write")
-    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    parser.add_path("--output", "manifest.json, or a part's file, to write", required=True)
+    parser.add_path("--journal", "folder of the journal")
     arguments = parser.parse_args()
 
     stage = load(EncodeStage, arguments.config, arguments.changes)

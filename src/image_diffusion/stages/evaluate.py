@@ -43,29 +43,23 @@ def main() -> None:
     """Read the command line, measure, write metrics.json."""
     parser = command.Parser(prog="image-diffusion evaluate", description="Judge a trained model.")
     parser.add_config("section evaluate, YAML")
-    parser.add_argument("--weights", type=Path, help="weights.safetensors of train (default: evaluate samples alone)")
-    parser.add_argument("--trained-by", type=Path, help="train.yaml of the training that the weights must come from")
-    parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of images; a codec needs none")
-    parser.add_argument(
-        "--making", type=Path, help="sample.yaml, to generate the samples here; --samples holds the first ones"
-    )
-    parser.add_argument("--codec-weights", type=Path, help="with --making: as for sample")
-    parser.add_argument("--small-images", type=Path, help="with --making: as for sample")
-    parser.add_argument("--embeddings", type=Path, nargs="+", default=[], help="with --making: as for sample")
+    parser.add_path("--weights", "weights.safetensors of train (default: evaluate samples alone)")
+    parser.add_path("--trained-by", "train.yaml of the training that the weights must come from")
+    parser.add_path("--samples", "samples.npz, or a folder of images; a codec needs none")
+    parser.add_path("--making", "sample.yaml, to generate the samples here; --samples holds the first ones")
+    parser.add_path("--codec-weights", "with --making: as for sample")
+    parser.add_path("--small-images", "with --making: as for sample")
+    parser.add_paths("--embeddings", "with --making: as for sample")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
-    parser.add_argument("--encoded", type=Path, help="folder of what the codec made of --data; for a model of tokens")
-    parser.add_argument(
-        "--pairs", type=Path, nargs="+", default=[], help="folders of what lies beside the images of --data, as masks"
-    )
-    parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
-    parser.add_argument(
-        "--references", type=Path, nargs="+", default=[], help="folders that reference wrote, one a detector"
-    )
-    parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
-    parser.add_argument("--previews", type=Path, help="folder of the previews that training kept")
-    parser.add_argument("--report", type=Path, help="folder for the pictures")
-    parser.add_argument("--journal", type=Path, help="folder for this stage's journal")
-    parser.add_argument("--output", type=Path, required=True, help="metrics.json to write")
+    parser.add_path("--encoded", "folder of what the codec made of --data; for a model of tokens")
+    parser.add_paths("--pairs", "folders of what lies beside the images of --data, as masks")
+    parser.add_path("--detector", "folder that detect wrote; needed for the inpipe detector")
+    parser.add_paths("--references", "folders that reference wrote, one a detector")
+    parser.add_path("--reference", ".npz of statistics or samples, in place of the data's split")
+    parser.add_path("--previews", "folder of the previews that training kept")
+    parser.add_path("--report", "folder for the pictures")
+    parser.add_path("--journal", "folder for this stage's journal")
+    parser.add_path("--output", "metrics.json to write", required=True)
     arguments = parser.parse_args()
     weights, codec = arguments.weights, arguments.codec_weights
     with join() as world:

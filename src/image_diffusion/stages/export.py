@@ -147,27 +147,21 @@ def check_metrics_of(sha256: str, measured: Mapping[str, Any], path: Path) -> No
 def main() -> None:
     parser = command.Parser(prog="image-diffusion export", description=str(__doc__).partition("\n")[0])
     parser.add_config("the stage's configuration, export.yaml", required=False)
-    parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
-    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
-    parser.add_argument(
-        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
-    )
-    parser.add_argument("--metrics", type=Path, help="metrics.json, for the model's card")
-    parser.add_argument("--grid", type=Path, help="a picture of samples, for the model's card")
+    parser.add_path("--weights", "weights.safetensors that train wrote")
+    parser.add_path("--trained-by", "train.yaml: refuse weights of any other training")
+    parser.add_path("--codec-weights", "weights.safetensors of the experiment that trained the codec")
+    parser.add_path("--metrics", "metrics.json, for the model's card")
+    parser.add_path("--grid", "a picture of samples, for the model's card")
     parser.add_argument("--data-name", default="unknown", help="name of the data set, for the model's card")
-    parser.add_argument(
-        "--read", type=Path, help="foreign weights to read: a .pt or .safetensors file, or a diffusers folder"
-    )
+    parser.add_path("--read", "foreign weights to read: a .pt or .safetensors file, or a diffusers folder")
     parser.add_argument(
         "--codec", default="stabilityai/sd-vae-ft-ema", help="with --read: the autoencoder of the latents"
     )
-    parser.add_argument("--experiment", type=Path, help="with --read: describes what the file does not tell")
-    parser.add_argument(
-        "--crate", type=Path, metavar="EXPERIMENT", help="folder of an experiment, to describe as an RO-Crate"
-    )
-    parser.add_argument("--snakefile", type=Path, help="with --crate: Snakefile of the workflow")
-    parser.add_argument("--inputs", type=Path, nargs="+", help="with --crate: configurations and manifests of the data")
-    parser.add_argument("--output", type=Path, help="the folder to write; --crate needs none")
+    parser.add_path("--experiment", "with --read: describes what the file does not tell")
+    parser.add_path("--crate", "folder of an experiment, to describe as an RO-Crate", metavar="EXPERIMENT")
+    parser.add_path("--snakefile", "with --crate: Snakefile of the workflow")
+    parser.add_path("--inputs", "with --crate: configurations and manifests of the data", nargs="+")
+    parser.add_path("--output", "the folder to write; --crate needs none")
     arguments = parser.parse_args()
 
     if arguments.crate is not None:

@@ -16,7 +16,6 @@ Features are kept until the output is complete: after an interruption, the same 
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from image_diffusion.core.config.base import load
 from image_diffusion.core.devices import best_device
@@ -35,10 +34,10 @@ def main() -> None:
     parser = command.Parser(prog="image-diffusion reference", description=__doc__)
     parser.add_config("section detector, YAML")
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
-    parser.add_argument("--detector", type=Path, help="folder of detect, for the detector inpipe")
+    parser.add_path("--detector", "folder of detect, for the detector inpipe")
     parser.add_argument("--part", type=command.part_of, help="part of the images, 2/8 is part 2 of 0 to 7")
-    parser.add_argument("--made", type=Path, nargs="+", default=[], help="outputs of all parts, in order, to join")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write, or .npz of a part")
+    parser.add_paths("--made", "outputs of all parts, in order, to join")
+    parser.add_path("--output", "folder to write, or .npz of a part", required=True)
     arguments = parser.parse_args()
     with join() as world:
         stage = load(ReferenceStage, arguments.config, arguments.changes)

@@ -81,40 +81,32 @@ def _parser() -> command.Parser:
     parser.add_argument("--label", action="append", help=about_label)
     for name in ("num", "seed", "guidance"):
         parser.add_argument(f"--{name}", help=f"sample.{_SHORT[name]}")
-    parser.add_argument("--published", type=Path, help="config/published/….yaml, which describes the file --read")
-    parser.add_argument("--read", type=Path, help="with --published: the weights that others published")
+    parser.add_path("--published", "config/published/….yaml, which describes the file --read")
+    parser.add_path("--read", "with --published: the weights that others published")
     parser.add_argument("--codec", help="with --published: the autoencoder, a folder, where the Hub is not at hand")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of all results")
-    parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
-    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
-    parser.add_argument(
-        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
-    )
-    parser.add_argument(
+    parser.add_path("--results", "the folder of all results", default=Path("results"))
+    parser.add_path("--weights", "weights.safetensors that train wrote")
+    parser.add_path("--trained-by", "train.yaml: refuse weights of any other training")
+    parser.add_path("--codec-weights", "weights.safetensors of the experiment that trained the codec")
+    parser.add_path(
         "--small-images",
-        type=Path,
-        help="images of the condition: samples.npz of an experiment, or the folder of the crops that they are made of",
+        "images of the condition: samples.npz of an experiment, or the folder of the crops that they are made of",
     )
-    parser.add_argument(
+    parser.add_path(
         "--embeddings",
-        type=Path,
+        "embeddings to decode: their folder, or the folders of held-out pairs and of their crops",
         nargs="+",
-        help="embeddings to decode: their folder, or the folders of held-out pairs and of their crops",
     )
-    parser.add_argument(
-        "--crop", type=Path, help="crop.yaml of the data set, to crop the images of sample.given and sample.start by"
-    )
+    parser.add_path("--crop", "crop.yaml of the data set, to crop the images of sample.given and sample.start by")
     parser.add_argument(
         "--part", type=command.part_of, help="part of the samples, 2/8 is part 2 of 0 to 7 (default: all)"
     )
     parser.add_argument("--shown", action="store_true", help="make only as many as grid.png shows, sample.grid_images")
-    parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="samples.npz, embeddings.json, or a part's .npz, to write (drawn/NAME); a folder with --published",
+    parser.add_paths("--made", "what all the parts wrote, in order, to join")
+    parser.add_path(
+        "--output", "samples.npz, embeddings.json, or a part's .npz, to write (drawn/NAME); a folder with --published"
     )
-    parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
+    parser.add_path("--journal", "the folder of this stage's journal")
     return parser
 
 

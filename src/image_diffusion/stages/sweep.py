@@ -38,9 +38,9 @@ def main() -> None:
     parser.add_argument(
         "--choose", metavar="RULE", help='rule that chooses a point: "distance where copies.upper < 0.03"'
     )
-    parser.add_argument("--output", type=Path, required=True, help="curve.json to write")
-    parser.add_argument("--plot", type=Path, required=True, help="curve.png to write")
-    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    parser.add_path("--output", "curve.json to write", required=True)
+    parser.add_path("--plot", "curve.png to write", required=True)
+    parser.add_path("--journal", "folder of the journal")
     arguments = parser.parse_args()
 
     results = {value: read_json(path) for value, path in arguments.points}

@@ -54,22 +54,20 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 def main() -> None:
     parser = command.Parser(prog="image-diffusion synthesize", description=__doc__)
     parser.add_config("section synthesize, YAML")
-    parser.add_argument("--sample", type=Path, required=True, help="sample.yaml, by which the images are drawn")
-    parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
-    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
-    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
-    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops of its training")
-    parser.add_argument(
-        "--pairs", type=Path, nargs="+", default=[], help="manifest.json of each set beside the crops, as numbers"
-    )
-    parser.add_argument("--detector", type=Path, required=True, help="detector.json that detect wrote")
-    parser.add_argument("--references", type=Path, nargs="+", default=[], help="folder that reference wrote")
+    parser.add_path("--sample", "sample.yaml, by which the images are drawn", required=True)
+    parser.add_path("--weights", "weights.safetensors that train wrote", required=True)
+    parser.add_path("--trained-by", "train.yaml: refuse weights of any other training")
+    parser.add_path("--codec-weights", "weights.safetensors of the trained codec")
+    parser.add_path("--data", "manifest.json of the crops of its training", required=True)
+    parser.add_paths("--pairs", "manifest.json of each set beside the crops, as numbers")
+    parser.add_path("--detector", "detector.json that detect wrote", required=True)
+    parser.add_paths("--references", "folder that reference wrote")
     parser.add_argument(
         "--part", type=command.part_of, help="part of the images, 2/8 is part 2 of 0 to 7 (default: all)"
     )
-    parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
-    parser.add_argument("--journal", type=Path, help="folder of this stage's journal")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; with --part the .npz")
+    parser.add_paths("--made", "what all the parts wrote, in order, to join")
+    parser.add_path("--journal", "folder of this stage's journal")
+    parser.add_path("--output", "folder to write; with --part the .npz", required=True)
     arguments = parser.parse_args()
     sections = {"synthesize": Section(SynthesizeConfig, None, example="{per_class: 1000}")}
     config = load_sections(arguments.config, sections, sections, arguments.changes)["synthesize"]

@@ -37,28 +37,19 @@ def main() -> None:
     which.add_argument(
         "--follow", nargs="+", metavar="EXPERIMENT", help="names of experiments whose stages run: send until stdin ends"
     )
-    parser.add_argument(
-        "--results", type=Path, default=Path("results"), help="with --study or --follow: folder of all results"
-    )
+    parser.add_path("--results", "with --study or --follow: folder of all results", default=Path("results"))
     parser.add_argument(
         "--every", type=float, default=10.0, metavar="SECONDS", help="with --follow: interval of checks (default: 10)"
     )
-    parser.add_argument(
-        "--dataset",
-        action="extend",
-        nargs="+",
-        type=Path,
-        default=[],
-        help="results/datasets/<name> (default: the plan's)",
+    parser.add_path(
+        "--dataset", "results/datasets/<name> (default: the plan's)", action="extend", nargs="+", default=[]
     )
-    parser.add_argument(
-        "--codec-weights", type=Path, help="weights.safetensors of the trained codec (default: the plan's)"
-    )
+    parser.add_path("--codec-weights", "weights.safetensors of the trained codec (default: the plan's)")
     parser.add_argument(
         "--best-metric", help="metric that chooses the best model; lower is better (default: the plan's, else fid)"
     )
     parser.add_argument("--largest-file-mb", type=float, default=64.0, help="largest file that is copied (default: 64)")
-    parser.add_argument("--output", type=Path, help="file to write once everything is sent, tracked.json")
+    parser.add_path("--output", "file to write once everything is sent, tracked.json")
     options = parser.parse_args()
     store = store_named(options.store)
     if options.follow is not None:

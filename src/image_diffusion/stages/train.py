@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument(
         "--data", type=place, required=True, help="manifest.json of crops, latents or pairs: path or URL"
     )
-    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
-    parser.add_argument("--init-from", type=Path, help="weights.safetensors of the experiment in train.init_from")
+    parser.add_path("--codec-weights", "weights.safetensors of the trained codec")
+    parser.add_path("--init-from", "weights.safetensors of the experiment in train.init_from")
     parser.add_argument(
         "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read beside the data"
     )
@@ -54,8 +54,8 @@ def main() -> None:
     parser.add_argument(
         "--hang-s", type=float, default=HANG_S, help="seconds that a process waits for another (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
-    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    parser.add_path("--output", "weights.safetensors to write", required=True)
+    parser.add_path("--journal", "folder of the journal")
     arguments = parser.parse_args()
     output: Path = arguments.output.parent
     training = prepare_training(

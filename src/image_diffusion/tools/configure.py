@@ -26,11 +26,11 @@ from image_diffusion.workflow.studies import study_file
 
 def main() -> None:
     parser = command.Parser(prog="image-diffusion configure", description=__doc__)
-    parser.add_argument("--experiments", type=Path, nargs="*", default=[], help="experiment files")
-    parser.add_argument("--studies", type=Path, nargs="*", default=[], help="study files")
-    parser.add_argument("--bases", type=Path, default=Path("config/experiments"), help="folder of the bases of studies")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of all results")
-    parser.add_argument("--schema", type=Path, help="write the JSON schemas of experiments and of studies")
+    parser.add_path("--experiments", "experiment files", nargs="*", default=[])
+    parser.add_path("--studies", "study files", nargs="*", default=[])
+    parser.add_path("--bases", "folder of the bases of studies", default=Path("config/experiments"))
+    parser.add_path("--results", "folder of all results", default=Path("results"))
+    parser.add_path("--schema", "write the JSON schemas of experiments and of studies")
     arguments = parser.parse_args()
     if arguments.schema is not None:
         write_if_changed(arguments.schema, to_json(schema()))

@@ -81,10 +81,10 @@ def begin(folder: Path, experiment: str | None = None, files: Mapping[str, str] 
 
 def main() -> None:
     parser = Parser(prog="image-diffusion init", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="folder of the new project")
-    parser.add_argument("--data", type=Path, help="folder of your images, to size an experiment for; or a zip or table")
+    parser.add_path("folder", "folder of the new project")
+    parser.add_path("--data", "folder of your images, to size an experiment for; or a zip or table")
     parser.add_argument("--budget", help="time that all its stages may take on this machine: 10min, 6h or 2d")
-    parser.add_argument("--weights", type=Path, help="folder of trained weights to start from, with a model.json")
+    parser.add_path("--weights", "folder of trained weights to start from, with a model.json")
     parser.add_argument("--cores", type=int, help="number of CPU cores that they use (default: all)")
     arguments = parser.parse_args()
     folder: Path = arguments.folder

@@ -177,7 +177,7 @@ def _with_price(size: int) -> str:
 def main() -> None:
     parser = command.Parser(prog="image-diffusion mirror", description=__doc__)
     parser.add_argument("--url", help="the mirror, in place of that of config/config.yaml")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of all results")
+    parser.add_path("--results", "folder of all results", default=Path("results"))
     parser.add_argument("--prune", action="store_true", help="remove what the newest snapshot does not name")
     parser.add_argument("--follow", action="store_true", help="what Snakemake starts: send until stdin is closed")
     parser.add_argument("--every-s", type=float, help="seconds between looks for new results")

@@ -32,6 +32,14 @@ class Parser(argparse.ArgumentParser):
         note("mistake", message)
         super().error(message)
 
+    def add_path(self, name: str, about: str, **options: Any) -> None:
+        """Add an option that takes a path."""
+        self.add_argument(name, type=Path, help=about, **options)
+
+    def add_paths(self, name: str, about: str) -> None:
+        """Add an option that takes several paths; none where it is left out."""
+        self.add_path(name, about, nargs="+", default=[])
+
     def add_config(self, about: str, required: bool = True) -> None:
         """Add --config, the file of a stage, and --set, values that replace those of the file."""
         self.add_argument("--config", type=Path, required=required, help=about)

@@ -11,7 +11,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -20,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
 
 GO_ON = ("crop", "crop_part", "encode_part", "train")
@@ -55,10 +55,10 @@ def settle(left: Sequence[Orphan], jobs: Iterable[Any], wait: bool, pause_s: flo
     wanted = {_comment(job): _settled(job) for job in jobs if job.rule.name.endswith(GO_ON)} if wait else {}
     running = [job for job in left if wanted.get(job.comment, math.inf) <= job.submitted]
     if others := [job.job for job in left if job not in running]:
-        _tell(f"Cancelling what a killed Snakemake left in the queue: {' '.join(others)}")
+        log_line(f"Cancelling what a killed Snakemake left in the queue: {' '.join(others)}")
         subprocess.run(["scancel", *others], check=False)
     for job in running:
-        _tell(
+        log_line(
             f"Waiting for Slurm job {job.job} ({job.comment}), which a Snakemake has left that is gone: it does what "
             "this one would send. To cancel it: Ctrl-C, and the same command with --config orphans=cancel."
         )
@@ -95,10 +95,6 @@ def _settled(job: Any) -> float:
     return math.floor(changed)
 
 
-def _tell(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
-
-
 def tell_of_unseen_jobs(logs: Iterable[str | Path]) -> None:
     """Name the Slurm jobs that failed before they could open their log: nothing else says why.
 
@@ -108,10 +104,9 @@ def tell_of_unseen_jobs(logs: Iterable[str | Path]) -> None:
     their_logs = dict(re.findall(r"SLURM jobid (\d+) \(log: (.+?)\)\.", said))
     failed = re.findall(r"SLURM-job '(\d+)' failed", said)
     if jobs := [job for job in failed if job in their_logs and not Path(their_logs[job]).exists()]:
-        print(
+        log_line(
             f"error: Slurm {'jobs' if jobs[1:] else 'job'} {', '.join(jobs)} left no log: a node does not see "
-            f"{Path.cwd()}. Clone into a folder that every node shares, and run there.",
-            file=sys.stderr,
+            f"{Path.cwd()}. Clone into a folder that every node shares, and run there."
         )
 
 
@@ -163,7 +158,7 @@ def report_failed_jobs(logs: Iterable[str | Path], since: float, stage_logs: Pat
         # Of stages that share a job, those that wrote how they ended are those that failed.
         for stage, attempt in [(stage, attempt) for stage, attempt in stages if attempt.ending] or stages:
             sentences = [_ending(f"{stage} (job {job}, {attempt.host})", attempt), states.get(job, "")]
-            print("error:", *filter(None, sentences), file=sys.stderr, flush=True)
+            log_line(" ".join(["error:", *filter(None, sentences)]))
 
 
 def _ending(stage: str, attempt: JobOutcome) -> str:
