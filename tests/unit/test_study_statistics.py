@@ -7,11 +7,13 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from image_diffusion.core.files.atomic import write_json
 from image_diffusion.metrics.study_statistics import (
     Measured,
     differences,
@@ -142,15 +144,35 @@ def test_the_interval_of_a_share_ends_where_shares_do() -> None:
     assert density is not None and density[0] < 0 and density[1] > 1
 
 
-def test_page_and_tables_show_each_number_with_both_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """workflow/scripts/study.py."""
     scripts = Path(__file__).parents[2] / "workflow" / "scripts"
     monkeypatch.syspath_prepend(str(scripts))
     spec = importlib.util.spec_from_file_location("study_page", scripts / "study.py")
     assert spec is not None and spec.loader is not None
-    study = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "study_page", study)
-    spec.loader.exec_module(study)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "study_page", module)
+    spec.loader.exec_module(module)
+    return module
 
+
+def test_a_study_leaves_out_only_values_of_an_unreliable_judge(study: ModuleType, tmp_path: Path) -> None:
+    unreliable, near = "the judge guesses", "this many do not tell the samples from real images"
+    metrics = {
+        name: {"value": 0.5, "interval": None, "doubt": doubt}
+        for name, doubt in (("inpipe_fd", near), ("inpipe_kd", unreliable), ("copies", None))
+    }
+    write_json(tmp_path / "one/metrics.json", {"metrics": metrics, "doubt": unreliable, "doubts": [unreliable]})
+    write_json(tmp_path / "one/train/model.json", {"step": 8, "examples_seen": 64})
+    run = study.read_run("one", 0, tmp_path, tmp_path)
+    assert set(run.metrics) == {"inpipe_fd", "copies"}
+    other = study.Run("two", 1, {"copies": Measured(0.5)})
+    lines = study.compared([study.Variant("base", None, {}, [run, other])], ["inpipe_fd"])
+    assert "inpipe_fd of base is over 1 of 2 runs" in study.method(lines, [0, 1])
+
+
+def test_page_and_tables_show_each_number_with_both_intervals(study: ModuleType) -> None:
     def variant(name: str, *values: float) -> Any:
         runs = [study.Run(name, seed, {"inpipe_kd": Measured(value, 0.01)}) for seed, value in enumerate(values)]
         return study.Variant(name, None, {}, runs)

@@ -39,6 +39,7 @@ METHOD = (
 NO_INTERVAL = (
     " The interval over samples is empty where a run has no interval of its own; the note in its metrics.json says why."
 )
+LEFT_OUT = " Runs without the metric, or whose judge is unreliable, are left out: {}."
 DIFFERENCES = (
     " Differences are from the base, with 95 % intervals over {over}; distances are compared as ratios. {how}Of a "
     "hundred changes that do nothing, about five are called better or worse by chance."
@@ -82,6 +83,11 @@ class Variant:
         return statistics.fmean(values) if values else None
 
     @property
+    def made(self) -> list[Run]:
+        """The runs that have results."""
+        return [run for run in self.runs if run.failed is None]
+
+    @property
     def failures(self) -> list[str]:
         """A line for each run that failed."""
         runs = (run for run in self.runs if run.failed not in (None, NOT_MADE))
@@ -123,13 +129,14 @@ def read_run(name: str, seed: int, results: Path, benchmarks: Path) -> Run:
     """Return the results of a run, as far as there are any."""
     run, folder = Run(name, seed), results / name
     try:
-        entries = read_json(folder / "metrics.json")["metrics"]
+        judged = read_json(folder / "metrics.json")
+        entries, unreliable = judged["metrics"], judged.get("doubts", ())
         model = read_json(folder / "train" / "model.json")
     except (ValueError, KeyError):
         run.failed = failure(name)
         return run
     for metric, entry in entries.items():
-        if entry["value"] is not None and not entry.get("doubt"):
+        if entry["value"] is not None and (entry.get("doubt") is None or entry["doubt"] not in unreliable):
             run.metrics[metric] = Measured(entry["value"], jackknife_deviation(entry["interval"]))
     run.steps = model["step"]
     history = read_journal(folder / "journal" / "train")
@@ -184,7 +191,12 @@ def method(lines: Sequence[Line], seeds: Sequence[int]) -> str:
     """Return how the intervals were made."""
     over = {line.difference.over for line in lines if line.difference is not None}
     is_empty = any(line.level is not None and line.level.over_samples is None for line in lines)
-    levels = METHOD + (NO_INTERVAL if is_empty else "")
+    fewer = [
+        f"{line.metric} of {line.variant.name} is over {measured} of {made} runs"
+        for line in lines
+        if (measured := len(line.variant.measured(line.metric))) < (made := len(line.variant.made))
+    ]
+    levels = METHOD + (NO_INTERVAL if is_empty else "") + (LEFT_OUT.format("; ".join(fewer)) if fewer else "")
     if not over:
         return levels
     if len(seeds) > 1:
