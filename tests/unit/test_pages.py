@@ -141,7 +141,7 @@ def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType
     }
     curve = [{"step": 500, "inpipe_kd": 0.2}, {"step": 1000, "inpipe_kd": 0.1}]
 
-    def proposed(judged: dict[str, object], findings: dict[str, int]) -> list[str]:
+    def proposed(judged: dict[str, object], findings: dict[str, int]) -> list[str | None]:
         return [lines for _, lines in scripts.proposals(tmp_path, judged, findings)]
 
     assert proposed(judged, {}) == ["sweep: {guidance_scale: [1, 1.5, 2, 4]}"]
@@ -152,9 +152,14 @@ def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType
         write_json(tmp_path / "config/train.yaml", config)  # JSON is YAML
         reason = next(scripts.proposals(tmp_path, judged | {"curve": curve}, {}))[0]
         assert reason == improving + restarts * " The training would start from scratch (docs/extend_training.md)."
-    assert proposed(judged, {"label conflict": 2})[0] == "data: {duplicates: drop}"
+    nearer = [{"step": 500, "inpipe_kd": -0.01}, {"step": 1000, "inpipe_kd": -0.0095}]
+    assert proposed(judged | {"curve": nearer}, {}) == proposed(judged, {}), "as near as real images"
+    reason, lines = next(scripts.proposals(tmp_path, judged, {"label conflict": 2}))
+    assert (reason[:15], reason[-19:], lines) == ("2 pairs of imag", "Correct the labels.", None)
     metrics = {"copies": entry(0.3, 0.01, note="biased: 300 samples are few")}
-    copying = judged | {"metrics": metrics, "can_guide": False}
+    copying = judged | {"metrics": metrics, "can_guide": False, "curve": curve}
+    assert proposed(copying, {}) == ["train: {steps: 500}"], "a codec draws no samples"
+    write_json(tmp_path / "config/sample.yaml", {})
     assert proposed(copying, {}) == ["train: {steps: 500}", "sample: {num_samples: 3000}"]
     write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": {"label_drop_probability": 0.0}}})
     assert proposed(judged, {}) == []

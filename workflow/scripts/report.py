@@ -118,8 +118,9 @@ def comparisons(judged: dict[str, Any] | None) -> Iterator[str]:
 
 def proposals(
     experiment: Path, judged: dict[str, Any] | None, findings: Mapping[str, int]
-) -> Iterator[tuple[str, str]]:
-    """Return the changes that are likeliest to help, the most important first: a reason, and the lines of YAML.
+) -> Iterator[tuple[str, str | None]]:
+    """Return the changes that are likeliest to help, the most important first: a reason, and the line of YAML; None
+    where no setting is changed.
 
     findings: how often the data sheet has each.
     """
@@ -135,16 +136,20 @@ def proposals(
         fewer = max(1, steps // 2)
         yield f"{copies:.0%} of the samples are close to a training image.{anew}", f"train: {{steps: {fewer}}}"
     if conflicts := findings.get("label conflict"):
-        yield f"{conflicts} pairs of equal images have two classes: correct the labels.", "data: {duplicates: drop}"
+        yield (
+            f"{conflicts} pairs of images that show the same picture are of two classes (see Data sheet). "
+            "Correct the labels."
+        ), None
     curve = judged["curve"]
     kernel = next((name for point in curve for name in point if name.endswith("_kd")), None)
-    if kernel and len(curve) > 1 and curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]:
+    is_better = kernel and len(curve) > 1 and 0 < curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]
+    if is_better and copies <= MOST_COPIES:
         yield f"The previews were still improving at the end.{anew}", f"train: {{steps: {2 * steps}}}"
     drops_labels = model["system"].get("objective", {}).get("label_drop_probability", 0) > 0
     if not (experiment / "sweep").is_dir() and judged["can_guide"] and drops_labels:
         yield "Other settings of sampling were not tried.", "sweep: {guidance_scale: [1, 1.5, 2, 4]}"
     few = [entry["n"] for entry in metrics.values() if str(entry["note"]).startswith(("biased", "no interval"))]
-    if few:
+    if few and (experiment / "config" / "sample.yaml").is_file():  # a codec draws no samples
         yield f"{min(few):,} samples are few for these metrics.", f"sample: {{num_samples: {10 * min(few)}}}"
 
 
