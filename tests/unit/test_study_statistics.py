@@ -17,7 +17,6 @@ from image_diffusion.core.files.atomic import write_json
 from image_diffusion.metrics.study_statistics import (
     Measured,
     differences,
-    higher_is_better,
     is_ratio,
     level,
     moderated,
@@ -30,7 +29,7 @@ def runs(*values: float, deviation: float | None = None) -> list[Measured]:
 
 @pytest.mark.parametrize("metric", ["fid", "sfid", "fid_infinity", "fd_dinov2", "inpipe_class_fd", "rfid"])
 def test_distances_are_compared_as_ratios(metric: str) -> None:
-    assert is_ratio(metric) and not higher_is_better(metric)
+    assert is_ratio(metric)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +61,13 @@ def test_a_distance_is_compared_as_a_ratio_and_less_of_it_is_better() -> None:
     interval = found["twice"].interval
     assert interval is not None and interval[0] < found["twice"].value < interval[1]
     assert differences("inpipe_agreement", runs(0.5, 0.51), {"a": runs(0.9, 0.91)})["a"].verdict == "better"
+
+
+def test_a_metric_that_is_no_merit_or_has_an_aim_has_no_verdict() -> None:
+    base, rows = runs(0.5, 0.505, 0.495), {"less": runs(0.4, 0.405, 0.395), "same": runs(0.5, 0.506, 0.495)}
+    for metric in ("inpipe_c2st", "copies", "psnr_bicubic", "unknown"):
+        found = differences(metric, base, rows)
+        assert [each.verdict for each in found.values()] == [None, "within noise"] and found["less"].interval
 
 
 def test_a_variant_at_or_below_zero_leaves_the_others_as_ratios() -> None:
