@@ -131,6 +131,23 @@ def test_the_first_screen_compares_with_real_images(scripts: ModuleType) -> None
     assert list(scripts.comparisons(None)) == []
 
 
+def test_a_value_stands_beside_the_score_of_as_many_real_images(scripts: ModuleType) -> None:
+    pages = sys.modules["pages"]
+    same = entry(1.69, 0.46, floor_n=300, at_floor_n=1.69)
+    more = entry(0.41, 0.46, n=10_000, floor_n=374, at_floor_n=1.69)
+    share = entry(0.02, 0.01, n=10_000, floor_n=374, at_floor_n=None)
+    assert [pages.real(each) for each in (same, more, share)] == ["0.46", "0.46, as many samples (374): 1.69", "0.01"]
+    assert pages.real({"value": 1.0, "n": 3}) == ""
+    assert ['class="real"' in pages.bar(each) for each in (same, more, share)] == [True, False, True]
+    judged = {"metrics": {"inpipe_fd": more, "fd_clip": same}}
+    assert scripts.beside(judged)["rows"][0][1:] == [
+        "inpipe_fd: 0.41 (real images 0.46, as many samples (374): 1.69)",
+        "fd_clip: 1.69 (real images 0.46)",
+    ]
+    (sentence,) = scripts.comparisons({"metrics": {"inpipe_c2st": more | {"value": 0.9, "at_floor_n": 0.6}}})
+    assert "an accuracy of 60%" in sentence
+
+
 def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType, tmp_path: Path) -> None:
     objective = {"label_drop_probability": 0.1}
     write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": objective}})

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from pages import benchmark, curve, render, source_of, strips, time_of_training
+from pages import benchmark, curve, real, render, source_of, strips, time_of_training
 
 from image_diffusion.core.config.base import parse, read_yaml
 from image_diffusion.core.files.atomic import digest, read_json, write_page
@@ -103,8 +103,9 @@ def comparisons(judged: dict[str, Any] | None) -> Iterator[str]:
                 f"real held-out images: {entry['floor']:.1%}."
             )
         elif name.endswith("_c2st") and entry["floor"] is not None:
+            accuracy = entry["value"] if entry.get("at_floor_n") is None else entry["at_floor_n"]
             yield (
-                f"A classifier separates them from real images with an accuracy of {entry['value']:.0%}, where 50% is "
+                f"A classifier separates them from real images with an accuracy of {accuracy:.0%}, where 50% is "
                 f"chance; real held-out images: {entry['floor']:.0%}."
             )
         elif name == "mask_iou" and entry["floor"] is not None:
@@ -247,7 +248,7 @@ def beside(judged: dict[str, Any] | None) -> dict[str, Any]:
     several = {names: entries for names, entries in by_meaning.items() if len(entries) > 1}
     most = max(map(len, several.values()), default=0)
     lines = [
-        [names, *(f"{name}: {entry['value']:.4g} (real images {entry['floor']:.4g})" for name, entry in entries)]
+        [names, *(f"{name}: {entry['value']:.4g} (real images {real(entry)})" for name, entry in entries)]
         + [""] * (most - len(entries))
         for names, entries in several.items()
     ]
