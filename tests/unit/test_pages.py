@@ -148,6 +148,16 @@ def test_a_value_stands_beside_the_score_of_as_many_real_images(scripts: ModuleT
     assert "an accuracy of 60%" in sentence
 
 
+def test_the_first_screen_says_why_there_is_no_headline(scripts: ModuleType, tmp_path: Path) -> None:
+    near = entry(0.4, 0.5, floor_n=300, at_floor_n=0.4, doubt="this many do not tell the samples from real images")
+    protocol = {"weights": {"sha256": "a"}}
+    write_json(tmp_path / "mine/metrics.json", {"metrics": {"inpipe_fd": near}, "protocol": protocol})
+    write_json(tmp_path / "mine/train/model.json", {"sha256": "a", "step": 8, "system": {}})
+    write_json(tmp_path / "mine/config/plan.json", {"headline": "inpipe_fd"})
+    page = scripts.page(tmp_path / "mine", tmp_path / "data/crops", tmp_path / "benchmarks")
+    assert "No headline</div><p>This many do not tell the samples from real images.</p>" in page
+
+
 def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType, tmp_path: Path) -> None:
     objective = {"label_drop_probability": 0.1}
     write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": objective}})

@@ -24,7 +24,7 @@ from image_diffusion.core.journal.metric_definitions import definition_of
 from image_diffusion.core.journal.reader import History, logged_stages, of_weights, read_journal
 from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import body
-from image_diffusion.tracking.run_note import headline_of, sentence
+from image_diffusion.tracking.run_note import doubt_of, headline_of, sentence
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.workflow.plans import used_weights
 
@@ -70,6 +70,7 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         name=experiment.name,
         sentence=sentence(experiment, plan.get("dataset")).replace("`", ""),
         headline=headline_of(experiment, plan.get("headline", "")),
+        doubt=doubt_of(experiment, plan.get("headline", "")) or (judged and judged["doubt"]),
         facts=facts(history, time_of_training(experiment, benchmarks).get("h:m:s")),
         command=f"snakemake --cores all {shlex.quote(experiment.name)}",
         real=source_of(data.parent / "crops" / "sheet.png"),
