@@ -139,9 +139,12 @@ def proposals(
         yield f"{copies:.0%} of the samples are close to a training image.{anew}", f"train: {{steps: {fewer}}}"
     if conflicts := findings.get("label conflict"):
         yield (
-            f"{conflicts} pairs of images that show the same picture are of two classes (see Data sheet). "
-            "Correct the labels."
-        ), None
+            (
+                f"{conflicts} pairs of images that show the same picture are of two classes (see Data sheet). "
+                "Correct the labels."
+            ),
+            None,
+        )
     curve = judged["curve"]
     kernel = next((name for point in curve for name in point if name.endswith("_kd")), None)
     is_better = kernel and len(curve) > 1 and 0 < curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]

@@ -21,6 +21,7 @@ from pages import render, source_of, time_of_training
 
 from image_diffusion.core.files.atomic import read_json, write_page, write_text
 from image_diffusion.core.journal.reader import read_journal
+from image_diffusion.core.markdown import table
 from image_diffusion.core.process import command
 from image_diffusion.metrics.distances.jackknife import jackknife_deviation
 from image_diffusion.metrics.study_statistics import (
@@ -273,11 +274,14 @@ def bar_of(difference: Difference | None, reach: float) -> list[str]:
 def markdown(plan: Mapping[str, Any], variants: Sequence[Variant], lines: Sequence[Line]) -> str:
     """Return the table for documents."""
     shown = len(HEADS) if len(variants) > 1 else 5
-    table = [HEADS, [":--", ":--", *(["--:"] * 4), ":--"], *(line.cells() for line in lines)]
-    price = [["variant", *(title for title, _ in COSTS.values())], [":--", *(["--:"] * len(COSTS))]]
-    price += [[variant.name, *costs(variant)] for variant in variants]
-    out = [summary(plan, variants), "", *(f"| {' | '.join(cells[:shown])} |" for cells in table), ""]
-    out += [*(f"| {' | '.join(cells)} |" for cells in price), "", method(lines, plan["seeds"]), ""]
+    align = [":--", ":--", *(["--:"] * 4), ":--"][:shown]
+    measured = table(HEADS[:shown], [line.cells()[:shown] for line in lines], align)
+    price = table(
+        ["variant", *(title for title, _ in COSTS.values())],
+        [[variant.name, *costs(variant)] for variant in variants],
+        [":--", *(["--:"] * len(COSTS))],
+    )
+    out = [summary(plan, variants), "", measured, "", price, "", method(lines, plan["seeds"]), ""]
     out += [f"- failed: {line}" for variant in variants for line in variant.failures]
     return "\n".join(out).rstrip() + "\n"
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from image_diffusion.core.markdown import table
 from image_diffusion.synthesis.croissant import DataSetFacts
 from image_diffusion.synthesis.scorecard import Scores
 from image_diffusion.synthesis.scores import SCORES
@@ -30,10 +31,7 @@ def data_card(
 ) -> str:
     """Return README.md, with the front matter of the Hugging Face Hub. counts: `Selection.counts`."""
     head, *rows = counts_table(counts)
-    classes = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    measured = "\n".join(
-        f"| {' | '.join(row[:4])} |" for _, rows in _rows_by_group(scores) for row in rows if row[1] != "not measured"
-    )
+    measured = [row[:4] for _, rows in _rows_by_group(scores) for row in rows if row[1] != "not measured"]
     return f"""---
 license: other
 license_name: not-stated
@@ -59,13 +57,9 @@ A low privacy score is a measurement by the attacks below, not a proof of anonym
 
 **How to read it.** `{_READING[layout]}`
 
-| {" | ".join(head)} |
-|{" --- |" * len(head)}
-{classes}
+{table(head, rows)}
 
-| {" | ".join(HEADS[:4])} |
-| --- | --- | --- | --- |
-{measured}
+{table(HEADS[:4], measured)}
 
 `index.html` explains the scores. `croissant.json` describes the files for catalogues, and `SHA256SUMS` has their sums.
 """

@@ -50,10 +50,10 @@ def measured(points: Sequence[Point], headline: str) -> list[Point]:
 
 def scalars(points: Iterable[Point], headline: str) -> list[Point]:
     """Return one number each for a table of runs that have ended: `final/` the last and `best/` the lowest of the loss
-    of validation and of the headline, if they have more than one point to choose from. The last loss is that of the largest
-    step, the last headline that of the latest evaluation, which may be of weights of an earlier step. Each has the
-    largest step and the latest time of its curve: the table shows the point of the largest step, of these the latest,
-    and would go on to show an earlier summary."""
+    of validation and of the headline, if they have more than one point to choose from. The last loss is that of the
+    largest step, the last headline that of the latest evaluation, which may be of weights of an earlier step. Each has
+    the largest step and the latest time of its curve: MLflow's table shows the point of the largest step, and of
+    several the latest, so that this is the last one that was sent."""
     summaries = []
     by_key: dict[str, list[Point]] = {"validation/loss": [], f"evaluate/{headline}": []}
     for point in points:
