@@ -83,6 +83,31 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes(scripts: ModuleType) -> No
     assert drawn["y"][drawn["x"].index(12_345)] == 9.0 and min(drawn["y"]) == pytest.approx(-1, abs=1e-4)
 
 
+def test_a_gap_in_a_long_curve_hides_no_extreme(scripts: ModuleType) -> None:
+    values = [1.0] * 4000
+    values[2000], values[2003] = math.nan, 9999.0  # the first of a stretch of 8
+    assert 9999.0 in scripts.curve(list(range(4000)), values)["y"]
+    assert scripts.curve(list(range(4000)), [math.nan] * 4000)["y"][0] is None
+
+
+def test_a_whole_number_is_shown_in_full(scripts: ModuleType) -> None:
+    shown = sys.modules["pages"].number
+    values = (12345.0, 1e6, 0.0, 12345.6, 1e20, math.nan)
+    assert [shown(value) for value in values] == ["12,345", "1,000,000", "0", "1.235e+04", "1e+20", "nan"]
+
+
+def test_the_summary_is_of_the_weights_that_were_chosen(scripts: ModuleType, tmp_path: Path) -> None:
+    for folder, step in (("train", 1000), ("sweep/checkpoint/chosen/weights", 500)):
+        write_json(tmp_path / "mine" / folder / "model.json", {"step": step})
+    plan = {"system": "dit", "dataset": "d", "headline": "fd", "choose": "distance"}
+    write_json(tmp_path / "mine/config/plan.json", plan)
+    write_json(tmp_path / "mine/metrics.json", {"metrics": {}})
+    spec = importlib.util.spec_from_file_location("summary", ROOT / "workflow/scripts/summary.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(summary := importlib.util.module_from_spec(spec))
+    assert summary.line("mine", tmp_path, tmp_path)["steps"] == 500
+
+
 def test_a_short_curve_is_drawn_as_it_is_and_a_nan_leaves_a_gap(scripts: ModuleType) -> None:
     assert scripts.curve([1, 2, 3], [0.5, math.nan, 2.0]) == {"x": [1, 2, 3], "y": [0.5, None, 2.0]}
 

@@ -62,7 +62,8 @@ def number(value: object) -> str:
         return in_line(value)
     if not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    is_whole = isinstance(value, int) or (abs(value) < 1e15 and value.is_integer())
+    return f"{int(value):,}" if is_whole else f"{value:.4g}"
 
 
 def interval(bounds: Sequence[float] | None) -> str:
@@ -158,7 +159,8 @@ def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list[float
     if len(steps) > MOST_POINTS:
         stretch = -(-2 * len(steps) // MOST_POINTS)
         parts = [places[start : start + stretch] for start in range(0, len(steps), stretch)]
-        chosen = {f(part, key=lambda place: values[place]) for part in parts for f in (min, max)}
+        finite = [[place for place in part if math.isfinite(values[place])] or part[:1] for part in parts]
+        chosen = {f(part, key=lambda place: values[place]) for part in finite for f in (min, max)}
         places = sorted({0, *chosen, len(steps) - 1})  # type: ignore[assignment]
     shown = [values[place] for place in places]
     return {
