@@ -43,7 +43,7 @@ for (const head of document.querySelectorAll("table.sortable th button")) {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const drawn = new Set();
 function draw(place) {
-  const { series } = JSON.parse(place.querySelector("script").textContent);
+  const { x, y } = JSON.parse(place.querySelector("script").textContent);
   const plot = Bokeh.Plotting.figure({
     tools: "pan,box_zoom,wheel_zoom,reset,save,hover", sizing_mode: "stretch_both",
     background_fill_color: null, border_fill_color: null, outline_line_color: null,
@@ -59,11 +59,9 @@ function draw(place) {
   hover.tooltips = [["step", "@x{0,0}"], ["value", "@y{%0.6g}"]];
   hover.formatters = { "@y": "printf" };
   hover.mode = "vline";
-  for (const { x, y } of series) {
-    const known = y.map((value) => (value === null ? NaN : value));
-    plot.line(x, known, { line_color: colour("--link"), line_width: 1.5 });
-    if (x.length < 40) plot.scatter(x, known, { size: 5, color: colour("--link") });
-  }
+  const known = y.map((value) => (value === null ? NaN : value));
+  plot.line(x, known, { line_color: colour("--link"), line_width: 1.5 });
+  if (x.length < 40) plot.scatter(x, known, { size: 5, color: colour("--link") });
   const box = place.querySelector("div");
   box.replaceChildren();
   Bokeh.Plotting.show(plot, box);

@@ -291,9 +291,7 @@ def charts(history: History | None) -> dict[str, dict[str, Any]]:
     for key in sorted({point.key for point in history.points} if history is not None else ()):
         title = SECTIONS.get(key.partition("/")[0], "Others")
         sections.setdefault(title, {})[key] = curve(*history.series(key))  # type: ignore[union-attr]
-    return {
-        title: {key: {"series": [series]} for key, series in keys.items()} for title, keys in sections.items() if keys
-    }
+    return {title: curves for title, curves in sections.items() if curves}
 
 
 def examples(folder: Path) -> dict[str, Any] | None:
