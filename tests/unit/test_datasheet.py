@@ -12,7 +12,7 @@ from PIL import Image
 
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
-from image_diffusion.data.quality.datasheet import body
+from image_diffusion.data.quality.datasheet import body, summary
 from image_diffusion.stages.datasheet import captions_of, write_datasheet
 from photographs import CHANGES, tiles
 
@@ -32,6 +32,11 @@ def sheet_of(folder: Path, output: Path, **changes: Any) -> dict[str, Any]:
     config = DataConfig.model_validate(values | changes)
     crop_dataset(config, output / "crops")
     return write_datasheet(output / "crops", output / "datasheet", captions_of(config))
+
+
+def test_names_from_the_data_are_text_in_the_summary() -> None:
+    manifest = {"name": "x", "num_samples": 2, "shape": [1], "classes": ["<b>|", "[a](b)"], "histogram": [1, 1]}
+    assert "| Classes | &lt;b&gt;\\| (1), \\[a](b) (1) |" in summary(manifest, {})
 
 
 def found(sheet: dict[str, Any]) -> dict[str, int]:

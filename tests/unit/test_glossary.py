@@ -25,7 +25,6 @@ from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_
 from image_diffusion.metrics.images.prompt_alignment import PromptEncoder, evaluate_prompted
 from image_diffusion.metrics.images.retrieval import retrieval
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.metrics.study_statistics import higher_is_better
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.process.likelihood import BitsPerDim
@@ -147,7 +146,6 @@ def test_the_pages_show_the_definitions_as_they_are() -> None:
 def test_a_metric_knows_which_direction_is_better(metric: str, better: str) -> None:
     found = definition_of(metric)
     assert found is not None and found.better == better
-    assert higher_is_better(metric) == (better == "higher")
 
 
 def test_every_similarity_stands_on_the_page_of_the_prior() -> None:

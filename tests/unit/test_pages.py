@@ -83,6 +83,31 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes(scripts: ModuleType) -> No
     assert drawn["y"][drawn["x"].index(12_345)] == 9.0 and min(drawn["y"]) == pytest.approx(-1, abs=1e-4)
 
 
+def test_a_gap_in_a_long_curve_hides_no_extreme(scripts: ModuleType) -> None:
+    values = [1.0] * 4000
+    values[2000], values[2003] = math.nan, 9999.0  # the first of a stretch of 8
+    assert 9999.0 in scripts.curve(list(range(4000)), values)["y"]
+    assert scripts.curve(list(range(4000)), [math.nan] * 4000)["y"][0] is None
+
+
+def test_a_whole_number_is_shown_in_full(scripts: ModuleType) -> None:
+    shown = sys.modules["pages"].number
+    values = (12345.0, 1e6, 0.0, 12345.6, 1e20, math.nan)
+    assert [shown(value) for value in values] == ["12,345", "1,000,000", "0", "1.235e+04", "1e+20", "nan"]
+
+
+def test_the_summary_is_of_the_weights_that_were_chosen(scripts: ModuleType, tmp_path: Path) -> None:
+    for folder, step in (("train", 1000), ("sweep/checkpoint/chosen/weights", 500)):
+        write_json(tmp_path / "mine" / folder / "model.json", {"step": step})
+    plan = {"system": "dit", "dataset": "d", "headline": "fd", "choose": "distance"}
+    write_json(tmp_path / "mine/config/plan.json", plan)
+    write_json(tmp_path / "mine/metrics.json", {"metrics": {}})
+    spec = importlib.util.spec_from_file_location("summary", ROOT / "workflow/scripts/summary.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(summary := importlib.util.module_from_spec(spec))
+    assert summary.line("mine", tmp_path, tmp_path)["steps"] == 500
+
+
 def test_a_short_curve_is_drawn_as_it_is_and_a_nan_leaves_a_gap(scripts: ModuleType) -> None:
     assert scripts.curve([1, 2, 3], [0.5, math.nan, 2.0]) == {"x": [1, 2, 3], "y": [0.5, None, 2.0]}
 
@@ -131,6 +156,33 @@ def test_the_first_screen_compares_with_real_images(scripts: ModuleType) -> None
     assert list(scripts.comparisons(None)) == []
 
 
+def test_a_value_stands_beside_the_score_of_as_many_real_images(scripts: ModuleType) -> None:
+    pages = sys.modules["pages"]
+    same = entry(1.69, 0.46, floor_n=300, at_floor_n=1.69)
+    more = entry(0.41, 0.46, n=10_000, floor_n=374, at_floor_n=1.69)
+    share = entry(0.02, 0.01, n=10_000, floor_n=374, at_floor_n=None)
+    assert [pages.real(each) for each in (same, more, share)] == ["0.46", "0.46, as many samples (374): 1.69", "0.01"]
+    assert pages.real({"value": 1.0, "n": 3}) == ""
+    assert ['class="real"' in pages.bar(each) for each in (same, more, share)] == [True, False, True]
+    judged = {"metrics": {"inpipe_fd": more, "fd_clip": same}}
+    assert scripts.beside(judged)["rows"][0][1:] == [
+        "inpipe_fd: 0.41 (real images 0.46, as many samples (374): 1.69)",
+        "fd_clip: 1.69 (real images 0.46)",
+    ]
+    (sentence,) = scripts.comparisons({"metrics": {"inpipe_c2st": more | {"value": 0.9, "at_floor_n": 0.6}}})
+    assert "an accuracy of 60%" in sentence
+
+
+def test_the_first_screen_says_why_there_is_no_headline(scripts: ModuleType, tmp_path: Path) -> None:
+    near = entry(0.4, 0.5, floor_n=300, at_floor_n=0.4, doubt="this many do not tell the samples from real images")
+    protocol = {"weights": {"sha256": "a"}}
+    write_json(tmp_path / "mine/metrics.json", {"metrics": {"inpipe_fd": near}, "protocol": protocol})
+    write_json(tmp_path / "mine/train/model.json", {"sha256": "a", "step": 8, "system": {}})
+    write_json(tmp_path / "mine/config/plan.json", {"headline": "inpipe_fd"})
+    page = scripts.page(tmp_path / "mine", tmp_path / "data/crops", tmp_path / "benchmarks")
+    assert "No headline</div><p>This many do not tell the samples from real images.</p>" in page
+
+
 def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType, tmp_path: Path) -> None:
     objective = {"label_drop_probability": 0.1}
     write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": objective}})
@@ -141,7 +193,7 @@ def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType
     }
     curve = [{"step": 500, "inpipe_kd": 0.2}, {"step": 1000, "inpipe_kd": 0.1}]
 
-    def proposed(judged: dict[str, object], findings: dict[str, int]) -> list[str]:
+    def proposed(judged: dict[str, object], findings: dict[str, int]) -> list[str | None]:
         return [lines for _, lines in scripts.proposals(tmp_path, judged, findings)]
 
     assert proposed(judged, {}) == ["sweep: {guidance_scale: [1, 1.5, 2, 4]}"]
@@ -152,9 +204,14 @@ def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType
         write_json(tmp_path / "config/train.yaml", config)  # JSON is YAML
         reason = next(scripts.proposals(tmp_path, judged | {"curve": curve}, {}))[0]
         assert reason == improving + restarts * " The training would start from scratch (docs/extend_training.md)."
-    assert proposed(judged, {"label conflict": 2})[0] == "data: {duplicates: drop}"
+    nearer = [{"step": 500, "inpipe_kd": -0.01}, {"step": 1000, "inpipe_kd": -0.0095}]
+    assert proposed(judged | {"curve": nearer}, {}) == proposed(judged, {}), "as near as real images"
+    reason, lines = next(scripts.proposals(tmp_path, judged, {"label conflict": 2}))
+    assert (reason[:15], reason[-19:], lines) == ("2 pairs of imag", "Correct the labels.", None)
     metrics = {"copies": entry(0.3, 0.01, note="biased: 300 samples are few")}
-    copying = judged | {"metrics": metrics, "can_guide": False}
+    copying = judged | {"metrics": metrics, "can_guide": False, "curve": curve}
+    assert proposed(copying, {}) == ["train: {steps: 500}"], "a codec draws no samples"
+    write_json(tmp_path / "config/sample.yaml", {})
     assert proposed(copying, {}) == ["train: {steps: 500}", "sample: {num_samples: 3000}"]
     write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": {"label_drop_probability": 0.0}}})
     assert proposed(judged, {}) == []

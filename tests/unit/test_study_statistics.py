@@ -7,15 +7,16 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from image_diffusion.core.files.atomic import write_json
 from image_diffusion.metrics.study_statistics import (
     Measured,
     differences,
-    higher_is_better,
     is_ratio,
     level,
     moderated,
@@ -28,7 +29,7 @@ def runs(*values: float, deviation: float | None = None) -> list[Measured]:
 
 @pytest.mark.parametrize("metric", ["fid", "sfid", "fid_infinity", "fd_dinov2", "inpipe_class_fd", "rfid"])
 def test_distances_are_compared_as_ratios(metric: str) -> None:
-    assert is_ratio(metric) and not higher_is_better(metric)
+    assert is_ratio(metric)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,13 @@ def test_a_distance_is_compared_as_a_ratio_and_less_of_it_is_better() -> None:
     interval = found["twice"].interval
     assert interval is not None and interval[0] < found["twice"].value < interval[1]
     assert differences("inpipe_agreement", runs(0.5, 0.51), {"a": runs(0.9, 0.91)})["a"].verdict == "better"
+
+
+def test_a_metric_that_is_no_merit_or_has_an_aim_has_no_verdict() -> None:
+    base, rows = runs(0.5, 0.505, 0.495), {"less": runs(0.4, 0.405, 0.395), "same": runs(0.5, 0.506, 0.495)}
+    for metric in ("inpipe_c2st", "copies", "psnr_bicubic", "unknown"):
+        found = differences(metric, base, rows)
+        assert [each.verdict for each in found.values()] == [None, "within noise"] and found["less"].interval
 
 
 def test_a_variant_at_or_below_zero_leaves_the_others_as_ratios() -> None:
@@ -142,15 +150,35 @@ def test_the_interval_of_a_share_ends_where_shares_do() -> None:
     assert density is not None and density[0] < 0 and density[1] > 1
 
 
-def test_page_and_tables_show_each_number_with_both_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """workflow/scripts/study.py."""
     scripts = Path(__file__).parents[2] / "workflow" / "scripts"
     monkeypatch.syspath_prepend(str(scripts))
     spec = importlib.util.spec_from_file_location("study_page", scripts / "study.py")
     assert spec is not None and spec.loader is not None
-    study = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "study_page", study)
-    spec.loader.exec_module(study)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "study_page", module)
+    spec.loader.exec_module(module)
+    return module
 
+
+def test_a_study_leaves_out_only_values_of_an_unreliable_judge(study: ModuleType, tmp_path: Path) -> None:
+    unreliable, near = "the judge guesses", "this many do not tell the samples from real images"
+    metrics = {
+        name: {"value": 0.5, "interval": None, "doubt": doubt}
+        for name, doubt in (("inpipe_fd", near), ("inpipe_kd", unreliable), ("copies", None))
+    }
+    write_json(tmp_path / "one/metrics.json", {"metrics": metrics, "doubt": unreliable, "doubts": [unreliable]})
+    write_json(tmp_path / "one/train/model.json", {"step": 8, "examples_seen": 64})
+    run = study.read_run("one", 0, tmp_path, tmp_path)
+    assert set(run.metrics) == {"inpipe_fd", "copies"}
+    other = study.Run("two", 1, {"copies": Measured(0.5)})
+    lines = study.compared([study.Variant("base", None, {}, [run, other])], ["inpipe_fd"])
+    assert "inpipe_fd of base is over 1 of 2 runs" in study.method(lines, [0, 1])
+
+
+def test_page_and_tables_show_each_number_with_both_intervals(study: ModuleType) -> None:
     def variant(name: str, *values: float) -> Any:
         runs = [study.Run(name, seed, {"inpipe_kd": Measured(value, 0.01)}) for seed, value in enumerate(values)]
         return study.Variant(name, None, {}, runs)

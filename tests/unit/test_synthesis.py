@@ -518,6 +518,8 @@ def test_the_card_and_the_page_say_how_many_were_drawn_and_rejected() -> None:
     assert "<tr><td>cat</td><td>9</td><td>3</td><td>3</td><td>2</td><td>4</td></tr>" in page
     plain = {"drawn": 4, "rejected": 0, "kept": 4, "not_needed": 0}
     assert "| Class | Images |\n| --- | --- |\n| cat | 4 |" in data_card(facts, "folders", {"cat": plain}, scores, "x")
+    named = data_card(facts, "folders", {"a|b": plain, "<img src=http://x/y.png>": plain, "[a](b)": plain}, scores, "x")
+    assert "| a\\|b | 4 |\n| &lt;img src=http://x/y.png&gt; | 4 |\n| \\[a](b) | 4 |" in named
 
 
 def test_a_set_with_large_files_holds_nothing_else_and_is_the_same_again(

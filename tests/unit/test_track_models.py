@@ -126,6 +126,17 @@ def test_a_label_that_is_no_class_is_told(folder: Path) -> None:
         _load_pyfunc(str(folder)).predict(pandas.DataFrame({"seed": [0], "label": [2]}))  # type: ignore[arg-type]
 
 
+def test_no_rows_and_a_row_without_a_class_are_told(folder: Path) -> None:
+    import pandas
+
+    model = _load_pyfunc(str(folder))
+    with pytest.raises(ValueError, match="The table has no rows. Give a row for each image."):
+        model.predict(pandas.DataFrame({"seed": np.array([], np.int64)}))  # type: ignore[arg-type]
+    for column in ({"class": ["light", None]}, {"label": [1, np.nan]}):
+        with pytest.raises(ValueError, match=r"Row 1 has no class. Name one in each row, or leave out the column '"):
+            model.predict(pandas.DataFrame({"seed": [0, 1], **column}))  # type: ignore[arg-type]
+
+
 def test_a_class_has_a_name_too_and_one_of_the_two_is_given(folder: Path) -> None:
     import pandas
 

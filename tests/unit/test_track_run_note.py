@@ -73,6 +73,33 @@ def test_a_training_that_has_not_ended_has_a_card_too(tmp_path: Path) -> None:
     assert "`snakemake --cores all 'my run'`" in text
 
 
+def test_a_headline_that_becomes_doubtful_is_taken_back(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    from image_diffusion.tracking.tracker import Tracker
+
+    client = MlflowClient(store := f"sqlite:///{tmp_path / 'mlflow.db'}")
+    first, second = (trained(tmp_path, name, 5.0, (4.5, 5.5)) for name in ("first", "second"))
+
+    def send(experiment: Path) -> dict[str, str]:
+        tracked = Tracker(store, "cards").send(Request(experiment, [], best_metric="fd"))
+        run = next(each for each in tracked["runs"] if each["stage"] == "train")
+        return client.get_run(run["run_id"]).data.tags
+
+    assert send(first)["headline"].startswith("fd 5")
+    judged(first, 0.4, (0.3, 0.5), doubt="real images score as much")
+    tags = send(first)
+    assert {tags[key] for key in ("headline", "trace/headline", "trace/compared")} == {""}
+    assert "**No headline** by fd: real images score as much." in tags["mlflow.note.content"]
+    tags = send(second)
+    assert "No other run" in tags["mlflow.note.content"]
+    write_json(second / "metrics.json", {})
+    assert send(second)["headline"] == ""
+    third = trained(tmp_path, "third", 5.0, None)
+    judged(third, 5.0, None, doubt="the judge guesses")
+    assert "headline" not in send(third)
+
+
 def test_mlflow_shows_cards_descriptions_and_the_parameters_of_all_sections(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

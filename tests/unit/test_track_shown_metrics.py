@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
+
+from mlflow import MlflowClient
 
 from image_diffusion.core.journal.reader import Point
 from image_diffusion.core.journal.writer import Journal
-from image_diffusion.tracking.plan import plan
+from image_diffusion.tracking.plan import Request, plan
 from image_diffusion.tracking.shown_metrics import measured, scalars, shown
+from image_diffusion.tracking.tracker import Tracker
 
 QUARTERS = [f"{name}_q{i}" for name in ("loss", "mse", "vb") for i in range(4)]
 """What a hybrid loss is logged as, beside its means."""
@@ -32,12 +36,27 @@ def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:
     points = series(**{"validation/loss": [3.0, 1.0, 2.0, math.nan], "evaluate/fd": [5.0], "evaluate/kd": [1.0]})
     assert {(p.key, p.value, p.step) for p in scalars(points, "fd")} == {
         ("final/validation_loss", 2.0, 2),
-        ("best/validation_loss", 1.0, 1),
+        ("best/validation_loss", 1.0, 2),
     }, "of one number there is nothing to choose"
     assert scalars(points[:0], "fd") == []
     of_earlier_step = [Point("evaluate/fd", 5.0, 30, 1), Point("evaluate/fd", 7.0, 20, 2)]
     final, best = scalars(of_earlier_step, "fd")
     assert (final.value, best.value) == (7.0, 5.0), "the last evaluation may be of weights of an earlier step"
+
+
+def test_the_table_shows_the_last_and_the_best_of_now_also_where_an_earlier_step_was_chosen(tmp_path: Path) -> None:
+    client = MlflowClient(store := f"sqlite:///{tmp_path / 'mlflow.db'}")
+    with Journal.open(tmp_path / "mine/journal", "train") as journal:
+        journal.metrics({"train/loss": 1.0}, step=1000)
+    for number, (value, step) in enumerate([(1.686, 1000), (1.9, 1000), (1.2, 500), (1.3, 500)]):
+        with Journal.open(tmp_path / "mine/journal", "evaluate", tags={"number": str(number)}) as journal:
+            journal.metrics({"fd": value}, step)
+        if number > 0:
+            tracked = Tracker(store, "p").send(Request(tmp_path / "mine", [], best_metric="fd"))
+            run = client.get_run(next(each["run_id"] for each in tracked["runs"] if each["stage"] == "train"))
+            shown_now = run.data.metrics["final/fd"], run.data.metrics["best/fd"]
+            assert shown_now == (value, min(value, 1.2) if number > 1 else 1.686)
+        time.sleep(0.005)  # journals count milliseconds
 
 
 def test_of_evaluate_the_headline_comes_first() -> None:

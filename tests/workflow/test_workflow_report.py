@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -176,6 +177,44 @@ CONTRAST = """
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_tables_sort_numbers_and_times_and_put_what_is_missing_last(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "workflow/scripts"))
+    pages, heads = importlib.import_module("pages"), importlib.import_module("summary").HEADS
+    like = {"system": "dit", "data": "d", "steps": 8, "metric": "fd", "interval": None, "report": "x", "metrics": {}}
+    like |= {"grid": None, "reconstructions": None, "drawing": "", "floor": None, "doubt": None}
+    cards = [
+        like | {"name": "slow", "value": 3.0, "floor": 0.5, "time": "10:00:00", "seconds": "36000"},
+        like | {"name": "near", "value": 9.0, "doubt": "near", "time": "0:05:00", "seconds": "300"},
+        like | {"name": "fast", "value": 1.0, "time": "2:00:00", "seconds": "7200"},
+        like | {"name": "none", "value": None, "time": "", "seconds": ""},
+        like | {"name": "long", "value": 12.0, "floor": 0.4, "time": "1 day, 0:00:00", "seconds": "86400"},
+    ]
+    study = {"name": "s", "page": "s", "heads": ["variant"], "lines": [["base"], [2.0], [""], [10.0]]}
+    page = pages.render("summary.html", heads=heads, experiments=cards, studies=[study], measured={})
+    (tmp_path / "summary.html").write_text(page)
+    browser.open((tmp_path / "summary.html").as_uri())
+    browser.wait_for("long")
+
+    def clicked(place: int, table: str = "#experiments") -> str:
+        browser.evaluate(f"document.querySelectorAll('{table} th button')[{place}].click()")
+        rows = f"[...document.querySelectorAll('{table} tbody tr')].map(row => row.cells[0].textContent).join(' ')"
+        return str(browser.evaluate(rows))
+
+    both = ("fast slow long near none", "long slow fast near none")
+    assert [clicked(heads.index("value")) for _ in both] == [*both]
+    assert clicked(heads.index("real images")) == "long slow fast near none"
+    times = ("near fast slow long none", "long slow fast near none")
+    assert [clicked(heads.index("training")) for _ in times] == [*times]
+    assert [clicked(0, "#study-s + p + div") for _ in range(2)] == ["2 10 base ", "base 10 2 "]
+    browser.evaluate("document.getElementById('order').value = 'time'")
+    browser.evaluate("document.getElementById('order').dispatchEvent(new Event('change'))")
+    gallery = "[...document.querySelectorAll('.gallery article')].map(card => card.dataset.name).join(' ')"
+    assert browser.evaluate(gallery) == times[0] and browser.complaints == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_the_summary_keeps_what_was_made_before_and_compares_two(
     made: Project, browser: Browser, tmp_path: Path
 ) -> None:
@@ -209,6 +248,12 @@ def test_the_summary_keeps_what_was_made_before_and_compares_two(
     assert "inpipe_fd" in browser.evaluate("document.getElementById('both').innerText")
     assert browser.evaluate("document.getElementById('unmeasured').hidden")
     assert browser.evaluate("document.getElementById('places').innerText").endswith("have the same seed.")
+    described = json.loads((results / "older/samples/samples.json").read_text())
+    described["settings"]["first_seed"] = 100
+    write_json(results / "older/samples/samples.json", described)
+    subprocess.run([*script, "--output", results / "summary.html"], cwd=made.folder, check=True, capture_output=True)
+    browser.open((results / "summary.html").as_uri())
+    browser.wait_for("older", "other seeds or labels")
     with Image.open(results / "older/samples/grid.png") as grid:
         grid.crop((0, 0, grid.width, 16)).save(results / "older/samples/grid.png")
     judged = json.loads((results / "older/metrics.json").read_text())

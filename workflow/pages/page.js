@@ -14,7 +14,16 @@ for (const picture of document.querySelectorAll("img.larger")) {
   picture.addEventListener("keydown", (event) => event.key === "Enter" && open());
 }
 
-const sorted = (cell) => (cell.dataset.sort === undefined ? cell.textContent : Number(cell.dataset.sort));
+// The value that a cell sorts by, null if it has none: a number where data-sort is set, else its text.
+function value(cell) {
+  const text = cell.dataset.sort ?? cell.textContent;
+  if (text === "" || cell.dataset.sort === undefined) return text || null;
+  return Number.isNaN(Number(text)) ? null : Number(text);
+}
+function compareValues(a, b) {
+  if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
+  return a < b ? -1 : a > b ? 1 : 0;
+}
 for (const head of document.querySelectorAll("table.sortable th button")) {
   head.addEventListener("click", () => {
     const th = head.parentElement, table = th.closest("table"), column = th.cellIndex;
@@ -22,8 +31,11 @@ for (const head of document.querySelectorAll("table.sortable th button")) {
     for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
     th.setAttribute("aria-sort", down ? "descending" : "ascending");
     const rows = [...table.tBodies[0].rows];
-    const keys = new Map(rows.map((row) => [row, sorted(row.cells[column])]));
-    rows.sort((a, b) => (keys.get(a) < keys.get(b) ? -1 : keys.get(a) > keys.get(b) ? 1 : 0) * (down ? -1 : 1));
+    const keys = new Map(rows.map((row) => [row, value(row.cells[column])]));
+    rows.sort((a, b) => {
+      const [one, two] = [keys.get(a), keys.get(b)];
+      return (one === null) - (two === null) || compareValues(one, two) * (down ? -1 : 1);
+    });
     table.tBodies[0].append(...rows);
   });
 }
@@ -31,7 +43,7 @@ for (const head of document.querySelectorAll("table.sortable th button")) {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const drawn = new Set();
 function draw(place) {
-  const { series } = JSON.parse(place.querySelector("script").textContent);
+  const { x, y } = JSON.parse(place.querySelector("script").textContent);
   const plot = Bokeh.Plotting.figure({
     tools: "pan,box_zoom,wheel_zoom,reset,save,hover", sizing_mode: "stretch_both",
     background_fill_color: null, border_fill_color: null, outline_line_color: null,
@@ -44,13 +56,12 @@ function draw(place) {
   }
   for (const grid of [...plot.xgrid, ...plot.ygrid]) grid.grid_line_color = colour("--line");
   const hover = plot.toolbar.tools.find((tool) => tool.type === "HoverTool");
-  hover.tooltips = [["step", "@x{0,0}"], ["value", "@y{0.0000a}"]];
+  hover.tooltips = [["step", "@x{0,0}"], ["value", "@y{%0.6g}"]];
+  hover.formatters = { "@y": "printf" };
   hover.mode = "vline";
-  for (const { x, y } of series) {
-    const known = y.map((value) => (value === null ? NaN : value));
-    plot.line(x, known, { line_color: colour("--link"), line_width: 1.5 });
-    if (x.length < 40) plot.scatter(x, known, { size: 5, color: colour("--link") });
-  }
+  const known = y.map((value) => (value === null ? NaN : value));
+  plot.line(x, known, { line_color: colour("--link"), line_width: 1.5 });
+  if (x.length < 40) plot.scatter(x, known, { size: 5, color: colour("--link") });
   const box = place.querySelector("div");
   box.replaceChildren();
   Bokeh.Plotting.show(plot, box);
@@ -81,8 +92,8 @@ if (order) {
   order.addEventListener("change", () => {
     const key = (card) => card.dataset[order.value];
     const cards = [...gallery.children];
-    const compare = (a, b) => (order.value === "value" ? a - b : a.localeCompare(b, "en", { numeric: true }));
-    cards.sort((a, b) => !key(a) - !key(b) || compare(key(a), key(b)));
+    const apart = (a, b) => (order.value === "name" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+    cards.sort((a, b) => !key(a) - !key(b) || apart(key(a), key(b)));
     gallery.append(...cards);
   });
 }
@@ -90,19 +101,21 @@ if (order) {
 const sides = ["left", "right"].map((id) => document.getElementById(id));
 if (sides[0]) {
   const measured = JSON.parse(document.getElementById("measured").textContent);
-  const grids = new Map([...document.querySelectorAll("img[data-of]")].map((img) => [img.dataset.of, img.src]));
+  const grids = new Map([...document.querySelectorAll("img[data-of]")].map((img) => [img.dataset.of, img]));
   const pictures = ["under", "over"].map((id) => document.getElementById(id));
   const places = () => {
     const [left, right] = pictures.map((picture) => `${picture.naturalWidth} x ${picture.naturalHeight}`);
-    document.getElementById("places").textContent = left === right
-      ? "Images at the same place have the same seed."
-      : `The pictures differ in size, ${left} and ${right} pixels: places do not correspond.`;
+    const [one, two] = sides.map((side) => grids.get(side.value).dataset.drawing);
+    const differ = left !== right ? `The pictures differ in size, ${left} and ${right} pixels`
+      : one !== two ? "The samples were drawn with other seeds or labels" : "";
+    document.getElementById("places").textContent = differ
+      ? `${differ}: places do not correspond.` : "Images at the same place have the same seed.";
   };
   pictures.forEach((picture) => picture.addEventListener("load", places));
   const compare = () => {
     const names = sides.map((side) => side.value);
     names.forEach((name, i) => {
-      pictures[i].src = grids.get(name);
+      pictures[i].src = grids.get(name).src;
       document.getElementById(`${sides[i].id}-name`).textContent = name;
     });
     const shared = Object.keys(measured[names[0]]).filter((metric) => metric in measured[names[1]]);

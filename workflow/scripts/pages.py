@@ -11,7 +11,7 @@ import base64
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "interval": interval, "metric": metric}
+    environment.filters |= {"number": number, "interval": interval, "metric": metric, "real": real}
+    environment.tests["fair_floor"] = has_fair_floor
     environment.globals |= {"style": _own("style.css"), "script": _own("page.js"), "bokeh": _bokeh, "bar": bar}
     return environment.get_template(template).render(**values)
 
@@ -61,7 +62,8 @@ def number(value: object) -> str:
         return in_line(value)
     if not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    is_whole = isinstance(value, int) or (abs(value) < 1e15 and value.is_integer())
+    return f"{int(value):,}" if is_whole else f"{value:.4g}"
 
 
 def interval(bounds: Sequence[float] | None) -> str:
@@ -82,9 +84,24 @@ def metric(name: str) -> Markup:
     )
 
 
-def bar(value: float, bounds: Sequence[float] | None, floor: float | None) -> Markup:
-    """A value with its interval, and a line where real images are, from 0 or the least to the most of them."""
-    low, high = bounds or (value, value)
+def has_fair_floor(entry: Mapping[str, Any]) -> bool:
+    """True if the score of real images compares with the value: it is of as many images, or does not depend on their
+    number. entry: of metrics.json."""
+    return entry.get("at_floor_n") is None or entry["n"] == entry["floor_n"]
+
+
+def real(entry: Mapping[str, Any]) -> str:
+    """The score of real images, with the value on as many samples where it compares with that alone."""
+    if has_fair_floor(entry):
+        return number(entry.get("floor"))
+    return f"{number(entry['floor'])}, as many samples ({number(entry['floor_n'])}): {number(entry['at_floor_n'])}"
+
+
+def bar(entry: Mapping[str, Any]) -> Markup:
+    """A value with its interval, and a line where real images are if they compare with it, from 0 or the least to the
+    most of them."""
+    value, floor = entry["value"], entry.get("floor") if has_fair_floor(entry) else None
+    low, high = entry.get("interval") or (value, value)
     values = [each for each in (value, low, high, floor, 0.0) if each is not None and math.isfinite(each)]
     least, most = min(values), max(values)
     if least == most:
@@ -142,7 +159,8 @@ def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list[float
     if len(steps) > MOST_POINTS:
         stretch = -(-2 * len(steps) // MOST_POINTS)
         parts = [places[start : start + stretch] for start in range(0, len(steps), stretch)]
-        chosen = {f(part, key=lambda place: values[place]) for part in parts for f in (min, max)}
+        finite = [[place for place in part if math.isfinite(values[place])] or part[:1] for part in parts]
+        chosen = {f(part, key=lambda place: values[place]) for part in finite for f in (min, max)}
         places = sorted({0, *chosen, len(steps) - 1})  # type: ignore[assignment]
     shown = [values[place] for place in places]
     return {

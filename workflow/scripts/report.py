@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from pages import benchmark, curve, render, source_of, strips, time_of_training
+from pages import benchmark, curve, real, render, source_of, strips, time_of_training
 
 from image_diffusion.core.config.base import parse, read_yaml
 from image_diffusion.core.files.atomic import digest, read_json, write_page
@@ -24,7 +24,7 @@ from image_diffusion.core.journal.metric_definitions import definition_of
 from image_diffusion.core.journal.reader import History, logged_stages, of_weights, read_journal
 from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import body
-from image_diffusion.tracking.run_note import headline_of, sentence
+from image_diffusion.tracking.run_note import doubt_of, headline_of, sentence
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.workflow.plans import used_weights
 
@@ -70,6 +70,7 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         name=experiment.name,
         sentence=sentence(experiment, plan.get("dataset")).replace("`", ""),
         headline=headline_of(experiment, plan.get("headline", "")),
+        doubt=doubt_of(experiment, plan.get("headline", "")) or (judged and judged["doubt"]),
         facts=facts(history, time_of_training(experiment, benchmarks).get("h:m:s")),
         command=f"snakemake --cores all {shlex.quote(experiment.name)}",
         real=source_of(data.parent / "crops" / "sheet.png"),
@@ -103,8 +104,9 @@ def comparisons(judged: dict[str, Any] | None) -> Iterator[str]:
                 f"real held-out images: {entry['floor']:.1%}."
             )
         elif name.endswith("_c2st") and entry["floor"] is not None:
+            accuracy = entry["value"] if entry.get("at_floor_n") is None else entry["at_floor_n"]
             yield (
-                f"A classifier separates them from real images with an accuracy of {entry['value']:.0%}, where 50% is "
+                f"A classifier separates them from real images with an accuracy of {accuracy:.0%}, where 50% is "
                 f"chance; real held-out images: {entry['floor']:.0%}."
             )
         elif name == "mask_iou" and entry["floor"] is not None:
@@ -118,8 +120,9 @@ def comparisons(judged: dict[str, Any] | None) -> Iterator[str]:
 
 def proposals(
     experiment: Path, judged: dict[str, Any] | None, findings: Mapping[str, int]
-) -> Iterator[tuple[str, str]]:
-    """Return the changes that are likeliest to help, the most important first: a reason, and the lines of YAML.
+) -> Iterator[tuple[str, str | None]]:
+    """Return the changes that are likeliest to help, the most important first: a reason, and the line of YAML; None
+    where no setting is changed.
 
     findings: how often the data sheet has each.
     """
@@ -135,16 +138,23 @@ def proposals(
         fewer = max(1, steps // 2)
         yield f"{copies:.0%} of the samples are close to a training image.{anew}", f"train: {{steps: {fewer}}}"
     if conflicts := findings.get("label conflict"):
-        yield f"{conflicts} pairs of equal images have two classes: correct the labels.", "data: {duplicates: drop}"
+        yield (
+            (
+                f"{conflicts} pairs of images that show the same picture are of two classes (see Data sheet). "
+                "Correct the labels."
+            ),
+            None,
+        )
     curve = judged["curve"]
     kernel = next((name for point in curve for name in point if name.endswith("_kd")), None)
-    if kernel and len(curve) > 1 and curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]:
+    is_better = kernel and len(curve) > 1 and 0 < curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]
+    if is_better and copies <= MOST_COPIES:
         yield f"The previews were still improving at the end.{anew}", f"train: {{steps: {2 * steps}}}"
     drops_labels = model["system"].get("objective", {}).get("label_drop_probability", 0) > 0
     if not (experiment / "sweep").is_dir() and judged["can_guide"] and drops_labels:
         yield "Other settings of sampling were not tried.", "sweep: {guidance_scale: [1, 1.5, 2, 4]}"
     few = [entry["n"] for entry in metrics.values() if str(entry["note"]).startswith(("biased", "no interval"))]
-    if few:
+    if few and (experiment / "config" / "sample.yaml").is_file():  # a codec draws no samples
         yield f"{min(few):,} samples are few for these metrics.", f"sample: {{num_samples: {10 * min(few)}}}"
 
 
@@ -242,7 +252,7 @@ def beside(judged: dict[str, Any] | None) -> dict[str, Any]:
     several = {names: entries for names, entries in by_meaning.items() if len(entries) > 1}
     most = max(map(len, several.values()), default=0)
     lines = [
-        [names, *(f"{name}: {entry['value']:.4g} (real images {entry['floor']:.4g})" for name, entry in entries)]
+        [names, *(f"{name}: {entry['value']:.4g} (real images {real(entry)})" for name, entry in entries)]
         + [""] * (most - len(entries))
         for names, entries in several.items()
     ]
@@ -281,9 +291,7 @@ def charts(history: History | None) -> dict[str, dict[str, Any]]:
     for key in sorted({point.key for point in history.points} if history is not None else ()):
         title = SECTIONS.get(key.partition("/")[0], "Others")
         sections.setdefault(title, {})[key] = curve(*history.series(key))  # type: ignore[union-attr]
-    return {
-        title: {key: {"series": [series]} for key, series in keys.items()} for title, keys in sections.items() if keys
-    }
+    return {title: curves for title, curves in sections.items() if curves}
 
 
 def examples(folder: Path) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from pages import render, source_of, time_of_training
 
 from image_diffusion.core.files.atomic import read_json, write_page, write_text
 from image_diffusion.core.journal.reader import read_journal
+from image_diffusion.core.markdown import table
 from image_diffusion.core.process import command
 from image_diffusion.metrics.distances.jackknife import jackknife_deviation
 from image_diffusion.metrics.study_statistics import (
@@ -39,6 +40,7 @@ METHOD = (
 NO_INTERVAL = (
     " The interval over samples is empty where a run has no interval of its own; the note in its metrics.json says why."
 )
+LEFT_OUT = " Runs without the metric, or whose judge is unreliable, are left out: {}."
 DIFFERENCES = (
     " Differences are from the base, with 95 % intervals over {over}; distances are compared as ratios. {how}Of a "
     "hundred changes that do nothing, about five are called better or worse by chance."
@@ -82,6 +84,11 @@ class Variant:
         return statistics.fmean(values) if values else None
 
     @property
+    def made(self) -> list[Run]:
+        """The runs that have results."""
+        return [run for run in self.runs if run.failed is None]
+
+    @property
     def failures(self) -> list[str]:
         """A line for each run that failed."""
         runs = (run for run in self.runs if run.failed not in (None, NOT_MADE))
@@ -123,13 +130,14 @@ def read_run(name: str, seed: int, results: Path, benchmarks: Path) -> Run:
     """Return the results of a run, as far as there are any."""
     run, folder = Run(name, seed), results / name
     try:
-        entries = read_json(folder / "metrics.json")["metrics"]
+        judged = read_json(folder / "metrics.json")
+        entries, unreliable = judged["metrics"], judged.get("doubts", ())
         model = read_json(folder / "train" / "model.json")
     except (ValueError, KeyError):
         run.failed = failure(name)
         return run
     for metric, entry in entries.items():
-        if entry["value"] is not None and not entry.get("doubt"):
+        if entry["value"] is not None and (entry.get("doubt") is None or entry["doubt"] not in unreliable):
             run.metrics[metric] = Measured(entry["value"], jackknife_deviation(entry["interval"]))
     run.steps = model["step"]
     history = read_journal(folder / "journal" / "train")
@@ -184,7 +192,12 @@ def method(lines: Sequence[Line], seeds: Sequence[int]) -> str:
     """Return how the intervals were made."""
     over = {line.difference.over for line in lines if line.difference is not None}
     is_empty = any(line.level is not None and line.level.over_samples is None for line in lines)
-    levels = METHOD + (NO_INTERVAL if is_empty else "")
+    fewer = [
+        f"{line.metric} of {line.variant.name} is over {measured} of {made} runs"
+        for line in lines
+        if (measured := len(line.variant.measured(line.metric))) < (made := len(line.variant.made))
+    ]
+    levels = METHOD + (NO_INTERVAL if is_empty else "") + (LEFT_OUT.format("; ".join(fewer)) if fewer else "")
     if not over:
         return levels
     if len(seeds) > 1:
@@ -261,11 +274,14 @@ def bar_of(difference: Difference | None, reach: float) -> list[str]:
 def markdown(plan: Mapping[str, Any], variants: Sequence[Variant], lines: Sequence[Line]) -> str:
     """Return the table for documents."""
     shown = len(HEADS) if len(variants) > 1 else 5
-    table = [HEADS, [":--", ":--", *(["--:"] * 4), ":--"], *(line.cells() for line in lines)]
-    price = [["variant", *(title for title, _ in COSTS.values())], [":--", *(["--:"] * len(COSTS))]]
-    price += [[variant.name, *costs(variant)] for variant in variants]
-    out = [summary(plan, variants), "", *(f"| {' | '.join(cells[:shown])} |" for cells in table), ""]
-    out += [*(f"| {' | '.join(cells)} |" for cells in price), "", method(lines, plan["seeds"]), ""]
+    align = [":--", ":--", *(["--:"] * 4), ":--"][:shown]
+    measured = table(HEADS[:shown], [line.cells()[:shown] for line in lines], align)
+    price = table(
+        ["variant", *(title for title, _ in COSTS.values())],
+        [[variant.name, *costs(variant)] for variant in variants],
+        [":--", *(["--:"] * len(COSTS))],
+    )
+    out = [summary(plan, variants), "", measured, "", price, "", method(lines, plan["seeds"]), ""]
     out += [f"- failed: {line}" for variant in variants for line in variant.failures]
     return "\n".join(out).rstrip() + "\n"
 

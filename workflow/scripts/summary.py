@@ -7,6 +7,7 @@ python workflow/scripts/summary.py --results results --benchmarks benchmarks --e
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pages import interval, render, source_of, time_of_training
 
 from image_diffusion.core.files.atomic import read_json, write_page
 from image_diffusion.core.process import command
+from image_diffusion.workflow.plans import used_weights
 
 HEADS = ["experiment", "system", "data", "steps", "metric", "value", "95 % interval", "real images", "training"]
 
@@ -22,9 +24,9 @@ def line(name: str, results: Path, benchmarks: Path) -> dict[str, Any]:
     """Return the facts of an experiment that was made, as the page shows them; `metrics` are the values that are not
     doubted, with their intervals, as text. Raises ValueError or KeyError where its results are not whole."""
     folder = results / name
-    plan, model = read_json(folder / "config" / "plan.json"), read_json(folder / "train" / "model.json")
+    plan, model = read_json(folder / "config" / "plan.json"), read_json(used_weights(folder) / "model.json")
     metrics = read_json(folder / "metrics.json")["metrics"]
-    headline = metrics.get(plan["headline"], {})
+    headline, time = metrics.get(plan["headline"], {}), time_of_training(folder, benchmarks)
     shown = {
         key: f"{entry['value']:.4g}" + (f" [{interval(entry['interval'])}]" if entry.get("interval") else "")
         for key, entry in metrics.items()
@@ -36,16 +38,21 @@ def line(name: str, results: Path, benchmarks: Path) -> dict[str, Any]:
         "data": plan["dataset"],
         "steps": model["step"],
         "metric": plan["headline"],
-        "value": headline.get("value"),
-        "interval": headline.get("interval"),
-        "floor": headline.get("floor"),
-        "doubt": headline.get("doubt"),
-        "time": time_of_training(folder, benchmarks).get("h:m:s", ""),
+        **{key: headline.get(key) for key in ("value", "interval", "n", "floor", "floor_n", "at_floor_n", "doubt")},
+        "time": time.get("h:m:s", ""),
+        "seconds": time.get("s", ""),
         "report": f"{name}/report/index.html",
         "grid": source_of(folder / "samples" / "grid.png"),
+        "drawing": drawing(folder / "samples" / "samples.json"),
         "reconstructions": source_of(folder / "evaluation" / "reconstructions.png"),
         "metrics": shown,
     }
+
+
+def drawing(samples: Path) -> str:
+    """Return as JSON what decides which seeds and classes the images of grid.png have. samples: samples.json."""
+    settings = read_json(samples)["settings"] if samples.is_file() else {}
+    return json.dumps([settings.get(name) for name in ("first_seed", "seed", "labels")])
 
 
 def others(results: Path, requested: list[str], studies: list[dict[str, Any]]) -> list[str]:

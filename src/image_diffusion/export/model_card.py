@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from image_diffusion.core.markdown import table, text
 from image_diffusion.core.resolution import shown
 from image_diffusion.systems.base import Model
 
@@ -69,7 +69,7 @@ def model_card(
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {name}",
         *(f"![{title}]({path})" for path, title in pictures.items()),
-        _table(("", ""), facts.items()),
+        table(("", ""), facts.items()),
         "## Use",
         _USE.format(pipeline=use.pipeline, code=use.code),
         *_results(metrics, measured),
@@ -91,17 +91,6 @@ def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, A
     detector = " and ".join(str(detector["name"]) for detector in measured["protocol"].get("detectors", []))
     how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
     doubted = ", ".join(f"`{key}`" for key, entry in metrics if doubt and entry.get("doubt") == doubt)
-    doubts = [f"Do not rely on {doubted}: {_cell(doubt)}."] if doubted else []
-    table = _table(("Metric", "Value", "95 % interval", "Images", ""), rows)
-    return ["## Results", *doubts, table, *([how] if how else [])]
-
-
-def _table(head: tuple[str, ...], rows: Any) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    """Return a value as the text of a cell: names come from the data, and are no HTML, links or rows of their own."""
-    text = html.escape(" ".join(str(value).splitlines()), quote=False)
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("[", "\\[")
+    doubts = [f"Do not rely on {doubted}: {text(doubt)}."] if doubted else []
+    shown = table(("Metric", "Value", "95 % interval", "Images", ""), rows)
+    return ["## Results", *doubts, shown, *([how] if how else [])]

@@ -36,7 +36,8 @@ class Difference:
     """Difference of a variant from the base.
 
     is_ratio: as a share of the base's value, as that of a distance is, where no run is zero or less: -0.2 is a fifth
-    less. interval: 95 %; None if the noise is unknown. over: the source of the noise.
+    less. interval: 95 %; None if the noise is unknown. verdict: None, too, where a metric that differs is not better
+    the higher or the lower it is. over: the source of the noise.
     """
 
     value: float
@@ -82,12 +83,6 @@ def level(metric: str, runs: Sequence[Measured]) -> Level:
     finite = [deviation for deviation in deviations if deviation is not None]
     samples = level_at(1.96 * math.hypot(*finite) / n) if len(finite) == n else None
     return Level(math.exp(mean) if log else mean, seeds, samples)
-
-
-def higher_is_better(metric: str) -> bool:
-    """True if more of a metric is better."""
-    definition = definition_of(metric)
-    return definition is not None and definition.better == "higher"
 
 
 def is_ratio(metric: str) -> bool:
@@ -186,8 +181,12 @@ def _difference(
     bounds = None if math.isnan(reach) else (value - reach, value + reach)
     verdict: Verdict | None = None
     if bounds is not None:
-        apart = bounds[0] > 0 or bounds[1] < 0
-        verdict = "within noise" if not apart else "better" if (value > 0) == higher_is_better(metric) else "worse"
+        definition = definition_of(metric)
+        better = definition.better if definition is not None else ""
+        if bounds[0] <= 0 <= bounds[1]:
+            verdict = "within noise"
+        elif better in ("higher", "lower"):
+            verdict = "better" if (value > 0) == (better == "higher") else "worse"
     if log:
         value, bounds = math.expm1(value), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
     return Difference(value, bounds, verdict, over, is_ratio=log)

@@ -17,6 +17,7 @@ from image_diffusion.core.config.base import load
 from image_diffusion.core.files.atomic import make_folder, write_json, write_page
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.writer import open_journal
+from image_diffusion.core.plain_page import plain_page
 from image_diffusion.core.process.command import Parser
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.quality.contact_sheets import repeated_pictures, strange_images
@@ -24,12 +25,6 @@ from image_diffusion.data.quality.datasheet import body, describe_images
 from image_diffusion.data.quality.duplicates import near_duplicates
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record, read_unwanted
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums } img { max-width: 100% } summary { cursor: pointer }
-"""
 
 
 def write_datasheet(
@@ -67,9 +62,8 @@ def write_datasheet(
         *strange_images(every, sheet, numbers, output / "strange.png"),
     ]
     sheet |= {"data": every.digest, "files": describe(output, drawn)}
-    title = f"Data sheet of {sheet['name']}"
-    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>'
-    write_page(output / "index.html", f"{head}\n<h1>{title}</h1>\n{body(sheet, lambda name: name)}\n</html>\n")
+    page = plain_page(f"Data sheet of {sheet['name']}", body(sheet, lambda name: name))
+    write_page(output / "index.html", page)
     write_json(output / "datasheet.json", sheet)
     return sheet
 

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from image_diffusion.core.markdown import table
+from image_diffusion.core.plain_page import plain_page
 from image_diffusion.synthesis.croissant import DataSetFacts
 from image_diffusion.synthesis.scorecard import Scores
 from image_diffusion.synthesis.scores import SCORES
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top }
-td.number { text-align: right; font-variant-numeric: tabular-nums } .wrong { color: #b00020 }
-"""
 _FILES = {"folders": "images/**", "webdataset": "shard-*.tar", "parquet": "data/*.parquet"}
 _READING = {
     "folders": 'torchvision.datasets.ImageFolder("images")',
@@ -30,10 +27,7 @@ def data_card(
 ) -> str:
     """Return README.md, with the front matter of the Hugging Face Hub. counts: `Selection.counts`."""
     head, *rows = counts_table(counts)
-    classes = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    measured = "\n".join(
-        f"| {' | '.join(row[:4])} |" for _, rows in _rows_by_group(scores) for row in rows if row[1] != "not measured"
-    )
+    measured = [row[:4] for _, rows in _rows_by_group(scores) for row in rows if row[1] != "not measured"]
     return f"""---
 license: other
 license_name: not-stated
@@ -59,13 +53,9 @@ A low privacy score is a measurement by the attacks below, not a proof of anonym
 
 **How to read it.** `{_READING[layout]}`
 
-| {" | ".join(head)} |
-|{" --- |" * len(head)}
-{classes}
+{table(head, rows)}
 
-| {" | ".join(HEADS[:4])} |
-| --- | --- | --- | --- |
-{measured}
+{table(HEADS[:4], measured)}
 
 `index.html` explains the scores. `croissant.json` describes the files for catalogues, and `SHA256SUMS` has their sums.
 """
@@ -100,8 +90,7 @@ def score_page(
 ) -> str:
     """Return the page of a scorecard. require: the requirement; wrong: a sentence for each condition that does not
     hold. counts: `Selection.counts`."""
-    title = f"Scorecard of {html.escape(facts.name)}"
-    body = [f"<h1>{title}</h1>", f"<p>{html.escape(facts.description)}</p>", *_release(require, wrong)]
+    body = [f"<p>{html.escape(facts.description)}</p>", *_release(require, wrong)]
     for group, rows in _rows_by_group(scores):
         body += [f"<h2>{group}</h2>", "<table>", _line(HEADS, "th")]
         body += [*(_line(row, "td") for row in rows), "</table>"]
@@ -112,10 +101,7 @@ def score_page(
         " Fidelity, diversity and copies_in_features are measured on the features of the data set's own detector, the"
         " rest of privacy on pixels. An image may be rejected for several reasons.</p>"
     )
-    start = (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>'
-    )
-    return "\n".join([start, *body, "</html>", ""])
+    return plain_page(f"Scorecard of {facts.name}", "\n".join(body))
 
 
 def _release(require: str, wrong: Sequence[str]) -> list[str]:

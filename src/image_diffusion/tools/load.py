@@ -58,13 +58,10 @@ def load(trained: str | Path, results: str | Path = "results", **settings: Any) 
 
 
 def _checked(request: Any, columns: Mapping[str, Column]) -> pandas.DataFrame:
-    """Return a request as a table. Raises ValueError for a column that the model does not have or that is missing, and
-    for no rows."""
+    """Return a request as a table. Raises ValueError for a column that the model does not have or that is missing."""
     table = pandas.DataFrame(request)
     if unknown := [str(name) for name in table if name not in columns]:
         raise ValueError(f"Unknown column {unknown[0]!r}. The model takes {', '.join(columns)}.")
     if missing := [name for name, column in columns.items() if column.required and name not in table]:
         raise ValueError(f"The column {missing[0]!r} is missing. The model takes {', '.join(columns)}.")
-    if table.empty:
-        raise ValueError("The table has no rows. Give a row for each image.")
     return table

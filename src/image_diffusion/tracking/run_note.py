@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.workflow.plans import used_weights
@@ -32,13 +33,27 @@ class Headline:
 
 def headline_of(experiment: Path, metric: str) -> Headline | None:
     """Return the headline in a results folder, if it belongs to the weights in that folder and its judge is trusted."""
+    entry = _entry(experiment, metric)
+    if entry is None or entry.get("doubt"):
+        return None
+    low_high = entry.get("interval")
+    return Headline(metric, float(entry["value"]), (low_high[0], low_high[1]) if low_high else None)
+
+
+def doubt_of(experiment: Path, metric: str) -> str | None:
+    """Return why the headline in a results folder, of the weights in that folder, is not to be relied on; None if it is
+    or is missing."""
+    entry = _entry(experiment, metric)
+    return entry.get("doubt") if entry is not None else None
+
+
+def _entry(experiment: Path, metric: str) -> dict[str, Any] | None:
+    """Return the entry of a metric that was measured with the weights in a results folder."""
     try:
         judged, model = read_json(experiment / "metrics.json"), read_json(used_weights(experiment) / "model.json")
-        entry, weights = judged["metrics"][metric], judged["protocol"]["weights"]
-        if entry["value"] is None or entry.get("doubt") or weights["sha256"] != model["sha256"]:
-            return None
-        low_high = entry.get("interval")
-        return Headline(metric, float(entry["value"]), (low_high[0], low_high[1]) if low_high else None)
+        entry: dict[str, Any] = judged["metrics"][metric]
+        is_current = judged["protocol"]["weights"]["sha256"] == model["sha256"]
+        return entry if is_current and entry["value"] is not None else None
     except (ValueError, KeyError, TypeError):  # not there yet, or damaged: its stage tells, and makes it again
         return None
 
@@ -50,7 +65,9 @@ def card(experiment: Path, data: str | None, metric: str, others: Iterable[tuple
     """
     name, own = experiment.name, headline_of(experiment, metric)
     lines = [sentence(experiment, data), ""]
-    if own is None:
+    if doubt := doubt_of(experiment, metric):
+        lines.append(f"**No headline** by {metric}: {doubt}.")
+    elif own is None:
         lines.append(f"**Not evaluated yet** by {metric}.")
     else:
         lines += [f"**{own}** (lower is better). {ranked(own, list(others))}"]

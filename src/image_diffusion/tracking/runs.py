@@ -83,11 +83,11 @@ class Runs:
             self._connection.note_sent(artifacts, self._files[run_id], wrong)
 
     def send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags; those that are already set are not sent."""
+        """Set tags; those that are already set are not sent. An empty one is set only in place of another."""
         with self._naming_errors():
             present = self._fetched[run_id].data.tags
             cut = {_name(key): _cut(value, _MAX_TAG_CHARS) for key, value in tags.items()}
-            changed = [RunTag(key, value) for key, value in cut.items() if present.get(key) != value]
+            changed = [RunTag(key, value) for key, value in cut.items() if present.get(key, "") != value]
             for batch in _batches(changed, _MAX_TAGS):
                 self._write(self._client.log_batch, run_id, tags=batch, synchronous=True)
                 present.update({tag.key: tag.value for tag in batch})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from image_diffusion.core.journal.reader import Point
 
@@ -51,9 +50,10 @@ def measured(points: Sequence[Point], headline: str) -> list[Point]:
 
 def scalars(points: Iterable[Point], headline: str) -> list[Point]:
     """Return one number each for a table of runs that have ended: `final/` the last and `best/` the lowest of the loss
-    of validation and of the headline, if they have more than one point to choose from. Each at the step and the time of
-    the point that it is. The last loss is that of the largest step, the last headline that of the latest evaluation,
-    which may be of weights of an earlier step."""
+    of validation and of the headline, if they have more than one point to choose from. The last loss is that of the
+    largest step, the last headline that of the latest evaluation, which may be of weights of an earlier step. Each has
+    the largest step and the latest time of its curve: MLflow's table shows the point of the largest step, and of
+    several the latest, so that this is the last one that was sent."""
     summaries = []
     by_key: dict[str, list[Point]] = {"validation/loss": [], f"evaluate/{headline}": []}
     for point in points:
@@ -62,8 +62,9 @@ def scalars(points: Iterable[Point], headline: str) -> list[Point]:
     for name, series, order in zip(("validation_loss", headline), by_key.values(), orders, strict=True):
         numbers = [point for point in series if point.value == point.value]  # a NaN is no number
         if len(numbers) > 1:
-            summaries.append(replace(max(numbers, key=order), key=f"final/{name}"))
-            summaries.append(replace(min(numbers, key=lambda point: (point.value, point.step)), key=f"best/{name}"))
+            step, time = max(point.step for point in numbers), max(point.time for point in numbers)
+            summaries.append(Point(f"final/{name}", max(numbers, key=order).value, step, time))
+            summaries.append(Point(f"best/{name}", min(point.value for point in numbers), step, time))
     return summaries
 
 

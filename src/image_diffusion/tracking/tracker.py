@@ -151,9 +151,10 @@ def _send_card(runs: Runs, run_id: str, request: Request, dataset: str | None, g
     """Send what the page of a training opens with, and what other runs can be compared with it by."""
     runs.send_view(request.best_metric)
     own = headline_of(request.experiment, request.best_metric)
+    tags = dict.fromkeys((GROUP, HEADLINE, "headline"), "")
     if own is not None:
-        shown = json.dumps([own.metric, own.value, own.interval])
-        runs.send_tags(run_id, {GROUP: group, HEADLINE: shown, "headline": str(own)})
+        tags = {GROUP: group, HEADLINE: json.dumps([own.metric, own.value, own.interval]), "headline": str(own)}
+    runs.send_tags(run_id, tags)
     others = runs.headlines(group, run_id) if own is not None else []
     runs.send_note(run_id, card(request.experiment, dataset, request.best_metric, others))
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from image_diffusion.core.markdown import table
 from image_diffusion.data.quality.duplicates import FAINT, chains, groups
 from image_diffusion.data.shards.records import Quarantined, Sample
 
@@ -224,8 +225,8 @@ def body(sheet: Mapping[str, Any], picture: Callable[[str], str]) -> str:
         ("Flags", sheet["flags"]), ("Classes", sheet["classes"]),
     ):  # fmt: skip
         if counts:
-            table = _table(["", "images"], [[name, count] for name, count in counts.items()])
-            parts.append(f"<details><summary>{title}: {len(counts):,}</summary>{table}</details>")
+            counted = _table(["", "images"], [[name, count] for name, count in counts.items()])
+            parts.append(f"<details><summary>{title}: {len(counts):,}</summary>{counted}</details>")
     return "\n".join(parts)
 
 
@@ -269,9 +270,9 @@ def summary(manifest: dict[str, Any], source: dict[str, Any]) -> str:
         "Source": ", ".join(f"{key}: {value}" for key, value in source.items()),
         "Cut": ", ".join(f"{key}: {value}" for key, value in manifest.get("crop", {}).items()),
     }
-    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value)
+    rows = [(key, value) for key, value in facts.items() if value]
     return (
-        f"# {manifest['name']}\n\n| | |\n| --- | --- |\n{rows}\n\n"
+        f"# {manifest['name']}\n\n{table(('', ''), rows)}\n\n"
         "Why the images were collected, who agreed to it, and what they may be used for is not known to the program "
         "that wrote this page.\n"
     )

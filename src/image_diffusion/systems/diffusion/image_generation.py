@@ -203,8 +203,10 @@ class ImageSampling(Sampling, ABC):
 
         def predict(table: pandas.DataFrame) -> NDArray[Any]:
             """Return images, [N, H, W, C]. table: the columns of `served`; without a class, each seed gets
-            the class that `sample` gives it. Raises ValueError for a class that does not exist, or that is named
-            twice, and for an image that cannot be read or does not fit."""
+            the class that `sample` gives it. Raises ValueError for no rows, for a class that is missing in a row, does
+            not exist or is named twice, and for an image that cannot be read or does not fit."""
+            if table.empty:
+                raise ValueError("The table has no rows. Give a row for each image.")
             seeds = torch.tensor(table["seed"].to_numpy(np.int64))
             labels = None
             if model.spec.num_classes:
@@ -333,4 +335,8 @@ def _wanted_labels(rows: pandas.DataFrame) -> Sequence[ClassLabel]:
     columns = [name for name in ("label", "class") if name in rows]
     if len(columns) > 1:
         raise ValueError("A class is given by a number, label, and by its name, class. Give one of the two.")
+    for name in columns:
+        for number, is_missing in enumerate(rows[name].isna()):
+            if is_missing:
+                raise ValueError(f"Row {number} has no class. Name one in each row, or leave out the column {name!r}.")
     return [int(label) if columns == ["label"] else str(label) for name in columns for label in rows[name]]
