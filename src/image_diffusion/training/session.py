@@ -68,7 +68,6 @@ def run(
 
         torch.manual_seed(config.seed)
         task = build(world)
-        preflight.check_memory(world, task.network, config)
         if start is None and isinstance(config.init_from, str):
             start = Path(config.init_from)
         warm = _warm_start(task.network, model, start) if world.is_main and start is not None else None

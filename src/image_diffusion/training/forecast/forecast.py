@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -106,7 +107,7 @@ def forecast(
     )
     until = until or Deadline(MEASURING_S)
     device = best_device()
-    world = World(0, 1, device)
+    world = World(0, 1, device, hosts=(socket.gethostname(),))
     own = on_hardware(own, world)
     with switches(own.deterministic, own.tf32, bool(own.compile)):
         try:
