@@ -207,6 +207,17 @@ def test_what_does_not_fit_is_refused() -> None:
         check(1.0, 2.0, 3.0, 2.0)
 
 
+def test_a_strict_step_that_does_not_fit_names_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(step: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    with pytest.raises(ValueError, match=r"A step of 6 examples a process .*Make train\.strict_chunk smaller"):
+        found(before=full, deterministic="strict", strict_chunk=6)
+    with pytest.raises(ValueError, match=r"Make train\.strict_chunk smaller"):
+        check(3.0, 2.0, 1.0, 2.0, "train.strict_chunk")
+
+
 def test_durations_are_told_in_words() -> None:
     assert [duration(s) for s in (4.21, 90, 9000, 200_000)] == ["4.21 s", "1.5 min", "2.5 h", "2.3 days"]
 

@@ -227,4 +227,4 @@ def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) 
 
 
 if __name__ == "__main__":
-    command.run(main, "train.microbatch", "preview.batch_size")
+    command.run(main, "train.microbatch (train.strict_chunk with deterministic: strict)", "preview.batch_size")

@@ -192,6 +192,11 @@ class TrainConfig(Sparse):
         return self.sharding in ("full", "machine")
 
     @property
+    def microbatch_key(self) -> str:
+        """Return the key of the examples computed at once."""
+        return "train.strict_chunk" if self.deterministic == "strict" else "train.microbatch"
+
+    @property
     def tunes(self) -> bool:
         """True if the section names parts of the network, which has to be built to check them."""
         return bool(self.freeze or self.lora or self.lr_factors or self.optimizer.looks_inside)

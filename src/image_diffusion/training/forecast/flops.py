@@ -54,8 +54,7 @@ def counted(
 ) -> Counted:
     """Count a step of one of several processes. network: builds it; task: what is done with it. per_machine: how many
     of them are on each machine; unset: all."""
-    share = -(-config.global_batch // processes)
-    with _without_contents(network, task, config, share) as (trainer, examples, memory):
+    with _without_contents(network, task, config, share_of(config, processes)) as (trainer, examples, memory):
         memory.peak = memory.live
         for step in (1, config.steps):
             trainer.backward(examples, step)
@@ -66,6 +65,15 @@ def counted(
     elsewhere = kept_elsewhere(trainer, config, processes, per_machine)
     parameters = sum(parameter.numel() for parameter in trainer.flat.parameters.values())
     return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
+
+
+def share_of(config: TrainConfig, processes: int) -> int:
+    """Return the examples of a step that one of several processes computes: the most that one has; with `strict` whole
+    chunks, or the global batch."""
+    if config.deterministic != "strict":
+        return -(-config.global_batch // processes)
+    chunks = -(-config.global_batch // config.strict_chunk)
+    return min(config.global_batch, -(-chunks // processes) * config.strict_chunk)
 
 
 def operations_per_example(
@@ -86,6 +94,8 @@ def _without_contents(
 ) -> Iterator[tuple[Trainer, Examples, Memory]]:
     """Build a trainer of one process and a batch of `share` examples; all tensors made in this context are fake."""
     plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
+    if config.deterministic == "strict":
+        plain["microbatch"] = config.strict_chunk
     fake, memory = FakeTensorMode(allow_non_fake_inputs=True), Memory()
     with fake, memory:
         built = network()
@@ -103,7 +113,7 @@ def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_ma
     """Return the bytes that other processes keep for this one: with sharding, of the moments and the averages, and of
     the gradient where weights are shared, too. These are here as a whole, at least now and then, for a validation; and
     so is the gradient, beside its share, until the last microbatch of a step."""
-    own = -(-config.global_batch // processes)
+    own = share_of(config, processes)
     if config.sharding == "machine":
         processes = min(processes, per_machine or processes)
     if config.sharding == "none" or processes == 1:
