@@ -83,6 +83,11 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     keeps = found(checkpoint={"every_steps": 10, "keep_every": 100}, validate_every_steps=None)
     assert keeps.disk_gib == pytest.approx(usual.disk_gib + 10 * usual.checkpoint_gib, rel=0.01)
     assert keeps.validation_s == 0
+    weights = 4 * 4000 / 2**30
+    assert found(keep_raw=True).disk_gib == pytest.approx(usual.disk_gib + weights, rel=0.01)
+    frozen = found(freeze=["weight"], init_from="weights")
+    assert frozen.parameters == 1000
+    assert frozen.disk_gib == pytest.approx(3 * frozen.checkpoint_gib + weights, rel=0.01)
     assert 0 < usual.memory_gib < 64
 
 

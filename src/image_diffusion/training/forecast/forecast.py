@@ -115,6 +115,7 @@ def forecast(
             step_s, measured_steps = _steps(trainer, world, config.steps, steps, until)
             checkpoint = sum(t.nbytes for group in trainer.capture(0, False).groups.values() for t in group.values())
             memory = _memory(device, checkpoint)
+            weights = sum(tensor.nbytes for tensor in trainer.raw_weights().values()) * (1 + config.keep_raw)
             passes_s, not_measured = _passes(trainer, world, step_s / share / 3, sampled_in, until)
             evaluation_s = passes_s.pop(None)
             flops = flops_per_example(next(trainer.batches(0)), partial(trainer.losses, 1 + config.steps // 2))
@@ -143,7 +144,7 @@ def forecast(
         validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
         memory_gib=(memory - kept_elsewhere(trainer, config, processes, per_machine)) / GIB,
         checkpoint_gib=checkpoint / GIB,
-        disk_gib=_checkpoints_at_most(config) * checkpoint / GIB + 4 * trainer.flat.size / GIB,
+        disk_gib=(_checkpoints_at_most(config) * checkpoint + weights) / GIB,
     )
 
 

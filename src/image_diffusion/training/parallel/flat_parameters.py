@@ -203,7 +203,7 @@ def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
     apart: matrices that are in no piece with others, by name."""
     pieces, stop = [], layout.matrices_end
     matrices = [slot for slot in layout.slots if slot.start < layout.matrices_end]
-    for before, slot in zip([None, *matrices[:-1]][::-1], matrices[::-1], strict=True):
+    for before, slot in zip([None, *matrices][:-1][::-1], matrices[::-1], strict=True):
         ends = before is None or (before.name in apart) != (slot.name in apart)
         if ends or stop - slot.start >= _PIECE:
             pieces.append((slot.start, stop))
