@@ -32,7 +32,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.stages.doctor import tell_counted
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import Counted, _nothing_moves, counted, operations_per_example, share_of
+from image_diffusion.training.forecast.flops import Counted, _nothing_moves, counted, operations_per_example
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -113,8 +113,8 @@ def test_a_strict_process_computes_whole_chunks_whatever_the_microbatch() -> Non
 @pytest.mark.parametrize(("processes", "share"), [(1, 20), (2, 16), (3, 8), (16, 8)])
 def test_the_share_of_a_process(processes: int, share: int) -> None:
     config = TrainConfig.model_validate({"steps": 1, "global_batch": 20, "deterministic": "strict", "strict_chunk": 8})
-    assert share_of(config, processes) == share
-    assert share_of(config.model_copy(update={"deterministic": "run"}), processes) == -(-20 // processes)
+    assert config.share_of(processes) == share
+    assert config.model_copy(update={"deterministic": "run"}).share_of(processes) == -(-20 // processes)
 
 
 def test_operations_are_counted_without_a_whole_step_too() -> None:

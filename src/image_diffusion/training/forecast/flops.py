@@ -54,7 +54,7 @@ def counted(
 ) -> Counted:
     """Count a step of one of several processes. network: builds it; task: what is done with it. per_machine: how many
     of them are on each machine; unset: all."""
-    with _without_contents(network, task, config, share_of(config, processes)) as (trainer, examples, memory):
+    with _without_contents(network, task, config, config.share_of(processes)) as (trainer, examples, memory):
         memory.peak = memory.live
         for step in (1, config.steps):
             trainer.backward(examples, step)
@@ -65,15 +65,6 @@ def counted(
     elsewhere = kept_elsewhere(trainer, config, processes, per_machine)
     parameters = sum(parameter.numel() for parameter in trainer.flat.parameters.values())
     return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
-
-
-def share_of(config: TrainConfig, processes: int) -> int:
-    """Return the examples of a step that one of several processes computes: the most that one has; with `strict` whole
-    chunks, or the global batch."""
-    if config.deterministic != "strict":
-        return -(-config.global_batch // processes)
-    chunks = -(-config.global_batch // config.strict_chunk)
-    return min(config.global_batch, -(-chunks // processes) * config.strict_chunk)
 
 
 def operations_per_example(
@@ -113,7 +104,7 @@ def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_ma
     """Return the bytes that other processes keep for this one: with sharding, of the moments and the averages, and of
     the gradient where weights are shared, too. These are here as a whole, at least now and then, for a validation; and
     so is the gradient, beside its share, until the last microbatch of a step."""
-    own = share_of(config, processes)
+    own = config.share_of(processes)
     if config.sharding == "machine":
         processes = min(processes, per_machine or processes)
     if config.sharding == "none" or processes == 1:

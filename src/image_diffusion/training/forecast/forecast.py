@@ -21,7 +21,7 @@ from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import kept_elsewhere, share_of
+from image_diffusion.training.forecast.flops import kept_elsewhere
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
 from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
@@ -101,7 +101,7 @@ def forecast(
 
     Raises ValueError if a step needs more memory than the device has.
     """
-    share, key = share_of(config, processes), config.microbatch_key
+    share, key = config.share_of(processes), config.microbatch_key
     own = config.model_copy(
         update={"global_batch": share, "validate_every_steps": None, "grid_every_steps": None, "max_hours": None}
     )
