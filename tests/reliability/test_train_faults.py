@@ -106,6 +106,11 @@ def test_a_dead_process_ends_the_others_and_the_next_start_goes_on(
     assert results(tmp_path) == expected[2]
 
 
+def test_a_preview_may_take_longer_than_a_process_waits_for_another(attempts: Attempts, tmp_path: Path) -> None:
+    outcome = attempts(Attempt(str(tmp_path), processes=2, changes={"grid_every_steps": 10}, inject="slow previews"))
+    assert outcome.codes == [0, 0], outcome.output
+
+
 @pytest.mark.parametrize(("processes", "sharding"), [(1, "none"), (2, "full")])
 def test_a_full_disk_is_told_and_the_next_start_goes_on(
     attempts: Attempts, tmp_path: Path, processes: int, sharding: str

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 from unittest.mock import patch
@@ -226,6 +227,19 @@ def _previews(rank: int) -> None:
     SYSTEMS["mlp"] = lambda world: replace(mlp(world), grid=grid)
 
 
+def _slow_previews(rank: int) -> None:
+    """The first preview takes longer than a process waits for another."""
+    global run
+
+    def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
+        if step == 0:
+            time.sleep(6.0)
+        return {}
+
+    SYSTEMS["mlp"] = lambda world: replace(mlp(world), grid=grid)
+    run = partial(run, hang_s=4.0)
+
+
 def _held(where: Any, name: str, is_last: Callable[..., bool]) -> Callable[[int], None]:
     """Something is done for the last time only when there is a file `go` in the folder of the run."""
 
@@ -377,6 +391,7 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "slow validation": _slow_validation,
     "no dropout": _no_dropout,
     "previews": _previews,
+    "slow previews": _slow_previews,
     "half": _half,
     "overflow": _overflow,
     "two machines": _two_machines,

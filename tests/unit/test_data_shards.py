@@ -4,9 +4,11 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from image_diffusion.core.files import checksums
 from image_diffusion.core.files.atomic import read_json, sha256_file, write_json
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.data.shards.loader import Batches, Examples
+from image_diffusion.data.shards.loader import Batches, Examples, _Staging
 from image_diffusion.data.shards.order import Balanced, epoch_order
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.records import (
@@ -431,6 +433,35 @@ def test_records_are_read_back_as_they_were(make: Make) -> None:
     folder, _, _ = make([4])
     record = read_record(folder, 0)
     assert replace(record) == record and record.samples[3].key == "00000-000003"
+
+
+def test_examples_are_copied_within_the_device_of_a_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on the first GPU. To leave a stream of another one goes back, which takes memory of the first."""
+    of_process, empty = torch.device("meta"), torch.empty
+    current: list[torch.device | None] = [None]
+
+    @contextmanager
+    def device(chosen: Any) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    @contextmanager
+    def stream(chosen: Any) -> Iterator[None]:
+        assert current[-1] == of_process
+        yield
+        assert current[-1] == of_process
+
+    def unpinned(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        return empty(*size, **options)
+
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
+    fakes = {"device": device, "stream": stream, "Stream": lambda device: None, "Event": lambda: event}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    moved, _ = _Staging(of_process, 2).put(open_shards(make([4])[0]), np.arange(4), None, (torch.arange(4),))
+    assert [tensor.device for tensor in moved] == [of_process] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

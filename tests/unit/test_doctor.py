@@ -83,6 +83,11 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     keeps = found(checkpoint={"every_steps": 10, "keep_every": 100}, validate_every_steps=None)
     assert keeps.disk_gib == pytest.approx(usual.disk_gib + 10 * usual.checkpoint_gib, rel=0.01)
     assert keeps.validation_s == 0
+    weights = 4 * 4000 / 2**30
+    assert found(keep_raw=True).disk_gib == pytest.approx(usual.disk_gib + weights, rel=0.01)
+    frozen = found(freeze=["weight"], init_from="weights")
+    assert frozen.parameters == 1000
+    assert frozen.disk_gib == pytest.approx(3 * frozen.checkpoint_gib + weights, rel=0.01)
     assert 0 < usual.memory_gib < 64
 
 
@@ -205,6 +210,17 @@ def test_what_does_not_fit_is_refused() -> None:
         check(3.0, 2.0, 1.0, 2.0)
     with pytest.raises(ValueError, match=r"writes 3\.00 GiB, but 2\.00 GiB are free\. Make room"):
         check(1.0, 2.0, 3.0, 2.0)
+
+
+def test_a_strict_step_that_does_not_fit_names_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(step: int) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    with pytest.raises(ValueError, match=r"A step of 6 examples a process .*Make train\.strict_chunk smaller"):
+        found(before=full, deterministic="strict", strict_chunk=6)
+    with pytest.raises(ValueError, match=r"Make train\.strict_chunk smaller"):
+        check(3.0, 2.0, 1.0, 2.0, "train.strict_chunk")
 
 
 def test_durations_are_told_in_words() -> None:

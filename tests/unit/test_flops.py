@@ -103,6 +103,20 @@ def test_a_process_takes_its_share_in_microbatches() -> None:
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
 
 
+def test_a_strict_process_computes_whole_chunks_whatever_the_microbatch() -> None:
+    strict = {"deterministic": "strict", "strict_chunk": 4}
+    alone = found("DiT-S/8", global_batch=16, **strict)
+    assert alone == found("DiT-S/8", global_batch=16, microbatch=4)
+    assert alone == found("DiT-S/8", global_batch=16, microbatch=1, **strict)
+
+
+@pytest.mark.parametrize(("processes", "share"), [(1, 20), (2, 16), (3, 8), (16, 8)])
+def test_the_share_of_a_process(processes: int, share: int) -> None:
+    config = TrainConfig.model_validate({"steps": 1, "global_batch": 20, "deterministic": "strict", "strict_chunk": 8})
+    assert config.share_of(processes) == share
+    assert config.model_copy(update={"deterministic": "run"}).share_of(processes) == -(-20 // processes)
+
+
 def test_operations_are_counted_without_a_whole_step_too() -> None:
     network = partial(DiTConfig(size="DiT-S/2").build, SPEC, learned_variance=True)
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 8})

@@ -1,6 +1,7 @@
 """The launcher: one command line for one node, another for several nodes of a Slurm job, the same processes in both."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -134,6 +135,26 @@ def test_more_processes_than_gpus_are_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert "error: 2 processes cannot share the 1 GPU of " in line
+
+
+ONE_FAILS = """
+import os, signal, time
+from image_diffusion.core.process import command
+
+def main():
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    if os.environ["RANK"] in "23":
+        raise ValueError("the disk of this machine is full.")
+    time.sleep(60)
+
+command.run(main)
+"""
+
+
+def test_an_error_of_another_process_than_the_first_is_shown(tmp_path: Path) -> None:
+    done = launch(tmp_path, ONE_FAILS, "--processes-per-node", "4")
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: the disk of this machine is full\. \(process [23]\)\n", done.stderr)
 
 
 RECORDS = """

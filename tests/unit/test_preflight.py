@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,9 +12,18 @@ from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.preflight import Tried
 from image_diffusion.training.parallel.world import World, join
+from image_diffusion.training.trainer import Trainer
 
 ALONE = World(0, 1, torch.device("cpu"), hosts=("here",))
 H100 = "NVIDIA H100 80GB HBM3"
+
+
+class MovedError(Exception):
+    """Raised where a network is moved to a GPU."""
+
+    @staticmethod
+    def to(network: torch.nn.Module, device: torch.device) -> None:
+        raise MovedError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -88,6 +100,24 @@ def test_a_gpu_that_others_fill_is_refused_before_it_is_used(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needs * 2**30 - 1, 80 * 2**30))
     with pytest.raises(ValueError, match=rf"need {needs}.0 GiB, but only {needs}.0 of 80.0 GiB of {H100} are free"):
         preflight.check_memory(world, network, config)
+
+
+def test_frozen_weights_need_no_gradient_and_no_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9 + 1 layers of 256 KiB the last is trained: its gradient and its average are all that weights need more."""
+    network = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(10)))
+    freeze = {"init_from": "weights", "freeze": [f"{i}.*" for i in range(9)]}
+    config = TrainConfig.model_validate({"steps": 1, "ema": {"rates": [0.9]}, **freeze})
+    world = World(0, 1, torch.device("cuda", 0), hosts=("here",))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    monkeypatch.setattr(torch.nn.Module, "to", MovedError.to)
+    objective = SimpleNamespace(layers={}, pairs_samples=False)
+    task: Any = SimpleNamespace(network=network, objective=objective, validation=None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 2**18, 2**30))
+    with pytest.raises(MovedError):
+        Trainer(task, config, world)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 2**18 - 1, 2**30))
+    with pytest.raises(ValueError, match="Weights, gradient and averages need"):
+        Trainer(task, config, world)
 
 
 def test_a_cpu_is_not_asked_for_memory() -> None:

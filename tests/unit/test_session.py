@@ -29,6 +29,7 @@ from image_diffusion.training.checkpoint.averaged_weights import weights_in
 from image_diffusion.training.checkpoint.stop_signal import SIGNALS
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.load_model import check_trained_by
+from image_diffusion.training.optim import precision
 from image_diffusion.training.session import run
 from image_diffusion.training.trainer import Task
 
@@ -585,3 +586,17 @@ def test_weights_of_another_training_than_was_asked_for_are_refused(tmp_path: Pa
     config.write_text(to_yaml(described | {"train": described["train"] | {"steps": 2}}))
     with pytest.raises(ValueError, match=r"another training than .*train\.yaml describes: train\.steps \(2 here, 3 th"):
         check_trained_by(tmp_path / "train", config)
+
+
+def test_weights_computed_in_fp16_where_a_gpu_has_no_bf16_are_those_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "has_bf16", lambda device: False)
+    config = tmp_path / "train.yaml"
+    start(tmp_path, steps=3, precision="bf16")
+    model = read_model(tmp_path / "train")
+    assert model["train"]["precision"] == "bf16"
+    config.write_text(to_yaml({"train": model["train"], "system": model["system"], "codec": {"type": "rgb"}}))
+    check_trained_by(tmp_path / "train", config)
+    history = read_journal(tmp_path / "journal" / "train")
+    assert history is not None and history.params["train.precision"] == "bf16"

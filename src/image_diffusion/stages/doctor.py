@@ -118,7 +118,7 @@ def main() -> None:
         print(note, flush=True)
     for sentence in (*training.stage.train.advice(), *filter(None, [told_too_late(save_s, arguments.grace_s)])):
         log_line(f"warning: {sentence}")
-    check(together, memory, cost.disk_gib, disk)
+    check(together, memory, cost.disk_gib, disk, training.stage.train.microbatch_key)
     others = {"previews_s": previews_s, "sample_s": sample_s, "save_s": save_s}
     limits = {"memory_limit_gib": memory, "disk_free_gib": disk}
     write_json(arguments.output, asdict(cost) | others | limits)
@@ -193,12 +193,12 @@ def decoding_seconds(training: Training, until: Deadline, count: int = 4) -> flo
     return seconds
 
 
-def check(memory: float, memory_limit: float, disk: float, disk_free: float) -> None:
-    """Raise ValueError for what does not fit. All in GiB."""
+def check(memory: float, memory_limit: float, disk: float, disk_free: float, key: str = "train.microbatch") -> None:
+    """Raise ValueError for what does not fit. All in GiB. key: of the examples computed at once."""
     if memory > memory_limit:
         raise ValueError(
             f"Training needs {memory:.2f} GiB of memory, but {memory_limit:.2f} GiB may be used. Make "
-            f"train.microbatch smaller, or give it more (resources.memory_mb, another GPU)."
+            f"{key} smaller, or give it more (resources.memory_mb, another GPU)."
         )
     if disk > disk_free:
         raise ValueError(

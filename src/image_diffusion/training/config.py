@@ -192,6 +192,19 @@ class TrainConfig(Sparse):
         return self.sharding in ("full", "machine")
 
     @property
+    def microbatch_key(self) -> str:
+        """Return the key of the examples computed at once."""
+        return "train.strict_chunk" if self.deterministic == "strict" else "train.microbatch"
+
+    def share_of(self, processes: int) -> int:
+        """Return the examples of a step that one of several processes computes, the most that any of them has; whole
+        chunks with `strict`."""
+        if self.deterministic != "strict":
+            return -(-self.global_batch // processes)
+        chunks = -(-self.global_batch // self.strict_chunk)
+        return min(self.global_batch, -(-chunks // processes) * self.strict_chunk)
+
+    @property
     def tunes(self) -> bool:
         """True if the section names parts of the network, which has to be built to check them."""
         return bool(self.freeze or self.lora or self.lr_factors or self.optimizer.looks_inside)

@@ -62,13 +62,12 @@ def run(
         world = stack.enter_context(join(hang_s))
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         stack.enter_context(switches(config.deterministic, config.tf32, bool(config.compile)))
-        identity = config.identity()
+        identity, asked = config.identity(), dump(config)
         config = on_hardware(config, world)
         preflight.check(world, dtype_of(config.precision))
 
         torch.manual_seed(config.seed)
         task = build(world)
-        preflight.check_memory(world, task.network, config)
         if start is None and isinstance(config.init_from, str):
             start = Path(config.init_from)
         warm = _warm_start(task.network, model, start) if world.is_main and start is not None else None
@@ -92,14 +91,14 @@ def run(
             book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint}, after=before)
 
         with book:
-            book.params({"train": dump(config), **model, **data})
+            book.params({"train": asked, **model, **data})
             train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
             if world.is_main and trainer.last_step < config.steps:
                 print(_early_end(trainer), flush=True)
                 book.params({"ended_early_at": trainer.last_step})
         for shards in filter(None, (task.data, task.validation)):
             shards.verified()
-        _write(trainer, model, output, state)
+        _write(trainer, {**model, "train": asked}, output, state)
 
 
 def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:
@@ -192,13 +191,13 @@ def _early_end(trainer: Trainer) -> str:
 
 
 def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:
-    """Write the weights, which all processes gather together."""
+    """Write the weights, which all processes gather together. model: with the section `train` that was asked for."""
     config, carried, end = trainer.config, trainer.task.carried, trainer.last_step
     ended = {"ended_early_at": end} if end < config.steps else {}
 
     def described(step: int, average: str | None) -> dict[str, Any]:
         seen = step * config.global_batch
-        return {**model, "step": step, "examples_seen": seen, "ema": average, "train": dump(config), **ended}
+        return {**model, "step": step, "examples_seen": seen, "ema": average, **ended}
 
     if config.keep_raw:
         state.save_weights(output / "raw", trainer.raw_weights(), described(end, None), carried)

@@ -35,6 +35,7 @@ from image_diffusion.training.optim.ema import Averages
 from image_diffusion.training.optim.precision import Precision, dtype_of
 from image_diffusion.training.parallel.flat_parameters import Flat, Vector
 from image_diffusion.training.parallel.gradients import Ordered, Shared, gather_losses, shares
+from image_diffusion.training.parallel.preflight import check_memory
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.parallel.zero import SlicedFlat
 
@@ -115,6 +116,7 @@ class Trainer:
         if task.objective.layers or config.augment is not None:
             trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
             factors = {name: factors.get(name, 1.0) for name in trained}
+        check_memory(world, task.network, config)
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
             world.broadcast(tensor)

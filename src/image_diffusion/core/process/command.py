@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,9 +93,18 @@ def run(main: Callable[[], None], *smaller: str) -> None:
         if not is_expected or os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
             log_line(hidden(traceback.format_exc()))
         if is_expected:
-            log_line(hidden(f"error: {sentence or error}"))
+            line = hidden(f"error: {sentence or error}")
+            log_line(line)
+            _leave_for_launcher(line)
         note(ending_of(error), hidden(f"{sentence or error or type(error).__name__}"))
         sys.exit(1)
+
+
+def _leave_for_launcher(line: str) -> None:
+    """Write the last line of this process where torchrun reads it, if torchrun has started this process."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def _on_package(error: Exception) -> str | None:

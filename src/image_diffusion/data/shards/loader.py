@@ -142,7 +142,7 @@ class _Staging:
             buffer = torch.empty((len(samples), *dataset.shape), dtype=dataset.dtype, pin_memory=True)
             self._buffers[turn] = (buffer, copied)
         stored = dataset.gather(samples, flip, out=buffer)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # a thread begins on device 0
             moved = [tensor.to(self._device, non_blocking=True) for tensor in (stored, *columns)]
             copied.record(self._stream)
         return moved, copied

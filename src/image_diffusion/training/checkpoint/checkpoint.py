@@ -160,14 +160,13 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     """Return a checkpoint and the identity of its run, every byte verified. Raises Damaged."""
     record = read_record(folder)
     groups = dict.fromkeys(_group_of(name)[0] for name in record["files"])
-    attempts = record.get("attempts", ())
     checkpoint = Checkpoint(
         step=record["step"],
         examples_seen=record["examples_seen"],
         reports_due=record["reports_due"],
         groups={group: read_group(folder, record, group) for group in groups},
         extra=record["extra"],
-        attempts=attempts if isinstance(attempts, dict) else dict.fromkeys(attempts, 0),
+        attempts=record.get("attempts", {}),
         split=record.get("split", ""),
     )
     return checkpoint, record["identity"]

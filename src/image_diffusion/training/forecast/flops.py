@@ -54,8 +54,7 @@ def counted(
 ) -> Counted:
     """Count a step of one of several processes. network: builds it; task: what is done with it. per_machine: how many
     of them are on each machine; unset: all."""
-    share = -(-config.global_batch // processes)
-    with _without_contents(network, task, config, share) as (trainer, examples, memory):
+    with _without_contents(network, task, config, config.share_of(processes)) as (trainer, examples, memory):
         memory.peak = memory.live
         for step in (1, config.steps):
             trainer.backward(examples, step)
@@ -86,6 +85,8 @@ def _without_contents(
 ) -> Iterator[tuple[Trainer, Examples, Memory]]:
     """Build a trainer of one process and a batch of `share` examples; all tensors made in this context are fake."""
     plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
+    if config.deterministic == "strict":
+        plain["microbatch"] = config.strict_chunk
     fake, memory = FakeTensorMode(allow_non_fake_inputs=True), Memory()
     with fake, memory:
         built = network()
@@ -103,7 +104,7 @@ def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_ma
     """Return the bytes that other processes keep for this one: with sharding, of the moments and the averages, and of
     the gradient where weights are shared, too. These are here as a whole, at least now and then, for a validation; and
     so is the gradient, beside its share, until the last microbatch of a step."""
-    own = -(-config.global_batch // processes)
+    own = config.share_of(processes)
     if config.sharding == "machine":
         processes = min(processes, per_machine or processes)
     if config.sharding == "none" or processes == 1:

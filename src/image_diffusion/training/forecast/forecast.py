@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -100,13 +101,13 @@ def forecast(
 
     Raises ValueError if a step needs more memory than the device has.
     """
-    share = -(-config.global_batch // processes)
+    share, key = config.share_of(processes), config.microbatch_key
     own = config.model_copy(
         update={"global_batch": share, "validate_every_steps": None, "grid_every_steps": None, "max_hours": None}
     )
     until = until or Deadline(MEASURING_S)
     device = best_device()
-    world = World(0, 1, device)
+    world = World(0, 1, device, hosts=(socket.gethostname(),))
     own = on_hardware(own, world)
     with switches(own.deterministic, own.tf32, bool(own.compile)):
         try:
@@ -114,13 +115,14 @@ def forecast(
             step_s, measured_steps = _steps(trainer, world, config.steps, steps, until)
             checkpoint = sum(t.nbytes for group in trainer.capture(0, False).groups.values() for t in group.values())
             memory = _memory(device, checkpoint)
+            weights = sum(tensor.nbytes for tensor in trainer.raw_weights().values()) * (1 + config.keep_raw)
             passes_s, not_measured = _passes(trainer, world, step_s / share / 3, sampled_in, until)
             evaluation_s = passes_s.pop(None)
             flops = flops_per_example(next(trainer.batches(0)), partial(trainer.losses, 1 + config.steps // 2))
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"A step of {share} examples a process does not fit into the memory of {torch.cuda.get_device_name()}. "
-                f"Make train.microbatch smaller, or take more processes."
+                f"Make {key} smaller, or take more processes."
             ) from None
         peak = product_rate(device, trainer.precision.dtype)
     every, held_out = config.validate_every_steps, trainer.task.validation
@@ -142,7 +144,7 @@ def forecast(
         validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
         memory_gib=(memory - kept_elsewhere(trainer, config, processes, per_machine)) / GIB,
         checkpoint_gib=checkpoint / GIB,
-        disk_gib=_checkpoints_at_most(config) * checkpoint / GIB + 4 * trainer.flat.size / GIB,
+        disk_gib=(_checkpoints_at_most(config) * checkpoint + weights) / GIB,
     )
 
 

@@ -207,7 +207,7 @@ class Reports:
                 numbers[f"validation/{key}"] = value
         if numbers:
             self._journal.metrics(numbers, step, step * self._trainer.config.global_batch)
-        return not world.any(previews is None)
+        return not world.any(previews is None, patient=True)  # while the first process draws, the others wait here
 
 
 def _at(step: int, every: int | None, steps: int) -> bool:

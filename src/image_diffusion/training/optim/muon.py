@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from image_diffusion.core.config.base import Config
 from image_diffusion.training.optim.base import FlatOptimizer, OptimizerConfig, Probability, pieces
 from image_diffusion.training.parallel.flat_parameters import Flat, Slot
+
+if TYPE_CHECKING:
+    from image_diffusion.training.parallel.fsdp import ShardedFlat
 
 
 class Rest(Config):
@@ -94,7 +97,7 @@ class _FlatMuon(FlatOptimizer):
         matrices = [
             (inner[piece.start], piece.factor) for piece in cut if piece.start in inner and piece.stop > piece.start
         ]
-        kind = _Whole if flat.is_whole else _Shared
+        kind: Any = _Whole if flat.is_whole else _Shared
         self.torch = _Both(kind(flat, self.moments["exp_avg"], matrices, config), self.torch)
 
 
@@ -122,7 +125,7 @@ class _Shared(torch.optim.Optimizer):
     """Muon on matrices of which each process has rows: one after the other is gathered, moved in every process, and
     each keeps its rows."""
 
-    def __init__(self, flat: Flat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
+    def __init__(self, flat: ShardedFlat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
         self._flat, self._momentum, self._config = flat, momentum, config
         super().__init__(
             [{"params": [slot.within(flat.values)], "factor": f, "slot": slot} for slot, f in matrices], {}

@@ -86,14 +86,6 @@ class Layout:
         """Return the parts of a vector of this layout, one a tensor, in the tensors' shapes."""
         return [slot.within(vector) for slot in self.slots]
 
-    def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
-        """Return one tensor of a vector of this layout, whole in every process. All processes call it together."""
-        return slot.within(vector)
-
-    def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:
-        """Copy what this process keeps of such a tensor into the vector."""
-        slot.within(vector).copy_(whole)
-
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """Return a vector as tensors by name. All processes call it together."""
         return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
@@ -203,7 +195,7 @@ def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
     apart: matrices that are in no piece with others, by name."""
     pieces, stop = [], layout.matrices_end
     matrices = [slot for slot in layout.slots if slot.start < layout.matrices_end]
-    for before, slot in zip([None, *matrices[:-1]][::-1], matrices[::-1], strict=True):
+    for before, slot in zip([None, *matrices][:-1][::-1], matrices[::-1], strict=True):
         ends = before is None or (before.name in apart) != (slot.name in apart)
         if ends or stop - slot.start >= _PIECE:
             pieces.append((slot.start, stop))

@@ -57,6 +57,7 @@ class Shares(Layout):
             self.keep(vector, slot, whole)
 
     def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
+        """Return one tensor of a vector of this layout, whole in every process. All processes call it together."""
         return self._world.gather(slot.within(vector)).flatten(0, 1)[: self._rows[slot.name]]
 
     def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:

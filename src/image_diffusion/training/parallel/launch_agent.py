@@ -9,19 +9,22 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from image_diffusion.core.process import command
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.job_outcome import note
 from image_diffusion.training.parallel.launch import own_name
 
 
 def main() -> None:
-    """Start the processes and wait for them. A failure that one of them has reported is not reported again."""
+    """Start the processes and wait for them. A failure that the first of them has reported is not reported again."""
     arguments = parse_args(sys.argv[1:])
     if not arguments.standalone and arguments.local_addr is None:
         arguments.local_addr = own_name(os.environ)  # the address that the other nodes connect to
@@ -33,6 +36,7 @@ def main() -> None:
         note("stopped", f"{received.sigval.name} came, and no process has noted that it saved.")
         sys.exit(command.STOPPED)
     except ChildFailedError as failed:
+        _log_errors(failed.failures)
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             sys.exit(failure.exitcode)
@@ -46,6 +50,19 @@ def main() -> None:
         raise ConnectionError(
             f"The nodes did not meet at {arguments.rdzv_endpoint}: {words}. Can every node reach that name and port?"
         ) from None
+
+
+def _log_errors(failures: Mapping[int, ProcessFailure]) -> None:
+    """Log the errors of processes whose output is in files alone, each once. failures: by rank."""
+    errors: dict[str, int] = {}
+    for rank, failure in sorted(failures.items()):
+        file = Path(failure.error_file)  # of `command.run`
+        if failure.local_rank > 0 and file.exists():
+            shown = (file.parents[1] / "0" / "stderr.log").read_text(encoding="utf-8", errors="replace")
+            if failure.message not in shown.splitlines():
+                errors.setdefault(failure.message, rank)
+    for message, rank in errors.items():
+        log_line(f"{message} (process {rank})")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ HANG_S = 600.0
 class World:
     """This process among all. rank: 0 … size - 1. device: where this process computes.
 
-    control: a process group on the CPU, so that agreeing on something never waits for a GPU. per_machine: how many of
-    them are on each machine; unset: all on one. group: the ones that are meant; unset: all of them. hosts: the machine
-    that each process is on.
+    control: a process group on the CPU, so that agreeing on something never waits for a GPU. patient: one that waits a
+    day. per_machine: how many of them are on each machine; unset: all on one. group: the ones that are meant; unset:
+    all of them. hosts: the machine that each process is on.
     """
 
     rank: int
@@ -38,6 +38,7 @@ class World:
     per_machine: int | None = None
     group: dist.ProcessGroup | None = None
     hosts: tuple[str, ...] = ()
+    patient: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -73,12 +74,12 @@ class World:
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
-    def any(self, flag: bool) -> bool:
-        """Return True if the flag is set in any process. Waits for all of them."""
+    def any(self, flag: bool, patient: bool = False) -> bool:
+        """Return True if the flag is set in any process. Waits for all of them; patient: for up to a day."""
         if self.size == 1:
             return flag
         value = torch.tensor([int(flag)])
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.patient if patient else self.control)
         return bool(value)
 
 
@@ -112,15 +113,18 @@ def join(timeout_s: float = HANG_S) -> Iterator[World]:
     if size == 1:
         yield World(0, 1, device, hosts=(host,))
         return
-    limit = timedelta(seconds=timeout_s)
+    limit, day = timedelta(seconds=timeout_s), timedelta(days=1)
     if device.type == "cuda":
         dist.init_process_group("nccl", timeout=limit, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=limit)
     try:
-        control = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=limit))
+        control, patient = (
+            cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout)) for timeout in (limit, day)
+        )
         hosts = [""] * size
         dist.all_gather_object(hosts, host, group=control)
-        yield World(rank, size, device, control, int(os.environ.get("LOCAL_WORLD_SIZE", size)), hosts=tuple(hosts))
+        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        yield World(rank, size, device, control, per_machine, hosts=tuple(hosts), patient=patient)
     finally:
         dist.destroy_process_group()
