@@ -224,10 +224,9 @@ class _Detected:
 class CropPairs(MadeOfCrops):
     """Pairs made from crops."""
 
-    kind: ClassVar[Literal["pairs"]] = "pairs"
-    members: ClassVar = ("npy",)
+    kind: ClassVar = "pairs"
     parts: ClassVar = PARTS
-    made_from_pixels: ClassVar[Literal[True]] = True
+    made_from_pixels: ClassVar = True
 
     def __init__(
         self, crops: Path, images: ImageEncoder, texts: TextEncoder, captions: Captions, source: Source | None
@@ -259,13 +258,11 @@ class CropPairs(MadeOfCrops):
         return rows
 
 
-class StoredPairs:
+class StoredPairs(PairSet):
     """Pairs read from parts, cut into shards of equal size whatever the parts are."""
 
-    kind: ClassVar[Literal["pairs"]] = "pairs"
-    members: ClassVar = ("npy",)
+    kind: ClassVar = "pairs"
     parts: ClassVar = PARTS
-    carried: ClassVar = ()
 
     def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:
         self._source, self._text = source, text

@@ -204,14 +204,11 @@ class ImageCropper:
         return torch.from_numpy(np.stack(pixels)), list(sizes)
 
 
-class PairedImages:
+class PairedImages(PairSet):
     """Images [C, H, W] that belong to the crops, one shard for each of theirs: pictures, or the numbers of labels in
     one channel. A shard is cropped as a whole, and lies in memory until it is written."""
 
-    kind: ClassVar[Literal["images"]] = "images"
-    members: ClassVar = ("npy",)
-    parts: ClassVar = ()
-    carried: ClassVar = ()
+    kind: ClassVar = "images"
 
     def __init__(self, crops: Path, files: Mapping[str, Read], crop: ImageCropper) -> None:
         shards = open_shards(crops, "all")

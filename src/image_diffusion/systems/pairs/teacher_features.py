@@ -75,14 +75,12 @@ class Teacher(Protocol):
         ...
 
 
-class TeacherFeatures:
+class TeacherFeatures(PairSet):
     """Features [D, h, w] of each crop, and of its mirror image. described: further entries of the manifest."""
 
-    kind: ClassVar[Literal["features"]] = "features"
+    kind: ClassVar = "features"
     members: ClassVar = ("npy", "flip.npy")
-    parts: ClassVar = ()
-    carried: ClassVar = ()
-    made_from_pixels: ClassVar[Literal[True]] = True
+    made_from_pixels: ClassVar = True
 
     def __init__(self, crops: Path, teacher: Teacher, described: dict[str, Any]) -> None:
         self._folder, self._teacher = crops, teacher
