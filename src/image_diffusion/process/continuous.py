@@ -136,11 +136,6 @@ class ContinuousProcess(NoiseProcess):
         gamma = self._schedule.gamma(t.double())
         return self._config.scale * gamma.sqrt(), (1 - gamma).sqrt()
 
-    def log_snr(self, t: Tensor) -> Tensor:
-        """Return log(alpha^2 / sigma^2) at times [B], at least log(1e-5), infinite where sigma is 0. Float64 [B]."""
-        alpha, sigma = self.levels(t)
-        return (alpha**2 / sigma**2).clamp(min=1e-5).log()
-
     def network_time(self, t: Tensor) -> Tensor:
         """Return the times [B] themselves, as the network is given them. Float32 [B]."""
         return t.float()
