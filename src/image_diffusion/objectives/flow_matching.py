@@ -67,7 +67,6 @@ class FlowMatchingObjective(NoisedOnce):
         self.pairs_samples = config.contrastive > 0
 
     def uniform(self) -> Self:
-        """Return the squared error alone, at times drawn uniformly."""
         same = super().uniform()
         same._config = self._config.model_copy(update={"contrastive": 0.0})
         same.pairs_samples = False

@@ -107,7 +107,6 @@ class ImportanceSampled(Objective):
         return Losses(losses.loss * weight, parts, losses.time)
 
     def uniform(self) -> Objective:
-        """Return the objective at timesteps that depend on no history, unweighted."""
         return self._objective
 
 

@@ -132,12 +132,10 @@ class ContinuousProcess(NoiseProcess):
         return first + (1 - first) * streams.uniform("timestep").double()
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return alpha and sigma at times [B]. Float64 [B] each."""
         gamma = self._schedule.gamma(t.double())
         return self._config.scale * gamma.sqrt(), (1 - gamma).sqrt()
 
     def network_time(self, t: Tensor) -> Tensor:
-        """Return the times [B] themselves, as the network is given them. Float32 [B]."""
         return t.float()
 
     def network_input(self, x_t: Tensor) -> Tensor:

@@ -108,7 +108,6 @@ class ImageFilePairs(BesideCrops):
             )
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set of the images. Raises ValueError for missing inputs, and for a folder without images."""
         if inputs.crops is None or inputs.data is None:
             raise ValueError("Images are cropped as those of a data set: give --data.")
         self.check(inputs.data)

@@ -73,7 +73,6 @@ class NumberPairs(BesideCrops):
             )
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set of the numbers. Raises ValueError for missing inputs, and for cells that are no numbers."""
         if inputs.crops is None:
             raise ValueError("Numbers are those of crops: give --data.")
         return Numbers(inputs.crops, self.columns, self._cells(inputs.source))

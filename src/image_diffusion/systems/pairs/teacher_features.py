@@ -43,7 +43,6 @@ class FeaturePairs(BesideCrops):
 
     @property
     def needs_detector(self) -> bool:
-        """True if the teacher is the detector of the data set."""
         return isinstance(self.teacher, InPipe)
 
     @property
