@@ -38,7 +38,7 @@ from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.linear import register_operations
-from image_diffusion.nn.precision import Precision, computing_in, tf32, use_tf32
+from image_diffusion.nn.precision import Precision, computing_in, tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems import AnySystem
@@ -368,7 +368,7 @@ def bench_codec(_: Limits) -> Iterator[Row]:
         ("tf32, channels last", torch.float32, torch.channels_last, True),
         ("bf16, channels last", torch.bfloat16, torch.channels_last, True),
     ):
-        use_tf32(rounds)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = rounds
         vae = sd_vae(dtype).to(memory_format=layout)
         codec = KlCodec({}, lambda vae=vae: vae, 0.18215)
         yield Row(f"VAE, {name}: encoding", 32 / seconds_of(partial(codec.encode, images), 2), "images/s")

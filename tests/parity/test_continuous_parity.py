@@ -66,7 +66,7 @@ def test_c01_gamma_schedules(golden: Callable[[str], Any]) -> None:
         off = FLOAT32 if params["schedule"] == "sigmoid" else 0.0
         for scale in (1.0, 0.5):
             process = process_of(params["schedule"], params["schedule_kwargs"], scale)
-            ours = dict(zip(("alpha", "sigma"), process.levels(t), strict=True)) | {"log_snr": process.log_snr(t)}
+            ours = with_log_snr(*process.levels(t))
             gamma = (ours["alpha"] / scale) ** 2
             most, least = (levels(gamma + way * off, scale) for way in (1, -1))  # of signal
             for name, result in ours.items():
@@ -82,7 +82,10 @@ def test_c01_gamma_schedules(golden: Callable[[str], Any]) -> None:
 def levels(gamma: Tensor, scale: float) -> dict[str, Tensor]:
     """What follows from gamma: alpha, sigma and log-SNR."""
     gamma = gamma.clamp(1e-9, 1)
-    alpha, sigma = scale * gamma.sqrt(), (1 - gamma).sqrt()
+    return with_log_snr(scale * gamma.sqrt(), (1 - gamma).sqrt())
+
+
+def with_log_snr(alpha: Tensor, sigma: Tensor) -> dict[str, Tensor]:
     return {"alpha": alpha, "sigma": sigma, "log_snr": (alpha**2 / sigma**2).clamp(min=1e-5).log()}
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.core.durations import duration
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.texts import duration
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
 from image_diffusion.nn.precision import Precision
 from image_diffusion.process.discrete import Discrete

@@ -77,7 +77,7 @@ def encode(crops: Path, output: Path, codec: Halves | None = None, **settings: A
 def test_every_image_and_its_mirror_image_are_there(tmp_path: Path, crops: Callable[[], Path], dtype: str) -> None:
     assert encode(tmp_path / "crops", tmp_path / "out", dtype=dtype) == 3
     images = open_shards(tmp_path / "crops", "all")
-    latents = open_shards(tmp_path / "out", "all", codec_identity=Halves().identity, in_background=True)
+    latents = open_shards(tmp_path / "out", "all", in_background=True)
     everything = np.arange(23)
     assert (latents.shape, latents.num_samples) == ((2, 2, 2, 2), 23)
     assert latents.classes == ["a", "b"] and (latents.labels == images.labels).all()
@@ -155,8 +155,6 @@ def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Pat
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32") == 3
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32", batch_size=3) == 0
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32", precision="bf16") == 3
-    with pytest.raises(ValueError, match="were made by codec halves"):
-        open_shards(tmp_path / "out", codec_identity=Halves().identity)
 
 
 def test_images_saved_again_with_equal_pixels_change_the_ids_and_encode_nothing(

@@ -32,11 +32,12 @@ def test_gamma_falls_from_one_to_its_minimum(kind: type[CosineGamma], start: flo
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.4])
-def test_levels_have_the_signal_to_noise_ratio_they_report(scale: float) -> None:
+def test_levels_have_the_signal_to_noise_ratio_of_the_schedule(scale: float) -> None:
     process = Continuous(schedule=LinearGamma(), scale=scale).build()
     t = torch.tensor([0.1, 0.5, 0.9])
-    torch.testing.assert_close(process.log_snr(t).exp(), scale**2 * (1 - t.double()) / t.double())
-    assert process.log_snr(torch.tensor([0.0])).isinf().all()
+    alpha, sigma = process.levels(t)
+    torch.testing.assert_close(alpha**2 / sigma**2, scale**2 * (1 - t.double()) / t.double())
+    assert process.levels(torch.tensor([0.0]))[1] == 0
 
 
 def test_training_times_stay_away_from_the_clean_end() -> None:

@@ -9,7 +9,7 @@ import torch
 from projects import Project
 
 from image_diffusion.core.devices import REQUESTED
-from image_diffusion.core.durations import duration
+from image_diffusion.core.texts import duration
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from image_diffusion.core.durations import duration
+from image_diffusion.core.texts import duration
 from image_diffusion.data.quality.facts import Facts
 from image_diffusion.experiments.choices import AUGMENTED_PASSES, CHECKED, PREVIEWS, PROMPTS, VALIDATIONS, choices
 from image_diffusion.experiments.experiment import Experiment

@@ -289,7 +289,6 @@ class QuantisedDVAE(DVAE):
         return self.decoder(latent), self.normalise(x), tokens, encoded
 
     def indices(self, x: Tensor) -> Tensor:
-        """Return the tokens of images, int64 [B, h, w]."""
         return self.codebook.quantize(self.encoded(x))[1]
 
     def soft_latent(self, x: Tensor) -> Tensor:

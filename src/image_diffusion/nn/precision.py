@@ -18,18 +18,12 @@ Precision = Literal["float32", "tf32", "bf16"]
 factors have 8 bits, and what lies between the products is bf16 as well."""
 
 
-def use_tf32(allowed: bool) -> None:
-    """Allow a GPU to round the factors of float32 products and convolutions to 10 bits, in the whole process. (What
-    `torch.set_float32_matmul_precision` says holds for the products of a CPU as well.)"""
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    torch.backends.cudnn.allow_tf32 = allowed
-
-
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Set the use of TF32 inside the context."""
+    """Set whether a GPU may round the factors of float32 products and convolutions to 10 bits inside the context, in
+    the whole process. (What `torch.set_float32_matmul_precision` says holds for the products of a CPU as well.)"""
     products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    use_tf32(allowed)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
     finally:

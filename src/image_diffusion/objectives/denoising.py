@@ -6,15 +6,15 @@ prediction goes with every variance.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
+from image_diffusion.core.types import DataSpec, Losses, Network, Objective
 from image_diffusion.objectives.label_dropout import DropsParts
-from image_diffusion.objectives.timestep_sampling import AtTimes, TimestepSampling, UniformTimesteps
+from image_diffusion.objectives.timestep_sampling import NoisedOnce, TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.discrete import DiscreteProcess
@@ -51,9 +51,6 @@ class Denoising(DropsParts):
     label_drop_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a label is replaced by the null label, for classifier-free guidance."""
 
-    learns_intervals: ClassVar[bool] = False
-    """True if the network is conditioned on intervals."""
-
     @model_validator(mode="after")
     def _consistent(self) -> Denoising:
         learned, hybrid = self.variance in LEARNED_VARIANCES, self.loss in ("hybrid", "rescaled_hybrid")
@@ -79,7 +76,7 @@ class Denoising(DropsParts):
         return self.timestep_sampling.wrap(DenoisingObjective(self, process, spec), process)
 
 
-class DenoisingObjective(AtTimes):
+class DenoisingObjective(NoisedOnce):
     """Objective that returns one loss per sample of a batch, the sum of its parts "mse" and, in bits, "vb", those that
     exist."""
 
@@ -98,13 +95,7 @@ class DenoisingObjective(AtTimes):
         super().__init__(config, process, spec)
         self._config = config
 
-    def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        """Return the losses at times t [B]. Raises ValueError where the network's channels do not fit."""
-        noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
-        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
-
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """Return the losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
         levels = self._process.levels(t)
         alpha, sigma = broadcast(levels, x)
         x_t = alpha * x + sigma * noise

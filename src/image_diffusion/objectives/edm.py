@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.core.types import DataSpec, Losses, Network
 from image_diffusion.objectives.label_dropout import DropsParts
-from image_diffusion.objectives.timestep_sampling import AtTimes
+from image_diffusion.objectives.timestep_sampling import NoisedOnce
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.edm import EdmProcess
 from image_diffusion.process.parameterization import Prediction, Variance
@@ -32,8 +32,6 @@ class EdmDenoising(DropsParts):
     """Quantity that the preconditioned network predicts."""
     variance: ClassVar[Variance] = "fixed_small"
     """No variance is learned."""
-    learns_intervals: ClassVar[bool] = False
-    """True if the network is conditioned on intervals."""
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> EdmObjective:
         """Return the objective for data on a process. Raises ValueError unless the process is edm."""
@@ -44,14 +42,10 @@ class EdmDenoising(DropsParts):
         return EdmObjective(self, process, spec)
 
 
-class EdmObjective(AtTimes):
+class EdmObjective(NoisedOnce):
     """Objective that returns one loss per sample of a batch: the weighted squared error of x0."""
 
     _process: EdmProcess
-
-    def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
-        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
         """Return the losses of x [B, C, …] at sigmas t [B] with noise like x: nothing is drawn."""

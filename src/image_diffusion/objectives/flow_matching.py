@@ -12,9 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.core.types import DataSpec, Losses, Network
 from image_diffusion.objectives.label_dropout import DropsParts
-from image_diffusion.objectives.timestep_sampling import AtTimes
+from image_diffusion.objectives.timestep_sampling import NoisedOnce
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.flow import FlowProcess
 from image_diffusion.process.parameterization import Variance, split_output, target
@@ -43,8 +43,6 @@ class FlowMatching(DropsParts):
 
     variance: ClassVar[Variance] = "fixed_small"
     """No variance is learned."""
-    learns_intervals: ClassVar[bool] = False
-    """True if the network is conditioned on intervals."""
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> FlowMatchingObjective:
         """Return the objective for data on a process. Raises ValueError unless the process is flow."""
@@ -56,7 +54,7 @@ class FlowMatching(DropsParts):
         return FlowMatchingObjective(self, process, spec)
 
 
-class FlowMatchingObjective(AtTimes):
+class FlowMatchingObjective(NoisedOnce):
     """Objective with one loss per sample of a batch: the squared error of the quantity that `loss` names, and the
     contrastive term.
 
@@ -68,20 +66,13 @@ class FlowMatchingObjective(AtTimes):
         self._config = config
         self.pairs_samples = config.contrastive > 0
 
-    def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        """Return the losses at times t [B]. Raises ValueError where the network's channels do not fit."""
-        noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
-        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
-
     def uniform(self) -> Self:
-        """Return the squared error alone, at times drawn uniformly."""
         same = super().uniform()
         same._config = self._config.model_copy(update={"contrastive": 0.0})
         same.pairs_samples = False
         return same
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """Return the losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
         alpha, sigma = broadcast(self._process.levels(t), x)
         output = network(alpha * x + sigma * noise, self._process.network_time(t), **cond).to(x.dtype)
         predicted, _ = split_output(output, x.shape[1], self._config.variance)

@@ -16,6 +16,8 @@ class DropsParts(Sparse):
     """Base of the objectives that can drop each part of a condition alone."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"drop_probabilities"})
+    learns_intervals: ClassVar[bool] = False
+    """True if the network is conditioned on intervals."""
 
     drop_probabilities: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
     """Probability that a part of the condition is dropped alone, by its type, beside label_drop_probability, which

@@ -103,7 +103,6 @@ class MeanFlowObjective(Objective):
         return Losses(squares.sum(1) * weight, {"mse": squares.detach().mean(1)}, self._process.fraction(t))
 
     def uniform(self) -> MeanFlowObjective:
-        """Return the objective, unweighted, at times drawn uniformly."""
         same = copy(self)
         same._process = self._process.uniform()
         same._config = self._config.model_copy(update={"weight_power": 0.0})

@@ -38,7 +38,20 @@ class AtTimes(Objective):
 
     @abstractmethod
     def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        """Draw noise for each sample, drop labels, and return the losses at times t [B]."""
+        """Draw noise for each sample, drop labels, and return the losses at times t [B]. Raises ValueError where the
+        network's channels do not fit."""
+
+
+class NoisedOnce(AtTimes):
+    """Objective whose losses follow from x, its noise and the condition."""
+
+    def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
+        noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
+        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
+
+    @abstractmethod
+    def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
+        """Return the losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
 
 
 class UniformTimesteps(Config):
@@ -94,7 +107,6 @@ class ImportanceSampled(Objective):
         return Losses(losses.loss * weight, parts, losses.time)
 
     def uniform(self) -> Objective:
-        """Return the objective at timesteps that depend on no history, unweighted."""
         return self._objective
 
 

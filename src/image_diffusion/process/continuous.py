@@ -8,8 +8,9 @@ conversions here respect, and a grid ends at alpha = 1, so that a sampler return
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from bisect import bisect_left
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -40,12 +41,27 @@ class LinearGamma(_Gamma):
 class _Between(_Gamma):
     start: float
     end: float
+    if TYPE_CHECKING:  # a field of each class, after those two
+        tau: float
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.start >= self.end:
             raise ValueError(f"start must be below end; got start {self.start} and end {self.end}.")
+        try:
+            first, last = self.gamma(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+        except OverflowError:
+            first = last = math.nan
+        if not first > last:  # NaN, too
+            raise ValueError(
+                f"gamma has no numbers with start {self.start:g}, end {self.end:g} and tau {self.tau:g}. Use a tau "
+                f"nearer to 1."
+            )
         return self
+
+    @abstractmethod
+    def gamma(self, t: Tensor) -> Tensor:
+        """gamma at times t, any shape."""
 
 
 class CosineGamma(_Between):
@@ -59,13 +75,7 @@ class CosineGamma(_Between):
     tau: float = Field(1.0, gt=0)
     """The larger, the more of the time is spent at high noise."""
 
-    @model_validator(mode="after")
-    def _has_numbers(self) -> Self:
-        _check_numbers(self)
-        return self
-
     def gamma(self, t: Tensor) -> Tensor:
-        """gamma at times t, any shape."""
         u = t * (self.end - self.start) + self.start
         first, last = (math.pow(math.cos(end * math.pi / 2), 2 * self.tau) for end in (self.start, self.end))
         value = torch.cos(u * math.pi / 2).pow(2 * self.tau)
@@ -83,30 +93,11 @@ class SigmoidGamma(_Between):
     tau: float = Field(1.0, gt=0)
     """The larger, the nearer to linear."""
 
-    @model_validator(mode="after")
-    def _has_numbers(self) -> Self:
-        _check_numbers(self)
-        return self
-
     def gamma(self, t: Tensor) -> Tensor:
-        """gamma at times t, any shape."""
         u = t * (self.end - self.start) + self.start
         first, last = (1 / (1 + math.exp(-end / self.tau)) for end in (self.start, self.end))
         value = torch.sigmoid(u / self.tau)
         return ((last - value) / (last - first)).clamp(self.minimum, 1)
-
-
-def _check_numbers(schedule: CosineGamma | SigmoidGamma) -> None:
-    """Raise ValueError unless gamma is finite at both ends and falls between them."""
-    try:
-        first, last = schedule.gamma(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
-    except OverflowError:
-        first = last = math.nan
-    if not first > last:  # NaN, too
-        raise ValueError(
-            f"gamma has no numbers with start {schedule.start:g}, end {schedule.end:g} and tau {schedule.tau:g}. Use a "
-            f"tau nearer to 1."
-        )
 
 
 GammaSchedule = Annotated[LinearGamma | CosineGamma | SigmoidGamma, Field(discriminator="type")]
@@ -141,17 +132,10 @@ class ContinuousProcess(NoiseProcess):
         return first + (1 - first) * streams.uniform("timestep").double()
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return alpha and sigma at times [B]. Float64 [B] each."""
         gamma = self._schedule.gamma(t.double())
         return self._config.scale * gamma.sqrt(), (1 - gamma).sqrt()
 
-    def log_snr(self, t: Tensor) -> Tensor:
-        """Return log(alpha^2 / sigma^2) at times [B], at least log(1e-5), infinite where sigma is 0. Float64 [B]."""
-        alpha, sigma = self.levels(t)
-        return (alpha**2 / sigma**2).clamp(min=1e-5).log()
-
     def network_time(self, t: Tensor) -> Tensor:
-        """Return the times [B] themselves, as the network is given them. Float32 [B]."""
         return t.float()
 
     def network_input(self, x_t: Tensor) -> Tensor:

@@ -70,16 +70,13 @@ class DiscreteProcess(NoiseProcess):
         return streams.integers("timestep", self.num_timesteps)
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return alpha and sigma at timesteps [B]. Float64 [B] each."""
         steps = self.steps_on(t.device)
         return steps.alpha[t], steps.sigma[t]
 
     def network_time(self, t: Tensor) -> Tensor:
-        """Return the timesteps as the network is given them, for timesteps [B]. Float32 [B]."""
         return self._on(t.device)[1][t].float()
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Return the position of timesteps [B] on the noise scale. Float64 [B] in [0, 1)."""
         return t.double() / self.num_timesteps
 
     def steps_on(self, device: torch.device) -> Steps:

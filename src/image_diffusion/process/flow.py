@@ -73,7 +73,6 @@ class FlowProcess(NoiseProcess):
         return shifted(self._times.draw(streams, purpose), self._config.shift)
 
     def uniform(self) -> FlowProcess:
-        """Return the process with the same path and times drawn uniformly."""
         return FlowProcess(self._config.model_copy(update={"times": UniformTimes(), "shift": 1.0}))
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +81,6 @@ class FlowProcess(NoiseProcess):
         return 1 - t, t
 
     def network_time(self, t: Tensor) -> Tensor:
-        """Return the times as the network is given them, for times [B]. Float32 [B]."""
         return (t.double() * self._time_scale).float()
 
     def time_at(self, noise: float) -> float:

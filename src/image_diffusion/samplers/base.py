@@ -165,7 +165,6 @@ class SpacedByNoise(SamplerConfig):
         return super().shifted(process)
 
     def grid(self, process: Process) -> Grid:
-        """Return the grid of points, as for every sampler, with this spacing."""
         process = self.shifted(process)
         if self.spacing == "karras" and isinstance(process, Discrete):
             return process.build().karras_grid(self.num_steps)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.durations import duration
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.process import command, parent_watch
 from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.texts import duration
 from image_diffusion.data.shards.remote import place
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.nn.precision import tf32

@@ -35,32 +35,28 @@ def all_but(kind: type[Config], *left_out: str) -> frozenset[str]:
 
 
 class TrainSettings(Protocol):
-    """Settings of the section `train` that systems read."""
+    """Settings of the section `train` that systems read.
+
+    flip_probability: share of examples that are mirrored. augment: augmentation of the images, whose parameters are a
+    condition of the network; None: none. grid_every_steps: steps from one preview to the next; None: there are no
+    previews. init_from: weights to start from; None: random ones. patience: share of the steps without improvement that
+    ends a training; None: it ends at the last step.
+    """
 
     @property
-    def flip_probability(self) -> float:
-        """Return the share of examples that are mirrored."""
-        ...
+    def flip_probability(self) -> float: ...
 
     @property
-    def augment(self) -> Augment | None:
-        """Return the augmentation of the images, whose parameters are a condition of the network; None: none."""
-        ...
+    def augment(self) -> Augment | None: ...
 
     @property
-    def grid_every_steps(self) -> int | None:
-        """Return the steps from one preview to the next; None: there are no previews."""
-        ...
+    def grid_every_steps(self) -> int | None: ...
 
     @property
-    def init_from(self) -> WeightsOf | str | None:
-        """Return the weights to start from; None: random ones."""
-        ...
+    def init_from(self) -> WeightsOf | str | None: ...
 
     @property
-    def patience(self) -> float | None:
-        """Return the share of the steps without improvement that ends a training; None: it ends at the last step."""
-        ...
+    def patience(self) -> float | None: ...
 
     def keeps(self, step: int) -> bool:
         """True if the weights of a step are available after the training."""

@@ -18,10 +18,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from image_diffusion.core.durations import duration
 from image_diffusion.core.files.atomic import write_text
 from image_diffusion.core.process.command import Parser
 from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.texts import duration
 
 _SNAKEFILE = """# The rules of image-diffusion as they are installed, on what config/ says. Your own rules can go below.
 from image_diffusion.tools.init import workflow_folder

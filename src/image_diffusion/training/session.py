@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,15 @@ def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: 
     return part_writer(root, fingerprint, token, hang_s)
 
 
-def _print_advice(trainer: Trainer, warm: WarmStart | None) -> None:
-    """Print what a user may want to know before a training begins. warm: unset where it does not begin with other
-    weights."""
+def _print_advice(trainer: Trainer, warm: tuple[str, list[str]] | None) -> None:
+    """Print what a user may want to know before a training begins. warm: of `_warm_start`; None where it does not begin
+    with other weights."""
     if advice := faster_in_bf16(trainer.config.precision, trainer.world.device):
         print(advice, flush=True)
     if warm is not None:
-        print(warm.summary, flush=True)
-        for name in set(warm.class_tables) - {plain_name(parameter) for parameter in trainer.flat.parameters}:
+        summary, class_tables = warm
+        print(summary, flush=True)
+        for name in set(class_tables) - {plain_name(parameter) for parameter in trainer.flat.parameters}:
             log_line(f"warning: {name} is new for other classes, but frozen. {_THAW}")
     for sentence in trainer.config.advice():
         log_line(f"warning: {sentence}")
@@ -133,16 +133,7 @@ def _identity(train: dict[str, Any], model: dict[str, Any], data: dict[str, Any]
     return plain
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """Weights that a training begins with. summary: for the user. class_tables: parameters made anew for its
-    classes."""
-
-    summary: str
-    class_tables: list[str]
-
-
-def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> WarmStart:
+def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
     """Load the weights in a folder, as far as they fit, into a network. model: of the training."""
     tensors, other = read_weights(folder)
     changes: list[Change] = []
@@ -164,7 +155,7 @@ def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> Warm
         raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
     space = "" if other["codec"] == model["codec"] else _other_latents(model["codec"], other["codec"])
     summary = f"Starting from {folder}: {len(tensors) - len(changes)} of {len(tensors)} tensors as they are.{space}"
-    return WarmStart("\n".join(filter(None, [summary, table(changes)])), class_tables)
+    return "\n".join(filter(None, [summary, table(changes)])), class_tables
 
 
 def _weights_info(model: dict[str, Any], where: str, *, named: bool) -> Trained:

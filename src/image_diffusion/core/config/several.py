@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Discriminator, Tag
+
+T = TypeVar("T")
 
 
-def form(value: Any) -> str:
+def _form(value: Any) -> str:
     """Return the tag of a value: "(several)" of a list, "(one)" of anything else."""
     return "(several)" if isinstance(value, list | tuple) else "(one)"
+
+
+OneOrSeveral = Annotated[Annotated[T, Tag("(one)")] | Annotated[tuple[T, ...], Tag("(several)")], Discriminator(_form)]
+"""A value, or a list of values."""
 
 
 def alone(example: str) -> BeforeValidator:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size, height_width
+from image_diffusion.data.crop.adm import AdmCrop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,15 +19,13 @@ _NEARLY = 0.1
 """Share of a side: so much is cut off rather than shown in one more square, which would be nearly the one before."""
 
 
-class MultiCrop(Config):
+class MultiCrop(AdmCrop):
     """Scale as ADM's crop does, then cut out crops spread evenly over the longer side, from one end to the other:
     for square crops one of a square image, two of one of 3 : 2, three of a panorama of 3 : 1. All of them are in one
     split."""
 
-    type: Literal["multi"] = "multi"
+    type: Literal["multi"] = "multi"  # type: ignore[assignment]
     """Several crops along the longer side of an image."""
-    has_one_scale: ClassVar = True
-    """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
     max_crops: int = Field(4, ge=2, le=64)
     """Crops of an image at most; of a longer one parts between them are lost."""
 
@@ -56,9 +54,3 @@ class MultiCrop(Config):
         if is_tall:
             return [pixels[start : start + rows, :columns] for start in starts]
         return [pixels[:rows, start : start + columns] for start in starts]
-
-    def scaled_size(self, width: int, height: int, resolution: int | Size) -> tuple[int, int]:
-        """Return the size (width, height) that an image has before crops are cut out."""
-        from image_diffusion.data.crop.centre_crop import scaled_size
-
-        return scaled_size(width, height, resolution)

@@ -11,10 +11,11 @@ or an embedding that nothing can be learned from, is left out and listed in quar
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,63 +73,43 @@ class Splits(Config):
         return content >= share_of_hashes(self.validation + self.test)
 
 
-class PairSet(Protocol):
+class PairSet(ABC):
     """Maker of the pairs of a set, a shard at a time.
 
     kind: of the shards. identity: plain data; together with what a shard is made from it decides every number. shape:
     of one pair, its last number the dimension of an embedding. parts: what the first rows of a pair are, none of which
     may be zeros; the others are tokens, and captions beyond the first. members: arrays of this shape that are stored of
     each. num_shards: of the set. num_rows: what pairs are made of, those that lack something included. carried:
-    names of files in the folder of the set that go with what is learnt from it.
+    names of files in the folder of the set that go with what is learnt from it. made_from_pixels: whether `made_from`
+    is a digest of the pixels of crops, without the ids of their images.
     """
 
-    @property
-    def kind(self) -> Literal["pairs", "captions", "features", "numbers", "images"]: ...
+    kind: ClassVar[Literal["pairs", "captions", "features", "numbers", "images"]]
+    members: ClassVar[tuple[str, ...]] = ("npy",)
+    parts: ClassVar[tuple[str, ...]] = ()
+    made_from_pixels: ClassVar[bool] = False
+    identity: dict[str, Any]
+    shape: tuple[int, ...]
+    num_shards: int
+    num_rows: int
+    carried: tuple[str, ...] = ()
 
-    @property
-    def members(self) -> tuple[str, ...]: ...
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def parts(self) -> tuple[str, ...]: ...
-
-    @property
-    def num_shards(self) -> int: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def carried(self) -> tuple[str, ...]: ...
-
+    @abstractmethod
     def samples(self, shard: int) -> list[Sample]:
         """Return the pairs of a shard; the hash of each one's id stands in `sha256`. Raises ValueError."""
-        ...
 
+    @abstractmethod
     def missing(self, shard: int) -> list[Quarantined]:
         """Return the rows that would be pairs of the shard, but lack something."""
-        ...
 
+    @abstractmethod
     def made_from(self, shard: int) -> str:
         """Return a digest of the inputs from which its numbers are read or computed."""
-        ...
 
+    @abstractmethod
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32] | NDArray[np.uint8]:
         """Return pairs start … stop - 1 of a shard, float32 [n, members, *shape]; [n, *shape] of one; images as uint8.
         Raises ValueError."""
-        ...
-
-
-@runtime_checkable
-class MadeFromPixels(Protocol):
-    """A `PairSet` of which `made_from` is a digest of the pixels of crops, without the ids of their images."""
-
-    made_from_pixels: ClassVar[Literal[True]]
 
 
 def write_pairs(
@@ -209,7 +190,7 @@ def _reusable(pairs: PairSet, shard: int, made_from: str, output: Path) -> Shard
     Where crops are of other files with equal pixels, the record is written with their ids.
     """
     record = reusable_record(output, shard, made_from)
-    if record is None or not isinstance(pairs, MadeFromPixels):
+    if record is None or not pairs.made_from_pixels:
         return record
     samples = [replace(sample, key=sample_key(shard, number)) for number, sample in enumerate(pairs.samples(shard))]
     images = {(sample.path, sample.view, sample.sha256) for sample in samples}

@@ -271,7 +271,6 @@ class Shards:
 def open_shards(
     folder: Path | str,
     split: Split = "train",
-    codec_identity: dict[str, Any] | None = None,
     cache: Path | None = None,
     in_background: bool = False,
     renders: bool = False,
@@ -281,10 +280,9 @@ def open_shards(
 
     folder: a path, or a URL; then each shard is fetched when it is first read, and kept in `cache` (unset: see
     `remote.cache_folder`). Numbers and order are the same. split: which samples; validation and test are chosen by the
-    hash of the content. codec_identity: the codec they are about to be used with, checked against the one that wrote
-    them. in_background: compare all files now, or where that takes long while they are read: `verified` waits for it.
-    renders: return crops that are arrays as judges see them, float32 from 0 to 255 (`Levels.rendered`).
-    Raises ValueError when the set is missing, damaged, of another format, incomplete, or of another codec.
+    hash of the content. in_background: compare all files now, or where that takes long while they are read: `verified`
+    waits for it. renders: return crops that are arrays as judges see them, float32 from 0 to 255 (`Levels.rendered`).
+    Raises ValueError when the set is missing, damaged, of another format or incomplete.
     """
     is_url = "://" in str(folder)
     where = Remote(str(folder), cache or cache_folder()) if is_url else Path(folder)
@@ -292,11 +290,6 @@ def open_shards(
     if isinstance(where, Path) and not Path(path).is_file():
         raise ValueError(f"{path} does not exist. Run the stage that writes {folder} first.")
     manifest = check_manifest(where.manifest() if isinstance(where, Remote) else read_json(Path(path)), path)
-    if codec_identity is not None and "codec" in manifest and manifest["codec"] != codec_identity:
-        raise ValueError(
-            f"The latents in {shown(str(folder))} were made by codec {_short(manifest['codec'])}, "
-            f"not by {_short(codec_identity)}. Run encode with this codec, or train with that codec."
-        )
     hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
     if isinstance(where, Path):
         fetch_missing(where, hashes)
@@ -376,7 +369,3 @@ def _keys(shards: Shards) -> NDArray[np.void]:
     keys["equal"][order] = np.repeat(equal, equal)
     chosen: NDArray[np.void] = keys[shards._chosen]
     return chosen
-
-
-def _short(identity: dict[str, Any]) -> str:
-    return f"{identity.get('name', identity.get('type', 'unknown'))} ({digest(identity)[:12]})"

@@ -196,7 +196,6 @@ class Folder(ImageSource):
                 raise ValueError(f"{root}/{name} is no {what}: {error}. Repair or remove it.") from None
 
     def file_groups(self) -> Iterator[FileGroup]:
-        """Yield every file that is not hidden. Raises ValueError when the folder is missing or empty."""
         empty = True
         for group in Walk(self._root()).file_groups():
             yield group

@@ -65,7 +65,6 @@ class ImageTables(FewFiles, RowSource):
             return None
 
     def read(self, item: Item) -> bytes:
-        """Return the bytes of one image file. Raises OSError."""
         path, group, place = str(item.address[0]), int(item.address[1]), int(item.address[2])
         try:
             cell = _group(path, stamp_of(Path(path)), group, self.image_column)[place].as_py()
@@ -130,8 +129,6 @@ class Parquet(ImageTables):
             yield open_table(path), f"{name}/", 0
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return the files, by their path from the folder on. Raises ValueError when the folder has none, or holds
-        several splits."""
         folder, paths = named_files(self.path, ".parquet")
         paths = [path for path in paths if path.is_file()]
         if not paths:

@@ -103,7 +103,6 @@ class PaintedDigits(WithoutFiles):
     """Number of images."""
 
     def listing(self) -> Listing:
-        """Return every image, labelled with its digit."""
         items = [Item(name, int(name[0]), (i,)) for i, name in enumerate(image_names(self.num_images))]
         return Listing(sorted(items, key=lambda item: item.name), list(DIGITS), [])
 

@@ -35,7 +35,6 @@ class SlantedDigits(WithoutFiles, RowSource):
     """Number of images."""
 
     def listing(self) -> Listing:
-        """Return every image, labelled with its digit."""
         items = [Item(name, int(name[0]), (i,)) for i, name in enumerate(image_names(self.num_images))]
         return Listing(sorted(items, key=lambda item: item.name), self.known_classes(), [])
 

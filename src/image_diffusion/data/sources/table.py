@@ -59,7 +59,6 @@ class PathTable(FewFiles, RowSource):
         return Listing(list(items.values()), list(numbers), rejected)
 
     def known_classes(self) -> list[str] | None:
-        """Return the classes in the column of classes; None where the table does not exist yet."""
         if self.key_columns()[1] is None:
             return []
         try:
@@ -168,7 +167,6 @@ class PathList(PathTable):
         return {part: [row[part] for row in rows] for part in self.parts}
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Return the captions in the list, by path. Raises ValueError where it has none."""
         return super().captions_beside(("caption",))
 
     def _parted(self, number: int, line: str) -> dict[Part, str]:

@@ -28,7 +28,6 @@ class Masked(TokenSampler):
 
     @property
     def calls(self) -> int:
-        """Return the number of calls: one in each step."""
         return self.num_steps
 
     def steps(self, predictor: Predictor, streams: Streams, places: int) -> Iterator[Tensor]:

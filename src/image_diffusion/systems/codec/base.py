@@ -85,7 +85,6 @@ class CodecSystem(System):
             self.adversarial.check(min(spec.size))
 
     def build_objective(self, spec: DataSpec) -> Objective:
-        """Build the objective for images of `spec`, with the additional terms."""
         objective = self.build_own_objective(spec)
         if self.perceptual is not None:
             objective = Perceptual(objective, self.perceptual.distance(), self.perceptual.weight)

@@ -183,7 +183,6 @@ class DiffusionSystem(System):
         check_embeddings(condition, experiment, others.embeddings)
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
-        """Build the objective. Raises ValueError where it does not fit the process or the data."""
         objective, default = self.objective, type(self).model_fields["objective"].default
         drops_by_default = objective.label_drop_probability == default.label_drop_probability
         if spec.num_classes == 0 and not spec.conditions and drops_by_default:  # there is nothing to drop

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from image_diffusion.core.config.several import alone, form
+from image_diffusion.core.config.several import OneOrSeveral, alone
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
@@ -49,20 +49,10 @@ NAMING = ("small_images", "conditions", "embeddings")
 OnePart = Annotated[Part, Field(discriminator="type")]
 OneVector = Annotated[LabelCondition | NumbersCondition | AnyImage, Field(discriminator="type")]
 
-AnyCondition = Annotated[
-    Annotated[OnePart, Tag("(one)")] | Annotated[tuple[OnePart, ...], Tag("(several)")],
-    Discriminator(form),
-    alone(_EXAMPLE),
-    AfterValidator(_fitting),
-]
+AnyCondition = Annotated[OneOrSeveral[OnePart], alone(_EXAMPLE), AfterValidator(_fitting)]
 """One part, or a list of parts that all hold. A list of one is the part alone."""
 
-VectorCondition = Annotated[
-    Annotated[OneVector, Tag("(one)")] | Annotated[tuple[OneVector, ...], Tag("(several)")],
-    Discriminator(form),
-    alone(_EXAMPLE),
-    AfterValidator(_fitting),
-]
+VectorCondition = Annotated[OneOrSeveral[OneVector], alone(_EXAMPLE), AfterValidator(_fitting)]
 """One part or a list of those that every network takes: added to the embedding of the time, or to the input."""
 
 

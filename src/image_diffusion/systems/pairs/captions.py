@@ -63,12 +63,11 @@ class CaptionPairs(BesideCrops):
         return EncodedCaptions(self, CaptionedCrops(inputs.crops, self.captions, inputs.source), inputs.device)
 
 
-class MadeOfCrops:
+class MadeOfCrops(PairSet):
     """Encoded captions of a set of crops, one shard for each of theirs."""
 
     def __init__(self, crops: CaptionedCrops) -> None:
         self._crops, self.num_shards, self.num_rows = crops, crops.num_shards, crops.num_crops
-        self.carried: tuple[str, ...] = ()
 
     def samples(self, shard: int) -> list[Sample]:
         """Return the crops that have captions: their ids are the hashes of the images."""
@@ -83,8 +82,7 @@ class EncodedCaptions(MadeOfCrops):
     """Encodings [num_captions, 1 + num_tokens, dim] of each crop that has a caption; captions that it does not have are
     zeros."""
 
-    kind: ClassVar[Literal["captions"]] = "captions"
-    members: ClassVar = ("npy",)
+    kind: ClassVar = "captions"
     parts: ClassVar = ("caption",)
 
     def __init__(self, config: CaptionPairs, crops: CaptionedCrops, device: torch.device) -> None:

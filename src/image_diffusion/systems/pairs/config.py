@@ -15,12 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.config.several import alone, form
+from image_diffusion.core.config.several import OneOrSeveral, alone
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
 from image_diffusion.data.encoded.pairs import TOKENS, PairSet, Splits
@@ -189,25 +189,13 @@ def _of_different_kinds(value: Any) -> Any:
 
 _EXAMPLE = "a set, such as {type: captions}"
 
-SeveralImagePairs = Annotated[
-    Annotated[ImagePairs, Tag("(one)")] | Annotated[tuple[ImagePairs, ...], Tag("(several)")],
-    Discriminator(form),
-    alone(_EXAMPLE),
-    AfterValidator(_of_different_kinds),
-]
+SeveralImagePairs = Annotated[OneOrSeveral[ImagePairs], alone(_EXAMPLE), AfterValidator(_of_different_kinds)]
 """One set or a list of those that an image network reads next to the images. A list of one is the set alone."""
 
-SeveralVectorPairs = Annotated[
-    Annotated[VectorPairs, Tag("(one)")] | Annotated[tuple[VectorPairs, ...], Tag("(several)")],
-    Discriminator(form),
-    alone(_EXAMPLE),
-    AfterValidator(_of_different_kinds),
-]
+SeveralVectorPairs = Annotated[OneOrSeveral[VectorPairs], alone(_EXAMPLE), AfterValidator(_of_different_kinds)]
 """One set or a list of those that every image network can read next to the images."""
 
-SeveralPairs = Annotated[
-    Annotated[PairsConfig, Tag("(one)")] | Annotated[tuple[PairsConfig, ...], Tag("(several)")], Discriminator(form)
-]
+SeveralPairs = OneOrSeveral[PairsConfig]
 
 
 class ImageEncoder(Protocol):
@@ -236,10 +224,9 @@ class _Detected:
 class CropPairs(MadeOfCrops):
     """Pairs made from crops."""
 
-    kind: ClassVar[Literal["pairs"]] = "pairs"
-    members: ClassVar = ("npy",)
+    kind: ClassVar = "pairs"
     parts: ClassVar = PARTS
-    made_from_pixels: ClassVar[Literal[True]] = True
+    made_from_pixels: ClassVar = True
 
     def __init__(
         self, crops: Path, images: ImageEncoder, texts: TextEncoder, captions: Captions, source: Source | None
@@ -271,13 +258,11 @@ class CropPairs(MadeOfCrops):
         return rows
 
 
-class StoredPairs:
+class StoredPairs(PairSet):
     """Pairs read from parts, cut into shards of equal size whatever the parts are."""
 
-    kind: ClassVar[Literal["pairs"]] = "pairs"
-    members: ClassVar = ("npy",)
+    kind: ClassVar = "pairs"
     parts: ClassVar = PARTS
-    carried: ClassVar = ()
 
     def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:
         self._source, self._text = source, text

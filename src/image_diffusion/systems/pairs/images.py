@@ -108,7 +108,6 @@ class ImageFilePairs(BesideCrops):
             )
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set of the images. Raises ValueError for missing inputs, and for a folder without images."""
         if inputs.crops is None or inputs.data is None:
             raise ValueError("Images are cropped as those of a data set: give --data.")
         self.check(inputs.data)
@@ -204,14 +203,11 @@ class ImageCropper:
         return torch.from_numpy(np.stack(pixels)), list(sizes)
 
 
-class PairedImages:
+class PairedImages(PairSet):
     """Images [C, H, W] that belong to the crops, one shard for each of theirs: pictures, or the numbers of labels in
     one channel. A shard is cropped as a whole, and lies in memory until it is written."""
 
-    kind: ClassVar[Literal["images"]] = "images"
-    members: ClassVar = ("npy",)
-    parts: ClassVar = ()
-    carried: ClassVar = ()
+    kind: ClassVar = "images"
 
     def __init__(self, crops: Path, files: Mapping[str, Read], crop: ImageCropper) -> None:
         shards = open_shards(crops, "all")

@@ -73,7 +73,6 @@ class NumberPairs(BesideCrops):
             )
 
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set of the numbers. Raises ValueError for missing inputs, and for cells that are no numbers."""
         if inputs.crops is None:
             raise ValueError("Numbers are those of crops: give --data.")
         return Numbers(inputs.crops, self.columns, self._cells(inputs.source))
@@ -97,14 +96,11 @@ class NumberPairs(BesideCrops):
         return cells
 
 
-class Numbers:
+class Numbers(PairSet):
     """Numbers [columns, 2] of each crop that has a row, on the scale of the ranges of the training split, each with 1
     beside it; a missing one is zeros. One shard for each of the crops'."""
 
-    kind: ClassVar[Literal["numbers"]] = "numbers"
-    members: ClassVar = ("npy",)
-    parts: ClassVar = ()
-    carried: ClassVar = ()
+    kind: ClassVar = "numbers"
 
     def __init__(self, crops: Path, names: tuple[str, ...], cells: Mapping[str, Mapping[str, Any]]) -> None:
         shards = open_shards(crops, "all")

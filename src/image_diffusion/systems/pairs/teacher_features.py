@@ -43,7 +43,6 @@ class FeaturePairs(BesideCrops):
 
     @property
     def needs_detector(self) -> bool:
-        """True if the teacher is the detector of the data set."""
         return isinstance(self.teacher, InPipe)
 
     @property
@@ -75,14 +74,12 @@ class Teacher(Protocol):
         ...
 
 
-class TeacherFeatures:
+class TeacherFeatures(PairSet):
     """Features [D, h, w] of each crop, and of its mirror image. described: further entries of the manifest."""
 
-    kind: ClassVar[Literal["features"]] = "features"
+    kind: ClassVar = "features"
     members: ClassVar = ("npy", "flip.npy")
-    parts: ClassVar = ()
-    carried: ClassVar = ()
-    made_from_pixels: ClassVar[Literal[True]] = True
+    made_from_pixels: ClassVar = True
 
     def __init__(self, crops: Path, teacher: Teacher, described: dict[str, Any]) -> None:
         self._folder, self._teacher = crops, teacher

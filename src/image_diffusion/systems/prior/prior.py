@@ -147,12 +147,10 @@ class PriorSystem(System):
         return self.image_scale or math.sqrt(spec.channels)
 
     def build_network(self, spec: DataSpec) -> nn.Module:
-        """Build the randomly initialised network."""
         network: nn.Module = self.network.build(spec)
         return network
 
     def build_objective(self, spec: DataSpec) -> EmbeddingObjective:
-        """Build the objective for embeddings of `spec`."""
         return self.objective.build(self.process.build(), self.scale(spec), self.network.self_cond)
 
     def batch(

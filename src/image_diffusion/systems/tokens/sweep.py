@@ -23,8 +23,6 @@ class TokenSweepConfig(SweepConfig):
         return super().points() | {"temperature": self.temperature}
 
     def samples(self, axis: str, value: str, base: SampleConfig) -> SampleConfig:
-        """Return the settings of sampling at one point. Raises ValueError when the sampler that it changes is not
-        written."""
         if axis in ("temperature", "num_steps") and base.sampler is None:
             raise ValueError(f"sweep.{axis} varies a key of sample.sampler, which is missing. Write it with its type.")
         return super().samples(axis, value, base)

@@ -28,8 +28,6 @@ class AdamW8bit(AdamW):
     """AdamW with moments of 8 bits, through the package bitsandbytes."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
-        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises
-        ValueError if the package cannot compute on their device."""
         check_library(flat.values.device)
         return _Flat8bit(flat, pieces(flat, factors, self.weight_decay, self.decay_vectors), self)
 

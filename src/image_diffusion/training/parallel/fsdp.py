@@ -137,7 +137,6 @@ class ShardedFlat(Shares, Flat):
         self._root.set_is_last_backward(last)
 
     def norm(self) -> Tensor:
-        """Return the norm of the gradient over all processes, [] on the device."""
         norm: Tensor = torch.linalg.vector_norm(self._world.gather(super().norm()))
         return norm
 

@@ -111,7 +111,6 @@ class SlicedFlat(Flat):
         self.gradient.copy_(share)
 
     def norm(self) -> Tensor:
-        """Return the norm of the gradient over all processes, [] on the device."""
         norm: Tensor = torch.linalg.vector_norm(
             self._world.gather(torch.linalg.vector_norm(self.gradient))
             if self._end is None

@@ -75,7 +75,6 @@ class Lmdb(FewFiles):
             raise OSError(f"damaged in the database: {str(error).replace(folder, Path(folder).name)}") from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return the file of each database, by the name of its folder. Raises ValueError when the folder has none."""
         path = Path(self.path)
         paths = [path / _DATA] if (path / _DATA).is_file() else sorted(path.glob(f"*/{_DATA}"))
         if not paths:

@@ -128,7 +128,6 @@ class Webdataset(FewFiles, TarSource):
                 yield name, members_of(file, path, labelled, names)
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return the tars. Raises ValueError when the path has none, or a folder holds several splits."""
         folder, tars = named_files(self.path, ".tar")
         if not folder.exists() or (tars == [Path(self.path)] and not tars[0].exists()):
             raise ValueError(f"data.source.path: {self.path} does not exist. Give a tar file or a folder of them.")

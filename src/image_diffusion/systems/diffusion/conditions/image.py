@@ -66,11 +66,9 @@ class ImagePart(ConditionPart, ABC):
             raise ValueError(f"{section}.conditions: {absent} does not exist. Give the path of an image file.")
 
     def names(self, pairs: Any) -> tuple[str, ...]:
-        """Return the column of images."""
         return (IMAGE,)
 
     def pictures(self, settings: SampleConfig) -> list[Path]:
-        """Return the images that the rows name. Raises ValueError for a table that cannot be read."""
         return _files_of_rows(settings, _ROWS)
 
     def served(self, model: ServedFrom) -> dict[str, Column]:

@@ -46,7 +46,6 @@ class NumbersCondition(ConditionPart):
             numbers_of(read_rows(settings.conditions, key), key, None if pairs is None else pairs.columns)
 
     def check_pairs(self, pairs: Any, data: DataConfig) -> None:
-        """Raise ValueError for numbers that the data do not have."""
         pairs.check(data.source)
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
@@ -63,7 +62,6 @@ class NumbersCondition(ConditionPart):
         return "validation" if settings.conditions is None else None
 
     def names(self, pairs: Any) -> tuple[str, ...]:
-        """Return the columns of numbers."""
         return _described(pairs).names if pairs is None or isinstance(pairs, Mapping) else tuple(pairs.columns)
 
     def served(self, model: ServedFrom) -> dict[str, Column]:

@@ -70,7 +70,6 @@ class PairedImageCondition(ImagePart):
         return {IMAGE: as_seen(stored, spec.conditions[IMAGE][0])}
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the images: those of held-out images, where no others are set."""
         return "validation" if settings.small_images is None and not super().pictures(settings) else None
 
     def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:

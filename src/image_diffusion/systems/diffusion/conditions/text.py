@@ -54,7 +54,6 @@ class TextCondition(ConditionPart):
             read_prompts(settings.prompts, f"{section}.prompts")
 
     def check_pairs(self, pairs: Any, data: DataConfig) -> None:
-        """Raise ValueError where the captions of the section pairs do not fit."""
         self.check_captions(pairs.num_captions)
 
     def check_captions(self, count: int) -> None:
@@ -85,7 +84,6 @@ class TextCondition(ConditionPart):
         return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
 
     def served(self, model: ServedFrom) -> dict[str, Column]:
-        """Return the column of prompts."""
         return {"prompt": Column("string", required=True, example=EXAMPLE_PROMPTS)}
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
