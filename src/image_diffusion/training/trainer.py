@@ -261,7 +261,7 @@ class Trainer:
         if self.config.weights == "best":
             assert self.best.step, "the last step is validated"
             return self._written(self.best.values, self.best.buffers)
-        return self._written(self.flat.values if self.config.weights == "raw" else self._average())
+        return self._written(self._average())
 
     def raw_weights(self) -> dict[str, Tensor]:
         """Return the tensors as trained, in the first process. All processes call it together."""
@@ -334,7 +334,7 @@ class Trainer:
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _average(self) -> Tensor:
-        """Return the average that counts; the weights themselves without an average."""
+        """Return the average that counts; the weights themselves if none does."""
         return self.flat.values if self.config.average is None else self.averages.vectors[self.config.average]
 
     def _format(self, x: Tensor) -> torch.memory_format:
