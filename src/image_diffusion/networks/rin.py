@@ -71,6 +71,8 @@ class RinConfig(Config):
 class Rin(nn.Module):
     """x_t, t, label and what an earlier call gave -> prediction [B, C, H, W], and latents [B, N, D] if wanted."""
 
+    behind = ("to_pixels",)
+
     def __init__(self, config: RinConfig, spec: DataSpec) -> None:
         super().__init__()
         width, latent_width = config.width, config.latent_width or config.width

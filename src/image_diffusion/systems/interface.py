@@ -58,6 +58,11 @@ class TrainSettings(Protocol):
         ...
 
     @property
+    def layer_decay(self) -> float | None:
+        """Return the factor of the learning rate from a block to the one before; None: one rate for all."""
+        ...
+
+    @property
     def patience(self) -> float | None:
         """Return the share of the steps without improvement that ends a training; None: it ends at the last step."""
         ...

@@ -196,8 +196,8 @@ class TrainConfig(Sparse):
 
     @property
     def tunes(self) -> bool:
-        """True if the section names parts of the network, which has to be built to check them."""
-        return bool(self.freeze or self.lora or self.lr_factors or self.optimizer.looks_inside)
+        """True if the section names or counts parts of the network, which has to be built to check them."""
+        return bool(self.freeze or self.lora or self.layer_decay or self.lr_factors or self.optimizer.looks_inside)
 
     def advice(self) -> list[str]:
         """Return a sentence for each setting that works but was hardly intended."""
