@@ -155,6 +155,14 @@ def test_the_perceptual_term_is_lpips_and_is_learnt_from(tmp_path: Path, kind: s
     assert objective(network, batch).parts["perceptual"].mean() < 0.9 * losses.parts["perceptual"].mean()
 
 
+def test_validation_counts_the_perceptual_term(tmp_path: Path) -> None:
+    network, objective = built("dvae", adversarial=SMALL, perceptual=terms(tmp_path, weight=2.0))
+    losses = objective.uniform()(network, batch_of())
+    own = system_of("dvae").build_objective(SPEC)(network, batch_of()).loss
+    torch.testing.assert_close(losses.loss, own + 2.0 * losses.parts["perceptual"])
+    assert "adversarial" not in losses.parts
+
+
 def test_the_distance_is_that_of_the_evaluation(tmp_path: Path) -> None:
     config = PerceptualConfig.model_validate(terms(tmp_path))
     first, second = torch.randint(0, 256, (2, 2, 3, 40, 40), dtype=torch.uint8)
