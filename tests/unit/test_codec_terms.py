@@ -115,6 +115,14 @@ def test_a_discriminator_judges_patches(resolution: int, num_layers: int, seen: 
         Adversarial(num_layers=9).check(8)
 
 
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_divergence_is_summed_in_float32(kind: str) -> None:
+    network, objective = built(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = objective(network, batch_of())
+    assert {part.dtype for part in losses.parts.values()} == {torch.float32}
+
+
 def test_what_is_written_is_the_codec_alone(tmp_path: Path) -> None:
     network, _ = built("dvae", adversarial=SMALL, perceptual=terms(tmp_path))
     tensors = network.state_dict()
