@@ -58,6 +58,16 @@ def test_rates_fall_towards_the_input() -> None:
         factors(nn.Linear(1, 1), layer_decay=0.5)
 
 
+def test_gains_of_heads_do_not_decay() -> None:
+    """Of RIN, whose gains of queries and keys are [heads, 1, d]."""
+    config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8, qk_norm=True)
+    flat = Flat(config.build(DataSpec(channels=3, resolution=8)))
+    vectors = {slot.name for slot in flat.slots if slot.start >= flat.matrices_end}
+    gains = {name for name in flat.parameters if name.endswith((".q_norm.gamma", ".k_norm.gamma"))}
+    assert len(gains) == 2 * 2 * 5 and gains <= vectors
+    assert vectors == gains | {name for name, parameter in flat.parameters.items() if parameter.ndim < 2}
+
+
 def test_the_output_of_rin_learns_at_the_full_rate() -> None:
     """It is defined before the blocks."""
     config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8)
