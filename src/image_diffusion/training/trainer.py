@@ -112,9 +112,8 @@ class Trainer:
             task.network.add_module(name, build())
         if config.augment is not None:
             add_augmentation(task.network, NUM_LABELS)
-        if task.objective.layers or config.augment is not None:
-            trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
-            factors = {name: factors.get(name, 1.0) for name in trained}
+        trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
+        factors = {name: factors.get(name, 1.0) for name in trained}
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
             world.broadcast(tensor)
