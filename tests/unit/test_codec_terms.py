@@ -115,6 +115,14 @@ def test_a_discriminator_judges_patches(resolution: int, num_layers: int, seen: 
         Adversarial(num_layers=9).check(8)
 
 
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_divergence_is_summed_in_float32(kind: str) -> None:
+    network, objective = built(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = objective(network, batch_of())
+    assert {part.dtype for part in losses.parts.values()} == {torch.float32}
+
+
 def test_what_is_written_is_the_codec_alone(tmp_path: Path) -> None:
     network, _ = built("dvae", adversarial=SMALL, perceptual=terms(tmp_path))
     tensors = network.state_dict()
@@ -153,6 +161,14 @@ def test_the_perceptual_term_is_lpips_and_is_learnt_from(tmp_path: Path, kind: s
         objective(network, batch).loss.mean().backward()
         optimizer.step()
     assert objective(network, batch).parts["perceptual"].mean() < 0.9 * losses.parts["perceptual"].mean()
+
+
+def test_validation_counts_the_perceptual_term(tmp_path: Path) -> None:
+    network, objective = built("dvae", adversarial=SMALL, perceptual=terms(tmp_path, weight=2.0))
+    losses = objective.uniform()(network, batch_of())
+    own = system_of("dvae").build_objective(SPEC)(network, batch_of()).loss
+    torch.testing.assert_close(losses.loss, own + 2.0 * losses.parts["perceptual"])
+    assert "adversarial" not in losses.parts
 
 
 def test_the_distance_is_that_of_the_evaluation(tmp_path: Path) -> None:

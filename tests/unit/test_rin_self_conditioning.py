@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import dump, parse, to_yaml
@@ -22,6 +24,7 @@ from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.rin import RinSystem
+from image_diffusion.training.optim.precision import Precision
 
 SPEC = DataSpec(channels=3, resolution=4, num_classes=5)
 NETWORK = {"width": 16, "patch": 2, "depth": 1, "num_latents": 3, "latent_width": 8, "num_heads": 2, "head_width": 4}
@@ -95,6 +98,36 @@ def test_the_estimate_is_held_to_the_range_of_pixels_if_wanted(clamps):
     system = rin(self_conditioning=SelfConditioning(probability=1, clamp=clamps))
     system.build_objective(SPEC)(network, batch)
     assert (network.calls[1]["self_cond"].abs().max() <= 1) == clamps
+
+
+class OldCache(TorchFunctionMode):
+    """Casts weights once within autocast, as PyTorch 2.9 did: without a gradient if the first pass had none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: dict[Tensor, Tensor] = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and torch.is_autocast_cache_enabled():
+            x, weight, *rest = args
+            args = x, self.casts.setdefault(weight, weight.bfloat16()), *rest
+        return function(*args, **(kwargs or {}))
+
+
+def test_every_weight_learns_where_the_first_pass_casts_it_without_gradient():
+    gradients, batch, system = [], batch_of([0, 1]), rin()
+    for cached in (False, True):
+        torch.manual_seed(0)
+        network = system.build_network(SPEC)
+        with OldCache():
+            precision = Precision("bf16", torch.device("cpu"), keeps_weights=cached)
+            with precision.autocast():
+                losses = system.build_objective(SPEC)(network, batch)
+        losses.loss.mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in network.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+    with Precision("bf16", torch.device("cpu")).autocast():
+        assert torch.is_autocast_cache_enabled() or torch.__version__ < "2.11"
 
 
 def test_without_self_conditioning_there_is_one_pass():

@@ -170,6 +170,13 @@ def test_what_is_written_describes_itself(tmp_path: Path) -> None:
     assert read_weights(tmp_path / "train")[1]["ema"] is None
 
 
+def test_validation_uses_the_weights_that_are_written(tmp_path: Path) -> None:
+    """Of `weights: raw` those as trained, whatever averages are kept beside them."""
+    for name, rates in (("kept", [0.5]), ("none", [])):
+        start(tmp_path / name, weights="raw", ema={"type": "exponential", "rates": rates})
+    assert points(tmp_path / "kept") == points(tmp_path / "none")
+
+
 def test_every_average_can_be_written_and_their_order_is_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

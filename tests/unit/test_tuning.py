@@ -17,6 +17,7 @@ from image_diffusion.core.files.weights import read_weights, save_weights
 from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.networks.rin import RinConfig
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn import transformer
 from image_diffusion.stages.train import prepare_training
@@ -51,7 +52,37 @@ def test_rates_fall_towards_the_input() -> None:
     assert {factor for name, factor in found.items() if name.startswith("blocks.1.")} == {0.5}
     assert {factor for name, factor in found.items() if name.startswith("final_layer.")} == {1.0}
     assert set(factors(network()).values()) == {1.0}
-    assert set(factors(nn.Linear(1, 1), layer_decay=0.5).values()) == {1.0}
+    with pytest.raises(
+        ValueError, match=r"train.layer_decay is 0.5, but the network has no list of blocks. Leave it out"
+    ):
+        factors(nn.Linear(1, 1), layer_decay=0.5)
+
+
+def test_gains_of_heads_do_not_decay() -> None:
+    """Of RIN, whose gains of queries and keys are [heads, 1, d]."""
+    config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8, qk_norm=True)
+    flat = Flat(config.build(DataSpec(channels=3, resolution=8)))
+    vectors = {slot.name for slot in flat.slots if slot.start >= flat.matrices_end}
+    gains = {name for name in flat.parameters if name.endswith((".q_norm.gamma", ".k_norm.gamma"))}
+    assert len(gains) == 2 * 2 * 5 and gains <= vectors
+    assert vectors == gains | {name for name, parameter in flat.parameters.items() if parameter.ndim < 2}
+
+
+def test_the_output_of_rin_learns_at_the_full_rate() -> None:
+    """It is defined before the blocks."""
+    config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8)
+    found = factors(config.build(DataSpec(channels=3, resolution=8)), layer_decay=0.5)
+    assert {factor for name, factor in found.items() if name.startswith("to_pixels.")} == {1.0}
+    assert {factor for name, factor in found.items() if name.startswith("blocks.1.")} == {0.5}
+    assert {factor for name, factor in found.items() if not name.startswith(("to_pixels.", "blocks."))} == {0.125}
+
+
+@pytest.mark.parametrize("name", ["demo_codec", "dvae_demo"])
+def test_rates_by_depth_of_a_codec_are_refused(tmp_path: Path, name: str) -> None:
+    raw = read_yaml(ROOT / "config" / "experiments" / f"{name}.yaml")
+    (tmp_path / "x.yaml").write_text(to_yaml(raw | {"train": raw["train"] | {"layer_decay": 0.8}}))
+    with pytest.raises(ValueError, match=r"x.yaml: train.layer_decay is 0.8, but an encoder and a decoder have no"):
+        load_all([tmp_path / "x.yaml"])
 
 
 def test_what_lies_between_two_blocks_has_the_depth_of_the_one_before() -> None:

@@ -71,6 +71,9 @@ class RinConfig(Config):
 class Rin(nn.Module):
     """x_t, t, label and what an earlier call gave -> prediction [B, C, H, W], and latents [B, N, D] if wanted."""
 
+    behind = ("to_pixels",)
+    """Modules after the blocks that are defined before them: `train.layer_decay` gives them the full rate."""
+
     def __init__(self, config: RinConfig, spec: DataSpec) -> None:
         super().__init__()
         width, latent_width = config.width, config.latent_width or config.width
@@ -136,9 +139,8 @@ class Rin(nn.Module):
         condition = with_augmentation(self, with_numbers(self, condition, numbers), augment)
 
         earlier = torch.zeros_like(x) if self_cond is None else self_cond
-        patches = self.to_patches(
-            _cut(torch.cat([earlier, with_image(x, image)], dim=1), self.config.patch)
-        )  # [B, (H/p)(W/p), width]
+        cut = F.pixel_unshuffle(torch.cat([earlier, with_image(x, image)], dim=1), self.config.patch)
+        patches = self.to_patches(cut.flatten(2).transpose(1, 2).contiguous())  # [B, (H/p)(W/p), width], row by row
         patches = patches + self._positions()
 
         held = self.latents.expand(len(x), -1, -1)  # [B, N, D]
@@ -151,7 +153,8 @@ class Rin(nn.Module):
         for block in cast("list[Block]", self.blocks):
             patches, computed, held = block(patches, held, condition, self.grid_size)
 
-        prediction = _join(self.to_pixels(patches), self.config.patch, self.grid_size)  # [B, C, H, W]
+        joined = self.to_pixels(patches).transpose(1, 2).unflatten(2, self.grid_size)  # [B, C p p, H/p, W/p]
+        prediction = F.pixel_shuffle(joined, self.config.patch)  # [B, C, H, W]
         if not return_latents:
             return prediction
         norm = computed.float().square().flatten(1).mean(1).sqrt()  # [B]
@@ -374,17 +377,3 @@ def _heads(x: Tensor, num_heads: int) -> Tensor:
     """Split heads: [B, N, heads · d] -> [B, heads, N, d]."""
     B, N, inner = x.shape
     return x.view(B, N, num_heads, inner // num_heads).transpose(1, 2)
-
-
-def _cut(x: Tensor, patch: int) -> Tensor:
-    """Cut [B, C, H, W] -> [B, (H/p)(W/p), C · p · p]: patches row by row, each flattened as (channel, row, column)."""
-    B, C, H, W = x.shape
-    x = x.reshape(B, C, H // patch, patch, W // patch, patch).permute(0, 2, 4, 1, 3, 5)  # [B, H/p, W/p, C, p, p]
-    return x.reshape(B, (H // patch) * (W // patch), C * patch * patch)
-
-
-def _join(patches: Tensor, patch: int, grid_size: Size) -> Tensor:
-    """Join [B, rows · columns, C · p · p] -> [B, C, H, W]: the inverse of `_cut`."""
-    B, (rows, columns) = len(patches), grid_size
-    x = patches.reshape(B, rows, columns, -1, patch, patch).permute(0, 3, 1, 4, 2, 5)  # [B, C, H/p, p, W/p, p]
-    return x.reshape(B, -1, rows * patch, columns * patch)

@@ -39,8 +39,9 @@ class TrainSettings(Protocol):
 
     flip_probability: share of examples that are mirrored. augment: augmentation of the images, whose parameters are a
     condition of the network; None: none. grid_every_steps: steps from one preview to the next; None: there are no
-    previews. init_from: weights to start from; None: random ones. patience: share of the steps without improvement that
-    ends a training; None: it ends at the last step.
+    previews. init_from: weights to start from; None: random ones. layer_decay: factor of the learning rate from a block
+    to the one before; None: one rate for all. patience: share of the steps without improvement that ends a training;
+    None: it ends at the last step.
     """
 
     @property
@@ -54,6 +55,9 @@ class TrainSettings(Protocol):
 
     @property
     def init_from(self) -> WeightsOf | str | None: ...
+
+    @property
+    def layer_decay(self) -> float | None: ...
 
     @property
     def patience(self) -> float | None: ...

@@ -175,7 +175,10 @@ class TrainConfig(Sparse):
 
     @property
     def average(self) -> str | None:
-        """Return the average that is used for previews and validation and that is written; None without an average."""
+        """Return the average that is used for previews and validation and that is written; None: the weights as
+        trained."""
+        if self.weights == "raw":
+            return None
         if isinstance(self.weights, float):
             named = average_name(self.weights)
             return named if named in self.ema.names else None
@@ -206,12 +209,12 @@ class TrainConfig(Sparse):
 
     @property
     def tunes(self) -> bool:
-        """True if the section names parts of the network, which has to be built to check them."""
-        return bool(self.freeze or self.lora or self.lr_factors or self.optimizer.looks_inside)
+        """True if the section names or counts parts of the network, which has to be built to check them."""
+        return bool(self.freeze or self.lora or self.layer_decay or self.lr_factors or self.optimizer.looks_inside)
 
     def advice(self) -> list[str]:
         """Return a sentence for each setting that works but was hardly intended."""
-        if self.weights == "raw" or self.average is None or not isinstance(self.ema, ExponentialEma):
+        if self.average is None or not isinstance(self.ema, ExponentialEma):
             return []  # of the initial weights a power average has nothing, since its first update copies
         share = self.ema.initial_share(self.average, self.steps)
         if share <= LARGEST_INITIAL_SHARE:

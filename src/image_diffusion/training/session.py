@@ -195,5 +195,4 @@ def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State |
     else:
         state.remove(output / "raw")
     step = trainer.best.step or end
-    average = None if config.weights == "raw" else config.average
-    state.save_weights(output, trainer.weights(), described(step, average), carried)
+    state.save_weights(output, trainer.weights(), described(step, config.average), carried)

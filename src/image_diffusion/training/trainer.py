@@ -113,9 +113,8 @@ class Trainer:
             task.network.add_module(name, build())
         if config.augment is not None:
             add_augmentation(task.network, NUM_LABELS)
-        if task.objective.layers or config.augment is not None:
-            trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
-            factors = {name: factors.get(name, 1.0) for name in trained}
+        trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
+        factors = {name: factors.get(name, 1.0) for name in trained}
         check_memory(world, task.network, config)
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
@@ -263,7 +262,7 @@ class Trainer:
         if self.config.weights == "best":
             assert self.best.step, "the last step is validated"
             return self._written(self.best.values, self.best.buffers)
-        return self._written(self.flat.values if self.config.weights == "raw" else self._average())
+        return self._written(self._average())
 
     def raw_weights(self) -> dict[str, Tensor]:
         """Return the tensors as trained, in the first process. All processes call it together."""
@@ -336,7 +335,7 @@ class Trainer:
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _average(self) -> Tensor:
-        """Return the average that counts; the weights themselves without an average."""
+        """Return the average that counts; the weights themselves if none does."""
         return self.flat.values if self.config.average is None else self.averages.vectors[self.config.average]
 
     def _format(self, x: Tensor) -> torch.memory_format:

@@ -33,5 +33,6 @@ class Autoencoding(Objective):
         noise = batch.streams.normal("posterior", self._latent_shape)
         reconstruction, mean, log_variance = network(batch.x, noise)
         mse = (reconstruction - batch.x).square().flatten(1).mean(1)
+        mean, log_variance = mean.float(), log_variance.float()
         kl = 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).flatten(1).mean(1)
         return Losses(loss=mse + self._kl_weight * kl, parts={"mse": mse.detach(), "kl": kl.detach()})

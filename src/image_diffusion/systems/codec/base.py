@@ -78,6 +78,11 @@ class CodecSystem(System):
 
     def check(self, experiment: Sections, others: Others) -> None:
         super().check(experiment, others)
+        if experiment.train.layer_decay is not None:
+            raise ValueError(
+                f"train.layer_decay is {experiment.train.layer_decay:g}, but an encoder and a decoder have no common "
+                "order of blocks. Leave it out, or use train.lr_factors."
+            )
         spec = spec_of(experiment, others.codec)
         if self.perceptual is not None:
             self.perceptual.check(spec)

@@ -103,8 +103,7 @@ def _run_of(state: Path, trained_by: Path) -> Path:
 def _written_by(trained_by: Path) -> str:
     """Return the name of the average that a training of a file train.yaml writes; for `best`, of the one that is
     validated."""
-    config = TrainConfig.model_validate(read_yaml(trained_by)["train"])
-    return "raw" if config.weights == "raw" or config.average is None else config.average
+    return TrainConfig.model_validate(read_yaml(trained_by)["train"]).average or "raw"
 
 
 def _steps(run: Path) -> list[Path]:

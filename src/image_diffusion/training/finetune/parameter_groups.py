@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 
 def check_tuning(network: nn.Module, config: TrainConfig) -> None:
-    """Raise ValueError for a pattern of `config` that names nothing in the network, adapters that cannot be made, or an
-    optimizer with nothing to do."""
+    """Raise ValueError for a pattern of `config` that names nothing in the network, adapters that cannot be made,
+    rates by depth without blocks, or an optimizer with nothing to do."""
     parameters = dict(network.named_parameters())
     frozen = matching(parameters, config.freeze, "train.freeze", "parameter")
     config.optimizer.check(inner_matrices(network).keys() - set(frozen))
     matching(parameters, config.lr_factors, "train.lr_factors", "parameter")
+    if config.layer_decay is not None and not list(_members(network)):
+        raise ValueError(
+            f"train.layer_decay is {config.layer_decay:g}, but the network has no list of blocks. Leave it out, or use "
+            "train.lr_factors."
+        )
     if config.lora is not None:
         check_lora(network, config.lora)
 
@@ -48,14 +53,16 @@ def _by_depth(network: nn.Module, decay: float | None) -> dict[str, float]:
     """Return decay^(L + 1 - l) for parameters in block l = 1 … L of the network, l = 0 for those before the blocks and
     L + 1 for those behind them (Bao et al. 2022, "BEiT"; He et al. 2022, "Masked autoencoders", util/lr_decay.py).
 
-    The order is that of the network's definition; what lies between two blocks has the depth of the one before.
+    The order is that of the network's definition, except that the modules that the network names in `behind` count as
+    behind the blocks; what lies between two blocks has the depth of the one before.
     """
     of = {parameter: i for i, block in enumerate(_members(network), 1) for parameter in block.parameters()}
+    behind = {p for name in getattr(network, "behind", ()) for p in network.get_submodule(name).parameters()}
     last, depth = max(of.values(), default=0), 0
     factors = {}
     for name, parameter in network.named_parameters():
         depth = of.get(parameter, last + 1 if depth >= last else depth)
-        factors[name] = 1.0 if decay is None else decay ** (last + 1 - depth)
+        factors[name] = 1.0 if decay is None or parameter in behind else decay ** (last + 1 - depth)
     return factors
 
 

@@ -37,7 +37,7 @@ class AdamW(AdamBase):
     weight_decay: float = Field(0.0, ge=0, le=1)
     """Share of the weights, times the learning rate, that is taken away in each step."""
     decay_vectors: bool = False
-    """True if biases and gains, parameters of fewer than two dimensions, decay as well."""
+    """True if biases and gains decay as well."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
         return self._fused(torch.optim.AdamW, flat, pieces(flat, factors, self.weight_decay, self.decay_vectors))

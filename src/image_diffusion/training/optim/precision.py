@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from image_diffusion.core.devices import has_bf16
 from image_diffusion.core.process.errors import log_line
@@ -30,13 +31,12 @@ class Precision:
     dtype: of the factors of a matrix product. scaler: of the loss; it does nothing in other precisions than fp16.
     sees_all: True if the gradient that a process sees is that of all parameters; if False, processes inform one another
     of overflows. keeps_weights: True if the network has the same weights from pass to pass. Where they are gathered
-    anew, what autocast rounded in a pass without gradient must not serve a pass with one, whose gradients would be
-    lost, nor stay when they are freed.
+    anew, autocast caches no rounded weights, which would stay when the weights are freed.
     """
 
     def __init__(self, name: Name, device: torch.device, sees_all: bool = True, keeps_weights: bool = True) -> None:
         self.dtype = dtype_of(name)
-        self._device, self._caches = device, keeps_weights
+        self._device, self._caches = device, keeps_weights and _cache_keeps_gradients()
         kind = torch.amp.GradScaler if sees_all else _Agreeing
         self.scaler = kind(device.type, enabled=name == "fp16")
 
@@ -50,6 +50,16 @@ class Precision:
     def skips_overflow(self) -> bool:
         """True if a gradient that is not finite is an overflow, whose step is left out, instead of a failure."""
         return self.scaler.is_enabled()
+
+
+def _cache_keeps_gradients() -> bool:
+    """Return False if a weight that autocast rounded and cached in a pass without gradient gets none from a later pass,
+    as in PyTorch 2.9 (its issues 112583 and 158232): objectives with such a first pass would lose gradients."""
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            F.linear(weight.detach(), weight)
+        return F.linear(weight.detach(), weight).requires_grad
 
 
 class _Agreeing(torch.amp.GradScaler):

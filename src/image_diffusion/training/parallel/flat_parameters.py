@@ -63,8 +63,8 @@ class Slot:
 class Layout:
     """Tensors end to end in a vector, gaps between them zero, in the order given. size: of the vector.
 
-    align: elements of which every tensor's start is a multiple. Matrices (two dimensions or more) lie in 0 …
-    matrices_end where they are given first; vectors and scalars behind them, so that weight decay can leave them out.
+    align: elements of which every tensor's start is a multiple. Matrices (`is_matrix`) lie in 0 … matrices_end where
+    they are given first; vectors and scalars behind them, so that weight decay can leave them out.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], align: int = ALIGN) -> None:
@@ -74,7 +74,7 @@ class Layout:
             layout = torch.empty_like(tensor, device="meta")  # dense, and channels-last where the tensor is
             self.slots.append(Slot(name, end, tuple(layout.shape), layout.stride()))
             end += -(-tensor.numel() // align) * align
-            if tensor.ndim >= 2:
+            if is_matrix(name, tensor):
                 self.matrices_end = end
         self.size = end
 
@@ -205,6 +205,11 @@ def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
     return pieces
 
 
+def is_matrix(name: str, tensor: Tensor) -> bool:
+    """Return True for two dimensions or more, except for gains of heads: those of RIN are [heads, 1, d]."""
+    return tensor.ndim >= 2 and not name.endswith(("q_norm.gamma", "k_norm.gamma"))
+
+
 def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters with a gradient by name, matrices first. Raises ValueError if `Flat` says so."""
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
@@ -213,4 +218,4 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     for name, parameter in named:
         if parameter.dtype != torch.float32:
             raise ValueError(f"Parameter {name} is {parameter.dtype}; training keeps float32 masters.")
-    return dict(sorted(named, key=lambda item: item[1].ndim < 2))
+    return dict(sorted(named, key=lambda item: not is_matrix(*item)))
