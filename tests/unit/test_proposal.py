@@ -685,6 +685,7 @@ def initialised(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
         (["new", "--data", "images", "--budget", "6h", "--cores", "0"], "--cores is a number from 1"),
         (["new", "--weights", "images"], "--weights belongs to --data and --budget"),
         (["images", "--data", "images", "--budget", "6h"], "images exists and is not an empty folder"),
+        (["images/new", "--data", "images", "--budget", "6h"], "images/new lies inside the images, images. Name a"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], message: str, tmp_path: Path) -> None:

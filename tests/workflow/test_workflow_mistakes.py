@@ -56,6 +56,12 @@ def test_a_folder_without_images(fresh: Project) -> None:
     assert "holds no files" in told(fresh)
 
 
+def test_results_inside_the_images(fresh: Project) -> None:
+    fresh.edit(lambda experiment: experiment["data"]["source"].update(path="."))
+    line = told(fresh)
+    assert line.startswith("error: dots-16: data.source.path: . contains the folder of results results, whose pictures")
+
+
 def test_fewer_images_than_a_batch(fresh: Project) -> None:
     fresh.edit(lambda experiment: experiment["train"].update(global_batch=1000))
     line = told(fresh)

@@ -99,9 +99,16 @@ def main() -> None:
         begin(folder)
         print(f"Created {folder}. Run the demo with: cd {folder} && snakemake. See config/README.md for your own data.")
         return
-    # Here and not above: it imports PyTorch, which a project without an experiment spares.
+    # Here and not above: they import PyTorch, which a project without an experiment spares.
+    from image_diffusion.data.quality.facts import source_of
+    from image_diffusion.data.sources.folder import Folder, reads_below
     from image_diffusion.tools.budget import propose_for
 
+    source = source_of(arguments.data)
+    if isinstance(source, Folder) and reads_below(source.path, folder):
+        parser.error(
+            f"{folder} lies inside the images, {arguments.data}. Name a folder outside of it, or results become images"
+        )
     proposal = propose_for(arguments.data, arguments.budget, arguments.cores, arguments.weights)
     begin(folder, proposal.text, proposal.files)
     for sentence in proposal.warnings:
