@@ -217,8 +217,9 @@ def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "there")
-    with hold(tmp_path / "results"):
-        hold(tmp_path / "results").close()  # of the same folder: Snakemake's own locks keep the two apart
+    first = hold(tmp_path / "results")
+    with hold(tmp_path / "results"):  # of the same folder: Snakemake's own locks keep the two apart
+        first.close()  # as a dry run, which has ended before the other
         monkeypatch.chdir(tmp_path / "here")
         with pytest.raises(SystemExit) as told:
             hold(tmp_path / "results")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +94,33 @@ def test_a_key_that_stands_twice(fresh: Project, name: str) -> None:
 def test_a_key_of_the_workflow_that_is_misspelt(fresh: Project) -> None:
     line = told(fresh, "--config", "reslts=elsewhere")
     assert line == "error: config/config.yaml: reslts is not a known key. Did you mean results?"
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_results_of_another_snakemake_keep_their_configuration(fresh: Project, is_dry: bool) -> None:
+    """Whoever works in the results from another folder goes on with what it read there."""
+    fresh.planned()
+    configuration = {path: path.read_bytes() for path in fresh.folder.glob("results/**/config/*")}
+    assert configuration
+    fresh.edit(lambda experiment: experiment["train"].update(steps=12))
+    with (fresh / "results/.owner").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        other.write("process 1 on here, started in /elsewhere")
+        other.flush()
+        line = told(fresh, *(["--dry-run"] if is_dry else []))
+    assert line.startswith("error: Another Snakemake works in results: process 1 on here, started in /elsewhere. ")
+    assert {path: path.read_bytes() for path in configuration} == configuration
+
+
+def test_a_dry_run_says_that_it_changes_what_a_snakemake_of_this_folder_reads(fresh: Project) -> None:
+    said = "warning: Another Snakemake works in this folder, and its next stages read the configuration that has"
+    fresh.planned()
+    with (fresh / ".snakemake/owner").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert said not in fresh.run("--dry-run")
+        fresh.edit(lambda experiment: experiment["train"].update(steps=12))
+        assert said in fresh.run("--dry-run")
+        assert said not in fresh.run("--dry-run")
 
 
 def test_the_mistake_corrected_goes_on(fresh: Project) -> None:

@@ -56,6 +56,7 @@ def start(
     limit: int | None = None,
     executor: Callable[[], str] = lambda: "local",
     is_head: bool = False,
+    beside: bool = False,
     provider: str | None = None,
 ) -> WorkflowContext:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
@@ -64,9 +65,9 @@ def start(
     if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
     line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
     caller says so. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this
-    process starts jobs in a folder of its own, which the mirror follows. provider: of storage, that Snakemake is to
-    use. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its environment. A mistake
-    ends Snakemake with one clear line.
+    process starts jobs in a folder of its own, which the mirror follows. beside: True if another Snakemake works in
+    this folder. provider: of storage, that Snakemake is to use. What Snakemake starts on this machine ends when it
+    does, and finds MLflow's store in its environment. A mistake ends Snakemake with one clear line.
     """
     refuse_storage(provider)
     ignore_parts_in_records()
@@ -85,7 +86,7 @@ def start(
             code, targets = resolved(Path(results))
         else:
             targets = requested(config, arguments)
-            code = resolve(root, {**config, **targets})
+            code = resolve(root, {**config, **targets}, beside)
         plans = Plans.read(results, targets["experiments"], targets["study"])
         if remote:  # Snakemake may have been started for others since this job went to the queue
             plans = plans.with_others(results)
