@@ -187,6 +187,17 @@ def test_who_asks_for_rules_alone_waits_for_no_data_set(
     assert Path("results/datasets/dots-16/source.json").exists() == looks
 
 
+@pytest.mark.parametrize("written", ["results/", "./results", "results"])
+def test_results_have_one_name_however_they_are_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr("image_diffusion.workflow.start.resolve", lambda *_: CODE)
+    write_plans(Path("results"), a_plan())
+    context = start(ROOT, CONFIG | {"results": written}, queued=False, remote=False)
+    assert context.results == context.files.results == "results"
+
+
 def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

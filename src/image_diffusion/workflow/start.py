@@ -74,7 +74,7 @@ def start(
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
     os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
-    results = str(config.get("results", "results"))
+    results = str(Path(str(config.get("results", "results"))))  # one name for a/, ./a and a, which rules begin with
     mirroring = Mirroring(config.get("mirror") if is_head else None, results, package_beside(root))
     try:
         if moved(f"{results}/") != f"{results}/":

@@ -91,8 +91,10 @@ def _opened(path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a+")
     except OSError as error:
-        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
-        message = (
-            sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
-        )
+        advice = "Remove it and start again"
+        if isinstance(error, PermissionError):
+            advice = "Make it writable and start again"
+        elif isinstance(error, FileNotFoundError):  # a folder in which the system makes all files, as /proc
+            advice = "Name another folder"
+        message = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice}."
         raise SystemExit(f"error: {message}") from None
