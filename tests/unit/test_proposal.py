@@ -695,6 +695,19 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], mes
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [
+        ("my-flowers", "cd my-flowers && snakemake."),
+        ("my flowers", "cd 'my flowers' && snakemake."),
+        ("-new", "cd -- -new && snakemake."),
+    ],
+)
+def test_the_command_that_init_prints_can_be_pasted(folder: str, shown: str, tmp_path: Path) -> None:
+    done = initialised(tmp_path, *(["--"] if folder.startswith("-") else []), folder)
+    assert done.returncode == 0 and shown in done.stdout, done.stdout + done.stderr
+
+
 def test_what_is_measured_several_times_is_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
