@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,14 @@ def test_a_dry_run_says_that_it_changes_what_a_snakemake_of_this_folder_reads(fr
         fresh.edit(lambda experiment: experiment["train"].update(steps=12))
         assert said in fresh.run("--dry-run")
         assert said not in fresh.run("--dry-run")
+
+
+def test_a_store_that_is_no_text(fresh: Project) -> None:
+    line = told(fresh, "--config", "tracking=x")
+    assert line == "error: config/config.yaml: tracking: 'x' is not of type 'object'."
+    path = fresh / "config/config.yaml"
+    path.write_text(re.sub("(?m)^  uri: .*", "  uri: 5", path.read_text()))
+    assert told(fresh) == "error: config/config.yaml: tracking.uri: 5 is not of type 'string'."
 
 
 def test_the_mistake_corrected_goes_on(fresh: Project) -> None:

@@ -20,7 +20,6 @@ from image_diffusion.workflow import terminal
 is_head = workflow.modifier.is_main_snakefile() and not workflow.remote_exec
 if is_head:
     owner, held = take_over(Path()), hold(Path(str(config.get("results", "results"))))
-    count_damaged_as_unfinished(Damage(config["tracking"]["uri"]).among)
 terminal.begin(workflow.output_settings if is_head else None)
 context = start(
     root,
@@ -36,6 +35,8 @@ context = start(
     limit=getattr(workflow.global_resources.get("devices"), "value", None),
     executor=lambda: workflow.executor_plugin.name if workflow.executor_plugin else "local",
 )
+if is_head:
+    count_damaged_as_unfinished(Damage(config["tracking"]["uri"]).among)
 results, plans, machine, code = context.results, context.plans, context.machine, context.code
 terminal.name_runs(plans.studies.values())
 files, parts = context.files, context.parts

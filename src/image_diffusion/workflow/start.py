@@ -73,7 +73,6 @@ def start(
     ignore_parts_in_records()
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
-    os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
     results = str(Path(str(config.get("results", "results"))))  # one name for a/, ./a and a, which rules begin with
     mirroring = Mirroring(config.get("mirror") if is_head else None, results, package_beside(root))
     try:
@@ -98,6 +97,7 @@ def start(
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {sentence_on(error) or error}") from None
+    os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
     mirroring.fetch([*plans.by_name, *(f"datasets/{name}" for name in plans.datasets)])
     machine = Machine(plans, config, queued, remote, cores, executor=executor)
     if machine.uses_gpus and len(devices := devices_here(os.environ)) > 1:
