@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,9 +25,11 @@ _RENAMED = {"follow": ("track", "--experiments", "--follow"), "crate": ("export"
 def main() -> None:
     """Run the named command; list the commands without one."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print("usage: image-diffusion COMMAND …   (image-diffusion COMMAND --help shows its options)\n")
-        for name in COMMANDS:
-            print(f"  {name:10} {_first_line(name)}")
+        usage = "usage: image-diffusion COMMAND ...   (image-diffusion COMMAND --help shows its options)\n"
+        try:
+            print("\n".join([usage, *(f"  {name:10} {_first_line(name)}" for name in COMMANDS)]), flush=True)
+        except BrokenPipeError:  # whoever reads it has ended, and the last flush shall not fail, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     name = sys.argv.pop(1)
     if name == "published":

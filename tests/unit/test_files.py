@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,19 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         write_json(path, {"bad": float("nan")})
     assert read_json(path) == {"good": 1}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the umask is read from there")
+def test_the_umask_holds_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread would make files that everybody may write."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.delattr(os, "umask")
+            write_json(tmp_path / "file.json", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file.json").stat().st_mode) == 0o640
 
 
 def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_stays(tmp_path: Path) -> None:

@@ -521,3 +521,17 @@ def test_a_killed_attempt_is_no_lost_record(tmp_path: Path) -> None:
     history = read_journal(tmp_path / "journal" / "train")
     assert history is not None and history.status == "killed" and history.num_lost == 0 and not history.damaged
     assert history.series("loss")[0] == [1, 2]
+
+
+def test_the_commit_is_that_of_a_repository_that_holds_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of one in which the package is installed, as in .venv."""
+    (tmp_path / "writer.py").touch()
+    monkeypatch.setattr(journal_module, "__file__", str(tmp_path / "writer.py"))
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@localhost"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "mine"], check=True)
+    assert "git_commit" not in journal_module._provenance()
+    subprocess.run([*git, "add", "writer.py"], check=True)
+    assert journal_module._provenance()["git_dirty"] == "true"

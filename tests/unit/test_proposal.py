@@ -685,6 +685,7 @@ def initialised(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
         (["new", "--data", "images", "--budget", "6h", "--cores", "0"], "--cores is a number from 1"),
         (["new", "--weights", "images"], "--weights belongs to --data and --budget"),
         (["images", "--data", "images", "--budget", "6h"], "images exists and is not an empty folder"),
+        (["images/new", "--data", "images", "--budget", "6h"], "images/new lies inside the images, images. Name a"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -692,6 +693,19 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], mes
     done = initialised(tmp_path, *arguments)
     assert done.returncode != 0 and message in done.stderr, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "shown"),
+    [
+        ("my-flowers", "cd my-flowers && snakemake."),
+        ("my flowers", "cd 'my flowers' && snakemake."),
+        ("-new", "cd -- -new && snakemake."),
+    ],
+)
+def test_the_command_that_init_prints_can_be_pasted(folder: str, shown: str, tmp_path: Path) -> None:
+    done = initialised(tmp_path, *(["--"] if folder.startswith("-") else []), folder)
+    assert done.returncode == 0 and shown in done.stdout, done.stdout + done.stderr
 
 
 def test_what_is_measured_several_times_is_printed_once(

@@ -211,14 +211,22 @@ def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> Non
         assert told.endswith(". Remove it and start again.") and "\n" not in told
 
 
+def test_results_in_a_place_that_cannot_exist_are_one_clear_line() -> None:
+    with pytest.raises(SystemExit) as error:
+        hold(Path("/proc/x"))
+    told = str(error.value)
+    assert told.startswith("error: /proc/x cannot be written: ") and told.endswith(". Name another folder.")
+
+
 def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "there")
-    with hold(tmp_path / "results"):
-        hold(tmp_path / "results").close()  # of the same folder: Snakemake's own locks keep the two apart
+    first = hold(tmp_path / "results")
+    with hold(tmp_path / "results"):  # of the same folder: Snakemake's own locks keep the two apart
+        first.close()  # as a dry run, which has ended before the other
         monkeypatch.chdir(tmp_path / "here")
         with pytest.raises(SystemExit) as told:
             hold(tmp_path / "results")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from image_diffusion.workflow.environment import search_path, with_package
 from image_diffusion.workflow.jobs.live_tracking import LOG, Following
 from image_diffusion.workflow.parts import look_at_sources
 from image_diffusion.workflow.start import start
-from plans import a_plan, plans_of, write_plans
+from plans import a_plan, a_set, plans_of, write_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"experiments": ["one"], "results": "results", "tracking": {"uri": "sqlite:///mlflow.db", "project": "x"}}
@@ -57,6 +59,25 @@ def test_changed_files_of_a_source_are_noted(folder: Path) -> None:
 def test_fewer_images_than_a_batch_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="images holds 8 files, fewer than one batch of train.global_batch = 9"):
         look_at_sources(plans_of(a_plan(global_batch=9)), Path("results"), trust_ctime=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"source": {"type": "folder", "path": "."}}, "data.source.path: ."),
+        ({"pairs": {"image-images": a_set(files="../.")}}, "pairs.path: ../."),
+    ],
+)
+def test_results_inside_the_images_are_refused(folder: Path, changes: dict[str, Any], key: str) -> None:
+    message = f"dots-16: {key} contains the folder of results results, whose pictures would become images. Move "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        look_at_sources(plans_of(a_plan(**changes)), Path("results"), trust_ctime=True)
+    assert not Path("results").exists()
+
+
+@pytest.mark.parametrize("results", ["images/.project/results", "images-2", "."])
+def test_results_that_images_do_not_hold_are_no_mistake(folder: Path, results: str) -> None:
+    look_at_sources(plans_of(a_plan()), Path(results), trust_ctime=True)
 
 
 def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> None:
@@ -164,6 +185,17 @@ def test_who_asks_for_rules_alone_waits_for_no_data_set(
     write_plans(Path("results"), a_plan())
     start(ROOT, CONFIG, queued=False, remote=False, arguments=[argument])
     assert Path("results/datasets/dots-16/source.json").exists() == looks
+
+
+@pytest.mark.parametrize("written", ["results/", "./results", "results"])
+def test_results_have_one_name_however_they_are_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr("image_diffusion.workflow.start.resolve", lambda *_: CODE)
+    write_plans(Path("results"), a_plan())
+    context = start(ROOT, CONFIG | {"results": written}, queued=False, remote=False)
+    assert context.results == context.files.results == "results"
 
 
 def test_following_runs_where_it_is_asked_for_and_ends_with_us(

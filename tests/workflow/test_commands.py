@@ -249,6 +249,19 @@ def test_the_tables_name_what_is_shown() -> None:
     assert not OF_OTHERS.keys() - {command.split()[0] for command in SHOWN}
 
 
+def test_the_list_of_commands_needs_no_unicode_and_no_reader() -> None:
+    """As in `PYTHONIOENCODING=ascii image-diffusion --help | true`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "image_diffusion", "--help"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert done.stdout.startswith(b"usage: image-diffusion COMMAND ...") and b"\n  train " in done.stdout
+
+
 def test_make_bench_runs_what_needs_no_arguments() -> None:
     line = re.search(r"^with_arguments := .*,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     needs = r"add_argument\(\"[a-z]|required=True"

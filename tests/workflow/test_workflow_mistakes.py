@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +58,12 @@ def test_a_folder_without_images(fresh: Project) -> None:
     assert "holds no files" in told(fresh)
 
 
+def test_results_inside_the_images(fresh: Project) -> None:
+    fresh.edit(lambda experiment: experiment["data"]["source"].update(path="."))
+    line = told(fresh)
+    assert line.startswith("error: dots-16: data.source.path: . contains the folder of results results, whose pictures")
+
+
 def test_fewer_images_than_a_batch(fresh: Project) -> None:
     fresh.edit(lambda experiment: experiment["train"].update(global_batch=1000))
     line = told(fresh)
@@ -87,6 +95,41 @@ def test_a_key_that_stands_twice(fresh: Project, name: str) -> None:
 def test_a_key_of_the_workflow_that_is_misspelt(fresh: Project) -> None:
     line = told(fresh, "--config", "reslts=elsewhere")
     assert line == "error: config/config.yaml: reslts is not a known key. Did you mean results?"
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_results_of_another_snakemake_keep_their_configuration(fresh: Project, is_dry: bool) -> None:
+    """Whoever works in the results from another folder goes on with what it read there."""
+    fresh.planned()
+    configuration = {path: path.read_bytes() for path in fresh.folder.glob("results/**/config/*")}
+    assert configuration
+    fresh.edit(lambda experiment: experiment["train"].update(steps=12))
+    with (fresh / "results/.owner").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        other.write("process 1 on here, started in /elsewhere")
+        other.flush()
+        line = told(fresh, *(["--dry-run"] if is_dry else []))
+    assert line.startswith("error: Another Snakemake works in results: process 1 on here, started in /elsewhere. ")
+    assert {path: path.read_bytes() for path in configuration} == configuration
+
+
+def test_a_dry_run_says_that_it_changes_what_a_snakemake_of_this_folder_reads(fresh: Project) -> None:
+    said = "warning: Another Snakemake works in this folder, and its next stages read the configuration that has"
+    fresh.planned()
+    with (fresh / ".snakemake/owner").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert said not in fresh.run("--dry-run")
+        fresh.edit(lambda experiment: experiment["train"].update(steps=12))
+        assert said in fresh.run("--dry-run")
+        assert said not in fresh.run("--dry-run")
+
+
+def test_a_store_that_is_no_text(fresh: Project) -> None:
+    line = told(fresh, "--config", "tracking=x")
+    assert line == "error: config/config.yaml: tracking: 'x' is not of type 'object'."
+    path = fresh / "config/config.yaml"
+    path.write_text(re.sub("(?m)^  uri: .*", "  uri: 5", path.read_text()))
+    assert told(fresh) == "error: config/config.yaml: tracking.uri: 5 is not of type 'string'."
 
 
 def test_the_mistake_corrected_goes_on(fresh: Project) -> None:

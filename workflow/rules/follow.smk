@@ -6,19 +6,16 @@ from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.jobs.live_tracking import Following
 from image_diffusion.workflow.parts import remove_left_parts
 from image_diffusion.workflow.studies import write_partial_pages
-from image_diffusion.workflow.integrity.locks import hold
 from image_diffusion.workflow.jobs.slurm_queue import orphans, report_failed_jobs, settle, tell_of_unseen_jobs
 from image_diffusion.workflow.tables import outcome, places, request
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
-held = []
 
 
 onstart:
     trainings = (job.wildcards for job in workflow.dag.needrun_jobs() if job.rule.name.endswith("train"))
     if too_few := machine.too_few_devices(trainings):
         raise SystemExit(f"error: {too_few}")
-    held.append(hold(Path(results)))
     if owner.is_ours and (left := orphans(Path())):
         settle(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
     sent = {workflow.dag.get_job_group(job) or job for job in workflow.dag.needrun_jobs()}

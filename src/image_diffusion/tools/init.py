@@ -14,6 +14,7 @@ The Snakefile includes the rules, so that rules of your own can stand beside the
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,19 +96,27 @@ def main() -> None:
     if arguments.weights is not None and arguments.data is None:
         parser.error("--weights belongs to --data and --budget")
     check_new(folder)
+    enter = f"cd {'-- ' if str(folder).startswith('-') else ''}{shlex.quote(str(folder))}"
     if arguments.data is None:
         begin(folder)
-        print(f"Created {folder}. Run the demo with: cd {folder} && snakemake. See config/README.md for your own data.")
+        print(f"Created {folder}. Run the demo with: {enter} && snakemake. See config/README.md for your own data.")
         return
-    # Here and not above: it imports PyTorch, which a project without an experiment spares.
+    # Here and not above: they import PyTorch, which a project without an experiment spares.
+    from image_diffusion.data.quality.facts import source_of
+    from image_diffusion.data.sources.folder import Folder, reads_below
     from image_diffusion.tools.budget import propose_for
 
+    source = source_of(arguments.data)
+    if isinstance(source, Folder) and reads_below(source.path, folder):
+        parser.error(
+            f"{folder} lies inside the images, {arguments.data}. Name a folder outside of it, or results become images"
+        )
     proposal = propose_for(arguments.data, arguments.budget, arguments.cores, arguments.weights)
     begin(folder, proposal.text, proposal.files)
     for sentence in proposal.warnings:
         log_line(f"warning: {sentence}")
     print(
         f"Created {folder} with config/experiments/{_EXPERIMENT}.yaml: {proposal.steps:,} steps and "
-        f"{proposal.num_samples:,} samples in about {duration(proposal.total_s)}. Run it with: cd {folder} && "
+        f"{proposal.num_samples:,} samples in about {duration(proposal.total_s)}. Run it with: {enter} && "
         f"snakemake --cores {arguments.cores or 'all'}"
     )

@@ -13,13 +13,16 @@ from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.changes import refresh
+from image_diffusion.data.sources.folder import reads_below
 from image_diffusion.workflow.inputs import option_of
 from image_diffusion.workflow.plans import Plan, Plans, Wildcards, has
 
 
 def look_at_sources(plans: Plans, results: Path, trust_ctime: bool) -> None:
     """Note which data sets' files have changed. trust_ctime: see `refresh`. Raises ValueError for a data set that is
-    missing, empty, or too small."""
+    missing, empty, or too small, and for a folder of images that holds the results."""
+    for plan in plans.by_name.values():
+        _refuse_results_inside(plan, results)
     for dataset, plan in plans.datasets.items():
         refresh(parse(Source, plan.source, dataset), source_file(results, dataset), trust_ctime)
     for name, plan in plans.by_name.items():
@@ -28,6 +31,20 @@ def look_at_sources(plans: Plans, results: Path, trust_ctime: bool) -> None:
             raise ValueError(
                 f"config/experiments/{name}.yaml: {plan.source['path']} holds {files} files, fewer than one batch of "
                 f"train.global_batch = {plan.global_batch}. Add images, or make the batch smaller."
+            )
+
+
+def _refuse_results_inside(plan: Plan, results: Path) -> None:
+    """Raise ValueError for an experiment that would read its own results as images, or as images beside those."""
+    folders = [("pairs.path", pairs["files"]) for pairs in plan.pairs.values()]
+    if plan.source["type"] == "folder":
+        folders.append(("data.source.path", plan.source["path"]))
+    for key, folder in folders:
+        if folder is not None and reads_below(folder, results):
+            raise ValueError(
+                f"{plan.dataset}: {key}: {folder} contains the folder of results {results}, whose pictures would "
+                "become images. Move the images into a folder of their own, or set `results` in config/config.yaml to "
+                "a folder outside of it."
             )
 
 

@@ -105,13 +105,14 @@ def _several(names: Any) -> Any:
     return [names] if isinstance(names, str) else names
 
 
-def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def resolve(root: Path, config: Mapping[str, Any], beside: bool = False) -> dict[str, str]:
     """Check experiments and write them out stage by stage; return the digest of each stage's code, and of that of the
     pages.
 
     root: the folder of the workflow. config: its configuration. The experiments are files of the folder Snakemake runs
-    in. What was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and
-    written: what has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
+    in. beside: True if another Snakemake works there: a warning says that the files which it reads have changed. What
+    was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and written: what
+    has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
     """
     results, source = Path(str(config.get("results", "results"))), package_beside(root)
     cached = _read(results)
@@ -137,6 +138,13 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
         experiments = [EXPERIMENTS / f"{name}.yaml" for name in current["experiments"]]
         configure(experiments, results, source, [STUDIES / f"{name}.yaml" for name in current["studies"]])
         current["files"] = {str(path): sha256_file(path) for path in read_and_written(results, *targets)}
+    before = cached.get("files", {})
+    if beside and any(before.get(path, sha256) != sha256 for path, sha256 in current["files"].items()):
+        print(
+            "warning: Another Snakemake works in this folder, and its next stages read the configuration that has "
+            "just changed.",
+            file=sys.stderr,
+        )
     if current != cached:
         write_json(_cache(results), current)
     return dict(current["code"])

@@ -56,6 +56,7 @@ def start(
     limit: int | None = None,
     executor: Callable[[], str] = lambda: "local",
     is_head: bool = False,
+    beside: bool = False,
     provider: str | None = None,
 ) -> WorkflowContext:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
@@ -64,16 +65,15 @@ def start(
     if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
     line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
     caller says so. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this
-    process starts jobs in a folder of its own, which the mirror follows. provider: of storage, that Snakemake is to
-    use. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its environment. A mistake
-    ends Snakemake with one clear line.
+    process starts jobs in a folder of its own, which the mirror follows. beside: True if another Snakemake works in
+    this folder. provider: of storage, that Snakemake is to use. What Snakemake starts on this machine ends when it
+    does, and finds MLflow's store in its environment. A mistake ends Snakemake with one clear line.
     """
     refuse_storage(provider)
     ignore_parts_in_records()
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
-    os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
-    results = str(config.get("results", "results"))
+    results = str(Path(str(config.get("results", "results"))))  # one name for a/, ./a and a, which rules begin with
     mirroring = Mirroring(config.get("mirror") if is_head else None, results, package_beside(root))
     try:
         if moved(f"{results}/") != f"{results}/":
@@ -85,7 +85,7 @@ def start(
             code, targets = resolved(Path(results))
         else:
             targets = requested(config, arguments)
-            code = resolve(root, {**config, **targets})
+            code = resolve(root, {**config, **targets}, beside)
         plans = Plans.read(results, targets["experiments"], targets["study"])
         if remote:  # Snakemake may have been started for others since this job went to the queue
             plans = plans.with_others(results)
@@ -97,6 +97,7 @@ def start(
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {sentence_on(error) or error}") from None
+    os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
     mirroring.fetch([*plans.by_name, *(f"datasets/{name}" for name in plans.datasets)])
     machine = Machine(plans, config, queued, remote, cores, executor=executor)
     if machine.uses_gpus and len(devices := devices_here(os.environ)) > 1:

@@ -8,8 +8,10 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
+import threading
 import time
 import zipfile
 import zlib
@@ -22,6 +24,8 @@ from image_diffusion.core.process.out_of_resources import writing
 
 ZIP_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError, ValueError)
 """Exceptions that zipfile raises for an archive or a member that is damaged, is locked by a password, or is missing."""
+
+_SETTING_UMASK = threading.Lock()  # two threads at once could leave 0
 
 
 @contextmanager
@@ -288,6 +292,12 @@ def digest(data: Any) -> str:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
+    """Return the umask of this process. Only where the system does not say it, it is set for a moment."""
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_bytes()
+        if match := re.search(rb"^Umask:\s*([0-7]+)$", status, re.MULTILINE):
+            return int(match[1], 8)
+    with _SETTING_UMASK:
+        mask = os.umask(0)
+        os.umask(mask)
     return mask

@@ -286,11 +286,17 @@ def _now_ms() -> int:
 def _provenance() -> dict[str, str]:
     """Return the provenance of this attempt: the code's commit, and the Slurm job if it runs in one."""
     tags = {name.lower(): os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)}
-    command = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):  # no git, or installed from a wheel
+        _git("ls-files", "--error-unmatch", "--", Path(__file__).name)
+        lines = _git("status", "--porcelain=v2", "--branch", "--untracked-files=no").splitlines()
+    except (OSError, subprocess.SubprocessError):  # no git, or installed from a wheel, maybe in a repository of others
         return tags
     commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid")]
     dirty = any(not line.startswith("#") for line in lines)
     return {**tags, "git_commit": commits[0], "git_dirty": str(dirty).lower()} if commits else tags
+
+
+def _git(*arguments: str) -> str:
+    """Return the output of git in the folder of this file. Raises OSError or SubprocessError."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -303,6 +303,12 @@ def _why(number: int | None) -> str:
     return os.strerror(number).lower() if number else "cannot be read"
 
 
+def reads_below(folder: str, path: Path) -> bool:
+    """Return True if the files of a path would be among those of a folder: it lies there, and not in a hidden one."""
+    root, path = Path(folder).resolve(), path.resolve()
+    return path.is_relative_to(root) and not any(map(is_hidden, path.relative_to(root).parts))
+
+
 def files_in(folder: str, key: str) -> dict[str, Path]:
     """Return the files of a folder by their path within it, without the suffix. key: that names it. Raises ValueError
     for a folder that is missing or empty, and for two files of one name."""

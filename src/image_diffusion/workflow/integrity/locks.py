@@ -53,10 +53,11 @@ def take_over(folder: Path) -> Owner:
 
 def hold(results: Path) -> TextIO:
     """Have a folder of results to ourselves until we end, whatever other folder another Snakemake was started in. Of
-    two in one folder Snakemake's own locks keep the files apart, so that a checkpoint is sampled beside its training.
+    two in one folder Snakemake's own locks keep the files apart, so that a checkpoint is sampled beside its training:
+    both hold it, and the one that ends first leaves it to the other.
 
-    Where another one works in it, or it cannot be written, Snakemake ends with one clear line. On a file system without
-    locks everybody may.
+    Call it before anything is written there. Where another one works in it, or it cannot be written, Snakemake ends
+    with one clear line. On a file system without locks everybody may.
     """
     mine = _opened(results / ".owner")
     with suppress(OSError):
@@ -66,6 +67,7 @@ def hold(results: Path) -> TextIO:
             mine.seek(0)
             other = mine.read()
             if other.endswith(_this_process()):
+                fcntl.flock(mine, fcntl.LOCK_SH)
                 return mine
             raise SystemExit(
                 f"error: Another Snakemake works in {results}: {other or 'it has just begun'}. Wait until it has "
@@ -74,6 +76,8 @@ def hold(results: Path) -> TextIO:
     mine.truncate(0)
     mine.write(f"process {os.getpid()}{_this_process()}")
     mine.flush()
+    with suppress(OSError):
+        fcntl.flock(mine, fcntl.LOCK_SH)
     return mine
 
 
@@ -87,8 +91,10 @@ def _opened(path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a+")
     except OSError as error:
-        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
-        message = (
-            sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
-        )
+        advice = "Remove it and start again"
+        if isinstance(error, PermissionError):
+            advice = "Make it writable and start again"
+        elif isinstance(error, FileNotFoundError):  # a folder in which the system makes all files, as /proc
+            advice = "Name another folder"
+        message = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice}."
         raise SystemExit(f"error: {message}") from None
