@@ -2,10 +2,10 @@
 
     python -m image_diffusion crop --config data.yaml --source source.json --output crops/manifest.json --processes 8
 
-An image's path decides its shard, so a run over changed images writes only the shards they belong to.
+The shard of an image depends on its path, so after images change, only their shards are rewritten.
 
-With --part 2/8 only the shards of that part are written, and --output is a note of them; parts run side by side, and a
-last call with --made finds every shard in place: the same bytes as of one call.
+With --part 2/8, only the shards of that part are written, and --output lists them. Parts can run at the same time. A
+last call with --made combines them: the result has the same bytes as that of one call.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
 
 
 def main() -> None:
-    parser = Parser(prog="image-diffusion crop", description="Images -> square crops.")
+    parser = Parser(prog="image-diffusion crop", description="Crop images to one size, and write them as shards.")
     parser.add_config("the data section, YAML")
-    parser.add_path("--source", "source.json, where what was read is noted")
-    parser.add_argument("--part", type=part_of, help="which shards to write: 2/8 is part 2 of 0 to 7; unset: all")
-    parser.add_paths("--made", "the notes of all parts, whose shards are there")
+    parser.add_path("--source", "source.json, which records the files that were read")
+    parser.add_argument("--part", type=part_of, help="part of the shards, 2/8 is part 2 of 0 to 7 (default: all)")
+    parser.add_paths("--made", "outputs of all parts, to combine")
     parser.add_path("--output", "manifest.json, or a part's note, to write beside the shards", required=True)
-    parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
-    parser.add_path("--journal", "folder of journals to log to")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_path("--journal", "folder of the journal")
     arguments = parser.parse_args()
     config = load(DataConfig, arguments.config, arguments.changes)
     if arguments.part is not None:

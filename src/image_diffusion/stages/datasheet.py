@@ -1,8 +1,8 @@
-"""Describe a data set on a page, and as JSON, to be read before training.
+"""Write a data sheet of a data set, as a page and as JSON, to be read before training.
 
     python -m image_diffusion datasheet --config data.yaml --data crops/manifest.json --output datasheet/datasheet.json
 
-Also draws the pictures that occur more than once, and the strangest images. Reads no original again.
+Also shows images that occur more than once, and outliers. Does not read the original files again.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def captions_of(config: DataConfig) -> dict[str, list[str]] | None:
 
 
 def main() -> None:
-    parser = Parser(prog="image-diffusion datasheet", description="Crops -> data sheet.")
+    parser = Parser(prog="image-diffusion datasheet", description="Write a data sheet of a data set.")
     parser.add_config("the data section, YAML")
     parser.add_path("--data", "manifest.json of the crops", required=True)
-    parser.add_path("--output", "datasheet.json to write; its page goes beside it", required=True)
+    parser.add_path("--output", "datasheet.json to write; the page is written next to it", required=True)
     parser.add_argument("--processes", type=int, default=1, help="number of threads (default: 1)")
     parser.add_path("--journal", "folder of the journal")
     arguments = parser.parse_args()

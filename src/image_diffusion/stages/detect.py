@@ -18,10 +18,10 @@ def main() -> None:
     """Read the command line, train, say how good the detector is."""
     parser = Parser(
         prog="image-diffusion detect",
-        description="Train the detector that the in-pipeline metrics are computed on.",
+        description="Train the classifier whose features the inpipe metrics use.",
     )
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
-    parser.add_path("--config", "settings of the training, YAML (default: those of DetectorTraining)")
+    parser.add_path("--config", "YAML file with training settings (default: those of DetectorTraining)")
     parser.add_path("--output", "folder to write", required=True)
     options = parser.parse_args()
     settings = load(DetectorTraining, options.config) if options.config else DetectorTraining()

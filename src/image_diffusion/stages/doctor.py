@@ -2,8 +2,8 @@
 
     python -m image_diffusion doctor --config train.yaml --data manifest.json --output doctor.json
 
-After 20 s it stops measuring, says so, and reckons with what it has. Refuses, with one line, what the memory or the
-disk has no room for. With --tflops nothing is measured: what it takes of GPUs that are not here is counted.
+After 20 s, it stops measuring, says so, and uses the steps measured so far. It fails, with a one-line error, if memory
+or disk do not suffice. With --tflops, nothing is measured: the cost on other GPUs is computed from operations.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def main() -> None:
     parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
     parser.add_path("--codec-weights", "weights.safetensors of the trained codec")
     parser.add_argument(
-        "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read beside the data"
+        "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read with the data"
     )
     parser.add_path("--sample", "configuration of the stage sample, to include its time")
-    parser.add_argument("--sample-jobs", type=int, default=1, help="number of jobs that sample at once (default: 1)")
+    parser.add_argument(
+        "--sample-jobs", type=int, default=1, help="number of sampling jobs that run at the same time (default: 1)"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="number of machines (default: 1)")
     parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each machine (default: 1)")
     parser.add_argument("--memory-mb", type=int, help="memory limit of each machine (default: all)")
@@ -60,15 +62,15 @@ def main() -> None:
         "--grace-s",
         type=float,
         default=parent_watch.GRACE_S,
-        help="seconds between the signal to stop and a kill (default: %(default)s)",
+        help="seconds between the stop signal and the kill (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=5, help="number of steps to measure (default: 5)")
     parser.add_argument(
         "--tflops",
         type=float,
-        help="count operations in place of measuring, for a GPU of this many TFLOP/s (an H200 in bf16: 400)",
+        help="count operations instead of measuring, for a GPU with this many TFLOP/s (an H200 in bf16: 400)",
     )
-    parser.add_path("--output", "doctor.json to write, beside the folder `train`", required=True)
+    parser.add_path("--output", "doctor.json to write, next to the folder `train`", required=True)
     arguments = parser.parse_args()
 
     training = prepare_training(

@@ -1,18 +1,18 @@
-"""Write other weights of a training, without training again: of another average, or of an earlier step.
+"""Write the weights of another average or an earlier step of a training, without training again.
 
     python -m image_diffusion ema --state results/x/train/state --average 0.999 --step 50000 \\
         --weights results/x/train/weights.safetensors --output results/x/step-50000/weights.safetensors
 
-writes the average of one rate (or width, or the weights as trained: raw) at a step whose checkpoint was kept
-(`checkpoint.keep_every`); without --step at the last one, without --average the one that was written. Without
---weights the training need not have ended: its newest checkpoint can be sampled while it continues. Only checkpoints
-are then read, and the training is not affected. --chosen-in CURVE takes the step that is chosen in a curve.
+writes the average with one rate or width (or the weights without averaging: raw) at a step whose checkpoint was kept
+(`checkpoint.keep_every`). The default step is the last one; the default average is that of the written weights. Without
+--weights, the training may still be running: its newest checkpoint is used. Only checkpoints are read, so the training
+is not affected. --chosen-in CURVE uses the step that a sweep has chosen.
 
     python -m image_diffusion ema --state results/x/train/state/0123456789abcdef \\
         --weights results/x/train/weights.safetensors --width 0.15 --output results/x/ema-0.15/weights.safetensors
 
-writes an average of any width. The training must have had `ema: {type: power}` and kept checkpoints on the way: the
-more of them, the closer the reconstruction (Karras et al. 2024, section 3.2).
+writes an average of any width. The training must have used `ema: {type: power}` and kept checkpoints; the more of them,
+the more accurate the reconstruction (Karras et al. 2024, section 3.2).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def main() -> None:
     parser.add_path("--state", "state folder of one run, or of all runs", required=True)
     parser.add_path("--weights", "weights.safetensors of train (default: the training may still run)")
     parser.add_path("--trained-by", "train.yaml of the run, while it is training")
-    parser.add_argument("--average", metavar="RATE", help="number of a stored rate or width, or raw")
+    parser.add_argument("--average", metavar="RATE", help="rate or width of a stored average, or raw")
     parser.add_argument("--step", type=int, help="step of the weights (default: the last)")
-    parser.add_path("--chosen-in", "curve.json that names the step, in its choice", metavar="CURVE")
-    parser.add_argument("--width", type=float, help="another relative width sigma_rel, above 0 and below 0.28")
+    parser.add_path("--chosen-in", "curve.json of a sweep, which names the chosen step", metavar="CURVE")
+    parser.add_argument("--width", type=float, help="relative width sigma_rel of a new average, above 0 and below 0.28")
     parser.add_path("--output", "weights.safetensors to write", required=True)
     arguments = parser.parse_args()
     if arguments.weights is not None and arguments.trained_by is not None:

@@ -1,9 +1,9 @@
-"""Embed crops and captions, or import embeddings of others, as shards of pairs.
+"""Embed crops and captions as shards of pairs, or import embeddings.
 
     python -m image_diffusion embed --config embed.yaml --data crops/manifest.json --detector detector \\
         --output pairs-hashed/manifest.json
 
-pairs.type decides which of --data and --detector are needed. Shards that are up to date are kept, and so is the state
+pairs.type determines whether --data and --detector are needed. Shards that are up to date are kept, and so is the state
 of a training: after an interruption, the same command resumes.
 """
 
@@ -35,7 +35,9 @@ def embed(
 
 
 def main() -> None:
-    parser = command.Parser(prog="image-diffusion embed", description="Images, captions -> pairs.")
+    parser = command.Parser(
+        prog="image-diffusion embed", description="Embed crops and captions as shards of pairs, or import embeddings."
+    )
     parser.add_config("the stage's configuration, YAML")
     parser.add_path("--data", "manifest.json of the crops, for pairs made from images")
     parser.add_path("--detector", "folder of detect, for pairs.type hashed")

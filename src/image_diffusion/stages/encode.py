@@ -1,9 +1,9 @@
-"""Encode shards of crops to shards of latents or tokens, or import latents that others encoded (data.source).
+"""Encode shards of crops to shards of latents or tokens, or import latents encoded elsewhere (data.source).
 
     python -m image_diffusion encode --config encode.yaml --data crops/manifest.json --output latents/manifest.json
 
-With --part 2/8 only the shards of that part are encoded and no manifest is written: parts run side by side, and a
-last call without --part finds every shard in place and writes the manifest.
+With --part 2/8, only the shards of that part are encoded, and no manifest is written. Parts can run at the same time. A
+last call without --part finds all shards and writes the manifest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _SHOWN = 16
 
 
 def main() -> None:
-    parser = command.Parser(prog="image-diffusion encode", description="Crops -> latents.")
+    parser = command.Parser(
+        prog="image-diffusion encode", description="Encode crops to latents or tokens, or import latents."
+    )
     parser.add_config("the stage's configuration, YAML")
     parser.add_path("--data", "manifest.json of the crops, or source.json of latents", required=True)
     parser.add_path("--codec-weights", "weights.safetensors of the trained codec")

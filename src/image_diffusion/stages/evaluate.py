@@ -3,7 +3,7 @@
     python -m image_diffusion evaluate --config evaluate.yaml --weights results/x/train/weights.safetensors \
         --samples samples.npz --data crops --detector detector --output metrics.json --report evaluation
 
-The model's system decides what is measured. Without --weights, any samples are evaluated. With --weights and
+The model's system determines the metrics. Without --weights, any samples are evaluated. With --weights and
 evaluate.likelihood, but without --samples, only the bits per dimension are measured. Several processes, started by
 torchrun, share the images, and the numbers stay the same. After an interruption, the same command resumes.
 """
@@ -41,21 +41,21 @@ from image_diffusion.training.parallel.world import join
 
 def main() -> None:
     """Read the command line, measure, write metrics.json."""
-    parser = command.Parser(prog="image-diffusion evaluate", description="Judge a trained model.")
+    parser = command.Parser(prog="image-diffusion evaluate", description="Evaluate a trained model, or any samples.")
     parser.add_config("section evaluate, YAML")
-    parser.add_path("--weights", "weights.safetensors of train (default: evaluate samples alone)")
+    parser.add_path("--weights", "weights.safetensors of train (default: evaluate only samples)")
     parser.add_path("--trained-by", "train.yaml of the training that the weights must come from")
     parser.add_path("--samples", "samples.npz, or a folder of images; a codec needs none")
-    parser.add_path("--making", "sample.yaml, to generate the samples here; --samples holds the first ones")
+    parser.add_path("--making", "sample.yaml, to generate the samples here; --samples has the first ones")
     parser.add_path("--codec-weights", "with --making: as for sample")
     parser.add_path("--small-images", "with --making: as for sample")
     parser.add_paths("--embeddings", "with --making: as for sample")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
-    parser.add_path("--encoded", "folder of what the codec made of --data; for a model of tokens")
-    parser.add_paths("--pairs", "folders of what lies beside the images of --data, as masks")
+    parser.add_path("--encoded", "folder of --data as encoded by the codec, for a token model")
+    parser.add_paths("--pairs", "folders of what is paired with the images of --data, such as masks")
     parser.add_path("--detector", "folder that detect wrote; needed for the inpipe detector")
-    parser.add_paths("--references", "folders that reference wrote, one a detector")
-    parser.add_path("--reference", ".npz of statistics or samples, in place of the data's split")
+    parser.add_paths("--references", "folders that reference wrote, one per detector")
+    parser.add_path("--reference", ".npz of statistics or samples, instead of the data's split")
     parser.add_path("--previews", "folder of the previews that training kept")
     parser.add_path("--report", "folder for the pictures")
     parser.add_path("--journal", "folder for this stage's journal")

@@ -150,18 +150,18 @@ def main() -> None:
     parser.add_path("--weights", "weights.safetensors that train wrote")
     parser.add_path("--trained-by", "train.yaml: refuse weights of any other training")
     parser.add_path("--codec-weights", "weights.safetensors of the experiment that trained the codec")
-    parser.add_path("--metrics", "metrics.json, for the model's card")
-    parser.add_path("--grid", "a picture of samples, for the model's card")
-    parser.add_argument("--data-name", default="unknown", help="name of the data set, for the model's card")
+    parser.add_path("--metrics", "metrics.json, for the model card")
+    parser.add_path("--grid", "picture of samples, for the model card")
+    parser.add_argument("--data-name", default="unknown", help="name of the data set, for the model card")
     parser.add_path("--read", "foreign weights to read: a .pt or .safetensors file, or a diffusers folder")
     parser.add_argument(
         "--codec", default="stabilityai/sd-vae-ft-ema", help="with --read: the autoencoder of the latents"
     )
-    parser.add_path("--experiment", "with --read: describes what the file does not tell")
+    parser.add_path("--experiment", "with --read: experiment file, for settings that the weights do not contain")
     parser.add_path("--crate", "folder of an experiment, to describe as an RO-Crate", metavar="EXPERIMENT")
     parser.add_path("--snakefile", "with --crate: Snakefile of the workflow")
     parser.add_path("--inputs", "with --crate: configurations and manifests of the data", nargs="+")
-    parser.add_path("--output", "the folder to write; --crate needs none")
+    parser.add_path("--output", "folder to write; not needed with --crate")
     arguments = parser.parse_args()
 
     if arguments.crate is not None:

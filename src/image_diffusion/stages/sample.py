@@ -3,27 +3,27 @@
     python -m image_diffusion sample --config sample.yaml --weights weights.safetensors --output samples.npz
 
 Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]: the layout of ADM's evaluator),
-grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory. With
-`keep: false` only the images of the grid are made here, and `evaluate` makes them all as it looks at them.
+grid.png, steps.png (from noise to image) and samples.json (the settings). Only one batch at a time is in memory. With
+`keep: false`, only the images of the grid are sampled here, and `evaluate` samples all images as it needs them.
 A prior's samples are embeddings: img_emb/img_emb_0.npy and metadata/metadata_0.parquet, as clip-retrieval writes them,
 and embeddings.json.
 
-A person names what is trained, and the rest is found: an experiment, or a folder of weights.
+Name a trained experiment or a folder of weights; its other files are found:
 
     image-diffusion sample demo --label 3 --num 16 --seed 3 --guidance 2
 
-or, of weights that others published, a file of yours and its description:
+For published weights, name the file and its description:
 
     image-diffusion sample --published config/published/dit_xl2_imagenet256.yaml \\
         --read DiT-XL-2-256x256.pt --output results/dit
 
-Nothing is downloaded. --output is then a folder: `train` has the weights, from which a training may start too
+Nothing is downloaded. --output is then a folder: `train` has the weights, from which a training can also start
 (train.init_from), and `samples` the samples.
 
-The same command resumes after one that was stopped, behind the last finished batch.
+After an interruption, the same command resumes after the last finished batch.
 
-With --part 2/8 only the samples of that part are made, and written alone; parts run side by side, and a last call with
---made joins what they wrote: the same bytes as of one call. The parts are then removed.
+With --part 2/8, only the samples of that part are drawn and written. Parts can run at the same time. A last call with
+--made joins them into the same bytes as one call writes, and removes them.
 """
 
 from __future__ import annotations
@@ -75,38 +75,40 @@ _DEFAULT_NUM = 16
 
 def _parser() -> command.Parser:
     parser = command.Parser(prog="image-diffusion sample", description=__doc__)
-    parser.add_argument("trained", nargs="?", help="a trained experiment, its folder, or a folder of weights")
+    parser.add_argument("trained", nargs="?", help="trained experiment, its folder, or a folder of weights")
     parser.add_config("the stage's configuration, sample.yaml (that of the experiment, or the defaults)", False)
-    about_label = "name, number or {position: N} of a class; again for more, each in turn"
+    about_label = "name, number or {position: N} of a class; repeat it to alternate between classes"
     parser.add_argument("--label", action="append", help=about_label)
     for name in ("num", "seed", "guidance"):
         parser.add_argument(f"--{name}", help=f"sample.{_SHORT[name]}")
-    parser.add_path("--published", "config/published/….yaml, which describes the file --read")
-    parser.add_path("--read", "with --published: the weights that others published")
-    parser.add_argument("--codec", help="with --published: the autoencoder, a folder, where the Hub is not at hand")
-    parser.add_path("--results", "the folder of all results", default=Path("results"))
+    parser.add_path("--published", "config/published/….yaml, which describes the file in --read")
+    parser.add_path("--read", "with --published: file of published weights")
+    parser.add_argument("--codec", help="with --published: folder of the autoencoder, if the Hub is not available")
+    parser.add_path("--results", "folder of all results", default=Path("results"))
     parser.add_path("--weights", "weights.safetensors that train wrote")
     parser.add_path("--trained-by", "train.yaml: refuse weights of any other training")
     parser.add_path("--codec-weights", "weights.safetensors of the experiment that trained the codec")
     parser.add_path(
         "--small-images",
-        "images of the condition: samples.npz of an experiment, or the folder of the crops that they are made of",
+        "images of the condition: samples.npz of an experiment, or the folder of crops to compute them from",
     )
     parser.add_path(
         "--embeddings",
         "embeddings to decode: their folder, or the folders of held-out pairs and of their crops",
         nargs="+",
     )
-    parser.add_path("--crop", "crop.yaml of the data set, to crop the images of sample.given and sample.start by")
+    parser.add_path("--crop", "crop.yaml of the data set, to crop the images of sample.given and sample.start")
     parser.add_argument(
         "--part", type=command.part_of, help="part of the samples, 2/8 is part 2 of 0 to 7 (default: all)"
     )
-    parser.add_argument("--shown", action="store_true", help="make only as many as grid.png shows, sample.grid_images")
-    parser.add_paths("--made", "what all the parts wrote, in order, to join")
+    parser.add_argument(
+        "--shown", action="store_true", help="sample only the images that grid.png shows (sample.grid_images)"
+    )
+    parser.add_paths("--made", "outputs of all parts, in order, to join")
     parser.add_path(
         "--output", "samples.npz, embeddings.json, or a part's .npz, to write (drawn/NAME); a folder with --published"
     )
-    parser.add_path("--journal", "the folder of this stage's journal")
+    parser.add_path("--journal", "folder of this stage's journal")
     return parser
 
 

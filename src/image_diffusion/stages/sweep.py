@@ -1,9 +1,9 @@
-"""Collect what `evaluate` measured at each value of one setting: a curve, its plot, and the best value.
+"""Collect the metrics at each value of a setting: a curve, its plot, and the best value.
 
     python -m image_diffusion sweep --axis guidance_scale --points 1=one/metrics.json 2=two/metrics.json \
         --headline inpipe_fd --output curve.json --plot curve.png
 
-Each point is what `evaluate` wrote of it; nothing is sampled or measured here.
+Each point is a metrics.json of `evaluate`; nothing is sampled or measured here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def point_of(text: str) -> tuple[str, Path]:
 
 
 def main() -> None:
-    parser = command.Parser(prog="image-diffusion sweep", description="Points -> a curve.")
+    parser = command.Parser(
+        prog="image-diffusion sweep", description="Collect the metrics at each value of a setting as a curve."
+    )
     parser.add_argument("--axis", required=True, help="setting that the sweep varies")
     parser.add_argument(
         "--points", type=point_of, nargs="+", required=True, help="points of the sweep, VALUE=metrics.json, in order"

@@ -1,15 +1,16 @@
-"""Make a data set of a trained model's images: drawn, scored beside held-out images, and released if it may be.
+"""Make a data set of synthetic images, score it against held-out images, and release it if it passes.
 
     python -m image_diffusion synthesize --config synthesize.yaml --sample sample.yaml --weights weights.safetensors \\
         --data crops/manifest.json --detector detector/detector.json --output results/x/synthetic
 
-Writes a folder: the images with their classes and seeds in the layout of `synthesize.format`, README.md, the data card,
-croissant.json, scorecard.json, index.html, the page of the scorecard, and provenance.json. Where `synthesize.require`
-does not hold, the folder is called `quarantine` instead and the command fails. The same command resumes one that was
-stopped. After a set that was kept back, another `require` or `format` draws no image again.
+Writes a folder: the images with their classes and seeds in the layout of `synthesize.format`, README.md (the data
+card), croissant.json, scorecard.json, index.html (the page of the scorecard) and provenance.json. If
+`synthesize.require` does not hold, the folder is called `quarantine` instead, and the command fails. After an
+interruption, the same command resumes. If a set was quarantined, changing `require` or `format` does not draw its
+images again.
 
-With --part 2/8 only the images of that part are drawn, and written alone; a last call with --made joins what the parts
-wrote: the same bytes as of one call. The parts are then removed.
+With --part 2/8, only the images of that part are drawn and written. A last call with --made joins the parts into the
+same bytes as one call writes, and removes them.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 def main() -> None:
     parser = command.Parser(prog="image-diffusion synthesize", description=__doc__)
     parser.add_config("section synthesize, YAML")
-    parser.add_path("--sample", "sample.yaml, by which the images are drawn", required=True)
+    parser.add_path("--sample", "sample.yaml, the settings of sampling", required=True)
     parser.add_path("--weights", "weights.safetensors that train wrote", required=True)
     parser.add_path("--trained-by", "train.yaml: refuse weights of any other training")
     parser.add_path("--codec-weights", "weights.safetensors of the trained codec")
-    parser.add_path("--data", "manifest.json of the crops of its training", required=True)
-    parser.add_paths("--pairs", "manifest.json of each set beside the crops, as numbers")
+    parser.add_path("--data", "manifest.json of the crops that it was trained on", required=True)
+    parser.add_paths("--pairs", "manifest.json of each set paired with the crops, such as numbers")
     parser.add_path("--detector", "detector.json that detect wrote", required=True)
     parser.add_paths("--references", "folder that reference wrote")
     parser.add_argument(
         "--part", type=command.part_of, help="part of the images, 2/8 is part 2 of 0 to 7 (default: all)"
     )
-    parser.add_paths("--made", "what all the parts wrote, in order, to join")
+    parser.add_paths("--made", "outputs of all parts, in order, to join")
     parser.add_path("--journal", "folder of this stage's journal")
     parser.add_path("--output", "folder to write; with --part the .npz", required=True)
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@
     python -m image_diffusion track --store sqlite:///mlflow.db --project demo \
         --experiment results/demo --output results/demo/tracked.json
 
-Training knows nothing of this: it writes its journal. With --follow the same is done while the stages run, until
+Training does not use MLflow: it only writes its journal. With --follow, journals are sent while the stages run, until
 standard input ends:
 
     python -m image_diffusion track --store sqlite:///mlflow.db --project demo --results results --follow demo
@@ -35,7 +35,7 @@ def main() -> None:
     which.add_argument("--experiment", type=Path, help="folder of the experiment, results/<experiment>")
     which.add_argument("--study", type=Path, help="folder of a study, results/studies/<study>")
     which.add_argument(
-        "--follow", nargs="+", metavar="EXPERIMENT", help="names of experiments whose stages run: send until stdin ends"
+        "--follow", nargs="+", metavar="EXPERIMENT", help="experiments whose stages are running: send until stdin ends"
     )
     parser.add_path("--results", "with --study or --follow: folder of all results", default=Path("results"))
     parser.add_argument(
@@ -46,7 +46,7 @@ def main() -> None:
     )
     parser.add_path("--codec-weights", "weights.safetensors of the trained codec (default: the plan's)")
     parser.add_argument(
-        "--best-metric", help="metric that chooses the best model; lower is better (default: the plan's, else fid)"
+        "--best-metric", help="metric that selects the best model; lower is better (default: the plan's, else fid)"
     )
     parser.add_argument("--largest-file-mb", type=float, default=64.0, help="largest file that is copied (default: 64)")
     parser.add_path("--output", "file to write once everything is sent, tracked.json")

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 -m image_diffusion train --config train.yaml --data manifest.json \\
         --output results/x/train/weights.safetensors
 
-Runs in one process as well. Checkpoints are kept in `state` beside the weights.
+Also runs in one process. Checkpoints are in `state`, next to the weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALLER = ("train.microbatch", "preview.batch_size")
 
 
 def main() -> None:
-    parser = command.Parser(prog="image-diffusion train", description="Shards -> weights.")
+    parser = command.Parser(prog="image-diffusion train", description="Train a model on shards.")
     parser.add_config("the stage's configuration, YAML")
     parser.add_argument(
         "--data", type=place, required=True, help="manifest.json of crops, latents or pairs: path or URL"
@@ -48,9 +48,9 @@ def main() -> None:
     parser.add_path("--codec-weights", "weights.safetensors of the trained codec")
     parser.add_path("--init-from", "weights.safetensors of the experiment in train.init_from")
     parser.add_argument(
-        "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read beside the data"
+        "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read with the data"
     )
-    parser.add_argument("--stage-to", default="", help="folder on a disk of this node, to copy the data to")
+    parser.add_argument("--stage-to", default="", help="folder on a local disk of this node, to copy the data to")
     parser.add_argument(
         "--hang-s", type=float, default=HANG_S, help="seconds that a process waits for another (default: %(default)s)"
     )

@@ -4,10 +4,9 @@
 
 Writes results/<experiment>/config/<stage>.yaml, what the stages of a data set share under
 results/datasets/<dataset>/config, and results/<experiment>/config/plan.json. A file is written only when its content
-changes, so that a comment in an experiment file re-runs nothing. An experiment that trains another one's codec, or
-makes the small images or the embeddings that its images are made of, is found beside it and configured too. A study
-(--studies config/studies/digits.yaml) becomes an experiment for each variant and seed, and
-results/studies/<study>/plan.json.
+changes, so a comment in an experiment file reruns nothing. Experiments that another one needs, for its codec, its small
+images or its embeddings, are found in the same folder and configured too. A study (--studies
+config/studies/digits.yaml) becomes an experiment for each variant and seed, and results/studies/<study>/plan.json.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def main() -> None:
     parser = command.Parser(prog="image-diffusion configure", description=__doc__)
     parser.add_path("--experiments", "experiment files", nargs="*", default=[])
     parser.add_path("--studies", "study files", nargs="*", default=[])
-    parser.add_path("--bases", "folder of the bases of studies", default=Path("config/experiments"))
+    parser.add_path("--bases", "folder of the base experiments of studies", default=Path("config/experiments"))
     parser.add_path("--results", "folder of all results", default=Path("results"))
     parser.add_path("--schema", "write the JSON schemas of experiments and of studies")
     arguments = parser.parse_args()

@@ -6,9 +6,9 @@
 
 With --data and --budget, the project has an experiment that is sized for these images, this machine and this time:
 config/experiments/mine.yaml, with a reason for each choice. Measuring the machine takes about a minute.
-Without them, the project begins with the demo.
+Without them, the project starts with the demo.
 
-The Snakefile includes the rules, so that rules of your own can stand beside them (docs/module.md).
+The Snakefile includes the rules, and you can add your own rules to it (docs/module.md).
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def begin(folder: Path, experiment: str | None = None, files: Mapping[str, str] 
 def main() -> None:
     parser = Parser(prog="image-diffusion init", description=str(__doc__).partition("\n")[0])
     parser.add_path("folder", "folder of the new project")
-    parser.add_path("--data", "folder of your images, to size an experiment for; or a zip or table")
-    parser.add_argument("--budget", help="time that all its stages may take on this machine: 10min, 6h or 2d")
+    parser.add_path("--data", "folder, zip or table of your images, to size an experiment for them")
+    parser.add_argument("--budget", help="time for all its stages on this machine: 10min, 6h or 2d")
     parser.add_path("--weights", "folder of trained weights to start from, with a model.json")
-    parser.add_argument("--cores", type=int, help="number of CPU cores that they use (default: all)")
+    parser.add_argument("--cores", type=int, help="number of CPU cores to use (default: all)")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     if (arguments.data is None) != (arguments.budget is None):

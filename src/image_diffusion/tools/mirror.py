@@ -1,7 +1,7 @@
-"""Show and clean the mirror of a project: results in a bucket, from which another machine goes on.
+"""Show and clean the mirror of a project: results in a bucket, from which another machine can continue.
 
-Without options: files and bytes of the newest snapshot, by folder of results, and who works with it. The setting
-`mirror` in config/config.yaml names the bucket; while Snakemake works, it sends there what stages have finished.
+Without options: files and bytes of the newest snapshot, by folder of results, and the machine that uses it. The key
+`mirror` in config/config.yaml names the bucket; while Snakemake runs, finished results are sent there.
 """
 
 from __future__ import annotations
@@ -176,12 +176,12 @@ def _with_price(size: int) -> str:
 
 def main() -> None:
     parser = command.Parser(prog="image-diffusion mirror", description=__doc__)
-    parser.add_argument("--url", help="the mirror, in place of that of config/config.yaml")
+    parser.add_argument("--url", help="mirror to use instead of that in config/config.yaml")
     parser.add_path("--results", "folder of all results", default=Path("results"))
-    parser.add_argument("--prune", action="store_true", help="remove what the newest snapshot does not name")
-    parser.add_argument("--follow", action="store_true", help="what Snakemake starts: send until stdin is closed")
-    parser.add_argument("--every-s", type=float, help="seconds between looks for new results")
-    parser.add_argument("--silence-s", type=float, help="seconds after which a silent machine has lost the mirror")
+    parser.add_argument("--prune", action="store_true", help="remove objects that the newest snapshot does not use")
+    parser.add_argument("--follow", action="store_true", help="used by Snakemake: send until stdin is closed")
+    parser.add_argument("--every-s", type=float, help="seconds between checks for new results")
+    parser.add_argument("--silence-s", type=float, help="seconds of silence after which a machine loses the mirror")
     arguments = parser.parse_args()
     config = MirrorConfig.parse(arguments.url or read_yaml(Path("config/config.yaml")).get("mirror"))
     if config is None:
