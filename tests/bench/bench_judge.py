@@ -8,7 +8,7 @@
 Needs a tar of 2,000 pictures of 32 x 32 of each of ten classes, in a folder a class. `accuracy` trains the judge, and
 then torchvision's ResNet-18 for as many CPU seconds. `damage` damages 1,000 held-out pictures in twelve ways, each at
 three strengths, and prints for each metric whether it says so. `duplicates` asks whether the judge's features tell
-changed copies of pictures from other pictures, as the data sheet's looks do. `jpeg` asks why no judge finds pictures
+changed copies of pictures from other pictures, as the datasheet's looks do. `jpeg` asks why no judge finds pictures
 worse, the lower the quality they are saved at. All print tables in Markdown.
 """
 
@@ -344,7 +344,7 @@ def overlap(first: dict[str, Any], last: dict[str, Any]) -> bool:
 
 def duplicates(parts: dict[str, Samples]) -> None:
     """Changed copies that are found without naming any two other pictures: by the judge's features, by what its layers
-    before those see at each place, both less their mean and of length 1, and by the data sheet's looks."""
+    before those see at each place, both less their mean and of length 1, and by the datasheet's looks."""
     with tempfile.TemporaryDirectory() as folder:
         train_detector(parts["train"], parts["validation"], DetectorTraining(), Path(folder))
         judge = load_detector(Path(folder))

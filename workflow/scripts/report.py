@@ -124,7 +124,7 @@ def proposals(
     """Return the changes that are likeliest to help, the most important first: a reason, and the line of YAML; None
     where no setting is changed.
 
-    findings: how often the data sheet has each.
+    findings: how often the datasheet has each.
     """
     if judged is None:
         return
@@ -140,7 +140,7 @@ def proposals(
     if conflicts := findings.get("label conflict"):
         yield (
             (
-                f"{conflicts} pairs of images that show the same picture are of two classes (see Data sheet). "
+                f"{conflicts} pairs of images that show the same picture are of two classes (see Datasheet). "
                 "Correct the labels."
             ),
             None,
@@ -168,7 +168,7 @@ def is_anew(experiment: Path) -> bool:
 
 
 def read_findings(datasheet: Path) -> dict[str, int]:
-    """How often each finding of a data sheet occurs."""
+    """How often each finding of a datasheet occurs."""
     path = datasheet / "datasheet.json"
     return {row["kind"]: row["count"] for row in read_json(path)["findings"]} if path.is_file() else {}
 
@@ -305,7 +305,7 @@ def examples(folder: Path) -> dict[str, Any] | None:
 
 
 def datasheet(folder: Path) -> Markup | None:
-    """Return the data sheet; None without one."""
+    """Return the datasheet; None without one."""
     if not (folder / "datasheet.json").is_file():
         return None
     return Markup(body(read_json(folder / "datasheet.json"), lambda name: source_of(folder / name) or ""))

@@ -1,4 +1,4 @@
-"""Write a data sheet of a data set, as a page and as JSON, to be read before training.
+"""Write a datasheet of a data set, as a page and as JSON, to be read before training.
 
     python -m image_diffusion datasheet --config data.yaml --data crops/manifest.json --output datasheet/datasheet.json
 
@@ -62,7 +62,7 @@ def write_datasheet(
         *strange_images(every, sheet, numbers, output / "strange.png"),
     ]
     sheet |= {"data": every.digest, "files": describe(output, drawn)}
-    page = plain_page(f"Data sheet of {sheet['name']}", body(sheet, lambda name: name))
+    page = plain_page(f"Datasheet of {sheet['name']}", body(sheet, lambda name: name))
     write_page(output / "index.html", page)
     write_json(output / "datasheet.json", sheet)
     return sheet
@@ -77,7 +77,7 @@ def captions_of(config: DataConfig) -> dict[str, list[str]] | None:
 
 
 def main() -> None:
-    parser = Parser(prog="image-diffusion datasheet", description="Write a data sheet of a data set.")
+    parser = Parser(prog="image-diffusion datasheet", description="Write a datasheet of a data set.")
     parser.add_config("the data section, YAML")
     parser.add_path("--data", "manifest.json of the crops", required=True)
     parser.add_path("--output", "datasheet.json to write; the page is written next to it", required=True)

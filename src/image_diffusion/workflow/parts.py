@@ -60,7 +60,7 @@ IMAGE_BYTES = 100_000
 IMAGES_A_MB = 500
 """Images of which a job that crops holds a note in memory: 1.6 KB each, as measured."""
 IMAGES_A_MINUTE = 10_000
-"""Images that a job crops, or that a data sheet looks at, in a minute on a slow machine."""
+"""Images that a job crops, or that a datasheet looks at, in a minute on a slow machine."""
 _SHORTEST_MIN, _LONGEST_MIN = 15, 240
 _MOST_JOBS = 64
 """Jobs that share a data set."""

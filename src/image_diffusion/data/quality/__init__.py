@@ -1,1 +1,1 @@
-"""Data quality: duplicates, split leaks, data sheets."""
+"""Data quality: duplicates, split leaks, datasheets."""
