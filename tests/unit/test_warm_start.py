@@ -261,6 +261,31 @@ def test_what_cannot_be_started_from_is_told_before_any_work(tmp_path: Path) -> 
         load_all([tmp_path / "finetune_demo.yaml"])
 
 
+def test_no_experiment_starts_from_itself(tmp_path: Path) -> None:
+    path = experiments(tmp_path)
+    text = path.read_text()
+    path.write_text(
+        yaml.safe_dump(yaml.safe_load(text) | {"train": {"steps": 1, "init_from": f"{tmp_path}/r/x/train"}})
+    )
+    (_, experiment) = load_all([path])["finetune_demo"]
+    with pytest.raises(
+        ValueError, match=r"^x: train.init_from is .*/r/x/train, this experiment's own folder, .*base: x"
+    ):
+        write_stages("x", experiment, tmp_path / "r")
+    assert not (tmp_path / "r/x").exists()
+    write_stages("xy", experiment, tmp_path / "r")
+    path.write_text(text)
+    base = tmp_path / "finetune_base.yaml"
+    raw = yaml.safe_load(base.read_text())
+    raw["train"]["init_from"] = {"experiment": "finetune_demo"}
+    base.write_text(yaml.safe_dump(raw))
+    message = (
+        r"train.init_from.experiment makes a circle: finetune_demo -> finetune_base -> finetune_demo. Name another"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_all([path])
+
+
 def test_interpolated_positions_are_not_exported_as_others() -> None:
     from image_diffusion.networks.weights.dit_diffusers import to_diffusers_transformer
 
