@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
@@ -23,6 +23,7 @@ from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
+from image_diffusion.metrics.choice import check_metric
 from image_diffusion.systems.base import spec_of
 from image_diffusion.training.forecast.flops import operations_per_example
 from image_diffusion.training.trainer import Task
@@ -89,6 +90,13 @@ class Study(Config):
         if isinstance(data, dict) and "rows" in data:
             raise ValueError("rows is called variants now. Rename it.")
         return data
+
+    @field_validator("metrics")
+    @classmethod
+    def _are_metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            check_metric(name)
+        return value
 
     @model_validator(mode="after")
     def _has_no_duplicates(self) -> Study:
