@@ -84,6 +84,10 @@ def test_a_budget_of_operations_gives_costly_variants_fewer_steps(tmp_path: Path
             "variant a: system.network.qk_nrm is not a known key. Did you mean system.network.qk_norm?",
         ),
         ({"variants": [{"name": "a", "changes": {"train.": 1}}]}, "'train.' names no key."),
+        (
+            {"variants": [{"name": "a", "changes": {"evaluate.reference": "validation", "evaluate.neighbours": 30}}]},
+            "variant a is evaluated otherwise than the base: evaluate.reference ('validation' here, ",
+        ),
         ({"metrics": ["inpipe_reacll"]}, "metrics: 'inpipe_reacll' is not a metric. "),
         (
             {"variants": [{"name": "a", "changes": {"train.steps": 4}}]},

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.config.base import Config, dump, load, merged, over, read_inherited
+from image_diffusion.core.config.base import Config, differing_keys, dump, load, merged, over, read_inherited
 from image_diffusion.core.config.errors import suggestion
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
@@ -193,6 +193,11 @@ def expand(path: Path, experiments: Path) -> Expanded:
                 f"{where}: {variant.experiment} is judged on other data, or otherwise, than {study.base}. "
                 "Give both the same sections data and evaluate."
             )
+        if keys := differing_keys(_evaluated(experiment), _evaluated(runs[0].experiment), "evaluate."):
+            raise ValueError(
+                f"{where} is evaluated otherwise than the base: {', '.join(keys)}. Set it in changes of the study, for "
+                "all variants."
+            )
     variants: dict[str, str] = {}
     counts = [getattr(run.experiment.sample, "num_samples", None) for run in runs]
     for run, count in zip(runs, counts, strict=True):
@@ -210,9 +215,14 @@ def expand(path: Path, experiments: Path) -> Expanded:
 
 def _judging(experiment: Experiment) -> Any:
     """Return the settings that the numbers of two experiments must have in common."""
+    return dump(experiment.data), _evaluated(experiment)
+
+
+def _evaluated(experiment: Experiment) -> dict[str, Any]:
+    """Return the settings of the evaluation of an experiment, without the published results that it is shown beside."""
     evaluation = dump(experiment.section(experiment.system.evaluation().section))
     evaluation.pop("published", None)
-    return dump(experiment.data), evaluation
+    return evaluation
 
 
 def _file(name: str, experiments: Path, where: str) -> Path:
