@@ -115,6 +115,10 @@ def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
         raise ValueError(
             "sweep.choose chooses one of the steps of sweep.checkpoint, which names fewer than two. Name some."
         )
+    if sweep.num_samples is not None and not sweep.values:
+        raise ValueError(
+            "sweep.num_samples is set, but sweep names no values of a curve. Name some, as guidance_scale: [1, 2]."
+        )
     if sweep.checkpoint and train.patience is not None:
         raise ValueError(
             "sweep.checkpoint names steps, but with train.patience the training may end before them. Leave out one of "
@@ -134,4 +138,4 @@ def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
 
 
 def _written(value: float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0")

@@ -22,7 +22,10 @@ def check_tuning(network: nn.Module, config: TrainConfig) -> None:
     parameters = dict(network.named_parameters())
     frozen = matching(parameters, config.freeze, "train.freeze", "parameter")
     config.optimizer.check(inner_matrices(network).keys() - set(frozen))
-    matching(parameters, config.lr_factors, "train.lr_factors", "parameter")
+    if len(frozen) == len(parameters):
+        raise ValueError("train.freeze names every parameter, so that nothing is trained. Leave some out.")
+    trained = {name: parameter for name, parameter in parameters.items() if name not in frozen}
+    matching(trained, config.lr_factors, "train.lr_factors", "trained parameter" if frozen else "parameter")
     if config.lora is not None:
         check_lora(network, config.lora)
 
