@@ -94,6 +94,14 @@ def test_a_budget_of_operations_gives_costly_variants_fewer_steps(tmp_path: Path
             "variant a is the same as variant base, with the budget",
         ),
         (
+            {"variants": [{"name": "a", "changes": {"train.seed": 7}}], "seeds": [3, 4], "budget": {}},
+            "variant a is the same as variant base, with the budget",
+        ),
+        (
+            {"variants": [{"name": "a", "changes": {"system.network.qk_norm": False}}], "seeds": [3, 4]},
+            "variant a is the same as variant base, with the budget",
+        ),
+        (
             {"changes": {"sample.num_samples": 50}, "variants": [{"name": "a", "changes": {"sample.num_samples": 70}}]},
             "variant a: sample.num_samples is 70, but 50 for the base, and distances depend on it. Set it in changes",
         ),

@@ -206,7 +206,7 @@ def expand(path: Path, experiments: Path) -> Expanded:
                 f"{run.where}: sample.num_samples is {count}, but {counts[0]} for the base, and distances depend on "
                 f"it. Set it in changes of the study, for all variants: {{sample.num_samples: {counts[0]}}}."
             )
-        if (other := variants.setdefault(run.name, run.variant)) != run.variant:
+        if (other := variants.setdefault(digest(dump(run.experiment)), run.variant)) != run.variant:
             raise ValueError(
                 f"{run.where} is the same as variant {other}, with the budget and the changes of all variants."
             )
