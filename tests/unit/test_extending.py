@@ -52,6 +52,8 @@ def test_the_diffusion_learns_with_the_objective_and_draws_with_the_sampler(part
     system = parts["systems.mixer"].MixerSystem()
     config = parts["objectives.absolute"].Absolute()
     assert not config.learns_intervals
+    described = system.model_copy(update={"objective": config})
+    assert not described.reading.drops_alone and not described.has_null_label
     objective = config.build(Discrete().build(), SPEC)
     network = system.build_network(SPEC)
     optimizer = torch.optim.Adam(network.parameters(), 1e-2)
@@ -98,3 +100,4 @@ def test_the_detector_tells_dark_from_light(parts: Any) -> None:
     far = frechet_between(detector(dark).features, detector(light).features).value
     assert far > 10 * frechet_between(detector(dark[:150]).features, detector(dark[150:]).features).value
     assert detector.metric_name("fd") == "fd_thumbnails"
+    assert detector.doubt is None and detector.identity["sha256"] is None

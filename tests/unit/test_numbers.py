@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.config.base import dump, parse, to_yaml
+from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, Batch, DataSpec
@@ -317,6 +318,36 @@ def test_numbers_alone_leave_the_class_out(data: Path, tmp_path: Path) -> None:
         ValueError, match="sample.conditions names years, which is no column of pairs.columns. Known: age"
     ):
         images(tmp_path / "out", conditions=[{"years": 25}])
+
+
+def test_weights_of_other_columns_start_no_training(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system = SYSTEMS["dit"] | {"condition": {"type": "numbers"}}
+    trained(data, system, tmp_path / "out")
+    described = json.loads((tmp_path / "out/model.json").read_text())
+
+    def start(**pairs: Any) -> None:
+        write_json(tmp_path / "out/model.json", {**described, "pairs": described["pairs"] | pairs})
+        trained(data, system, tmp_path / "second", init_from=str(tmp_path / "out"))
+
+    message = r"the weights were trained with the numbers dose, age, but pairs.columns is age, dose. Give it the same"
+    with pytest.raises(ValueError, match=message):
+        start(columns=["dose", "age"])
+    capsys.readouterr()
+    start(ranges=[[0.0, 90.0], described["pairs"]["ranges"][1]])
+    assert "They were trained with other settings: pairs.numbers.ranges ([[2" in capsys.readouterr().out
+
+
+def test_columns_of_another_order_are_told_before_any_work(tmp_path: Path) -> None:
+    other = NUMBERS_SECTION | {"columns": ["dose", "age"]}
+    assert mistake(tmp_path, BOTH, pairs=other) == ""
+    (tmp_path / "mine.yaml").rename(tmp_path / "first.yaml")
+    train = {"steps": 1, "init_from": {"experiment": "first"}}
+    both = NUMBERS_SECTION | {"columns": ["age", "dose"]}
+    data = {"name": "other", "source": {"type": "digits"}, "resolution": 8, "validation_fraction": 0.2}
+    found = mistake(tmp_path, BOTH, pairs=both, train=train, data=data)
+    assert "train.init_from.experiment: the weights were trained with the numbers dose, age, but" in found
 
 
 def test_a_command_says_how_many_rows_it_leaves_out(

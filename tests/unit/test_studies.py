@@ -85,7 +85,20 @@ def test_a_budget_of_operations_gives_costly_variants_fewer_steps(tmp_path: Path
         ),
         ({"variants": [{"name": "a", "changes": {"train.": 1}}]}, "'train.' names no key."),
         (
+            {"variants": [{"name": "a", "changes": {"evaluate.reference": "validation", "evaluate.neighbours": 30}}]},
+            "variant a is evaluated otherwise than the base: evaluate.reference ('validation' here, ",
+        ),
+        ({"metrics": ["inpipe_reacll"]}, "metrics: 'inpipe_reacll' is not a metric. "),
+        (
             {"variants": [{"name": "a", "changes": {"train.steps": 4}}]},
+            "variant a is the same as variant base, with the budget",
+        ),
+        (
+            {"variants": [{"name": "a", "changes": {"train.seed": 7}}], "seeds": [3, 4], "budget": {}},
+            "variant a is the same as variant base, with the budget",
+        ),
+        (
+            {"variants": [{"name": "a", "changes": {"system.network.qk_norm": False}}], "seeds": [3, 4]},
             "variant a is the same as variant base, with the budget",
         ),
         (

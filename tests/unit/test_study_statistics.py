@@ -206,3 +206,12 @@ def test_page_and_tables_show_each_number_with_both_intervals(study: ModuleType)
     assert "2 runs, of 800 to 1,600 steps." in study.summary(plan, both)
     assert "1 runs, 800 steps each." in study.summary(plan, [base])
     assert "where a run has no interval" in study.method(lines, [0, 1, 2])
+
+
+def test_runs_that_agree_to_the_last_digit_have_the_noise_of_their_samples() -> None:
+    base, variant = [Measured(1.0, 0.013)] * 3, [Measured(0.99, 0.0117)] * 3
+    difference = differences("inpipe_agreement", base, {"v": variant})["v"]
+    assert difference.interval is not None and difference.interval[1] - difference.interval[0] > 0.02
+    assert difference.verdict == "within noise"
+    interval = level("inpipe_agreement", variant).over_seeds
+    assert interval is not None and interval[1] - interval[0] > 0.02

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from image_diffusion.core.files.weights import save_weights
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.metrics.sweep_curve import plot_sweep, reading, sweep_curve
+from image_diffusion.samplers import Sampler
 from image_diffusion.systems.diffusion.sweep import SweepConfig
 from image_diffusion.training.checkpoint.averaged_weights import weights_at
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, folder_name, write_checkpoint
@@ -63,6 +64,7 @@ def test_a_point_differs_from_the_samples_in_one_thing(tmp_path: Path) -> None:
     [
         ({"sweep": {"checkpoint": [4, 6]}}, "sweep.checkpoint names step 6, whose weights are not kept"),
         ({"sweep": {"checkpoint": [12]}}, "sweep.checkpoint names step 12"),
+        ({"sweep": {"num_samples": 50}}, "sweep.num_samples is set, but sweep names no values"),
         ({"sweep": {"num_steps": [5, 5]}}, "sweep.num_steps names a value twice"),
         ({"sweep": {"num_steps": [2000]}}, "sweep.num_steps 2000: "),
         ({"sweep": {"sampler": ["magic"]}}, "Unknown sweep.sampler.0 'magic'"),
@@ -94,6 +96,16 @@ def test_a_point_that_cannot_be_had_is_told_before_any_work(
     with pytest.raises(ValueError, match=message) as told:
         experiment(tmp_path, **changes)
     assert len(str(told.value).splitlines()) == 1
+
+
+def test_a_point_is_sampled_with_all_digits_of_its_value(tmp_path: Path) -> None:
+    sweep = experiment(tmp_path, sweep={"guidance_scale": [1.23456789, 2, 0.5]}).sweep
+    assert sweep is not None and sweep.values == {"guidance_scale": ["1.23456789", "2", "0.5"]}
+
+
+def test_every_sampler_can_be_a_point() -> None:
+    names = [kind.model_fields["type"].default for kind in get_args(get_args(Sampler)[0])]
+    assert "sde" in names and SweepConfig.model_validate({"sampler": names}).sampler == tuple(names)
 
 
 def test_a_trained_rin_is_tried_with_other_time_differences_and_not_trained_again(tmp_path: Path) -> None:

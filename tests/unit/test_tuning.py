@@ -128,6 +128,11 @@ def test_a_rate_is_that_of_an_optimizer_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
+        ({"freeze": ("*",)}, r"train.freeze names every parameter, so that nothing is trained"),
+        (
+            {"freeze": ("blocks.*",), "lr_factors": {"blocks.*": 3}},
+            r"train.lr_factors has blocks.\*, which names no trained parameter",
+        ),
         ({"freeze": ("block.*",)}, r"train.freeze has block.\*, which names no parameter. They begin with: pos_embed"),
         ({"lr_factors": {"head.*": 2}}, r"train.lr_factors has head.\*, which names no parameter"),
         ({"lora": {"layers": ["y_*"]}}, r"train.lora.layers has y_\*, which names no linear layer"),

@@ -31,8 +31,10 @@ ROOT = Path(__file__).parents[2]
 TABLE = "y_embedder.embedding_table.weight"
 
 
-def of(classes: list[str] | None, count: int, patch: int = 4, resolution: int = 8, width: int = 16) -> Trained:
-    system = DiTSystem(network=DiTConfig(depth=1, width=width, num_heads=2, patch=patch))
+def of(
+    classes: list[str] | None, count: int, patch: int = 4, resolution: int = 8, width: int = 16, num_heads: int = 2
+) -> Trained:
+    system = DiTSystem(network=DiTConfig(depth=1, width=width, num_heads=num_heads, patch=patch))
     return Trained(system, DataSpec(channels=3, resolution=resolution, num_classes=count), classes)
 
 
@@ -97,6 +99,7 @@ def test_another_resolution_interpolates_positions() -> None:
             r"x_embedder.proj.weight \[16, 3, 4, 4\] here, .*system.network.patch \(4 here, 2 there\)",
         ),
         (of([], 0, width=32), r"and \d+ more.* system.network.width \(16 here, 32 there\)"),
+        (of([], 0, num_heads=4), r"^system.network.num_heads \(2 here, 4 there\) .* other heads. Give it the value"),
     ],
 )
 def test_anything_else_is_refused_with_what_would_fit(theirs: Trained, told: str) -> None:
@@ -180,6 +183,29 @@ def test_what_is_frozen_stays_as_it_is(tmp_path: Path, crops: Path) -> None:
     )
 
 
+def test_other_settings_than_those_of_the_weights_are_told(
+    tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
+    flow: dict[str, Any] = {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}}
+    trained(tmp_path / "a", crops, network, flow)
+    other = {
+        "process": {"type": "flow", "time_scale": 1000},
+        "objective": {"type": "flow_matching", "prediction": "x0"},
+    }
+    capsys.readouterr()
+    trained(tmp_path / "b", crops, network, other, init_from=str(tmp_path / "a/train"))
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.endswith("tensors as they are.") and second == (
+        "They were trained with other settings: system.process.time_scale (1000.0 here, 1.0 there), "
+        "system.objective.prediction ('x0' here, 'velocity' there)."
+    )
+    discrete = {"objective": {"type": "denoising", "variance": "fixed_small", "loss": "simple"}}
+    trained(tmp_path / "c", crops, network, discrete, init_from=str(tmp_path / "a/train"))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "other settings" in line)
+    assert line.startswith("They were trained with other settings: system.process.type (") and "time_scale" not in line
+
+
 def test_a_flow_is_distilled_into_its_map_and_a_cut_changes_nothing(
     tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +259,31 @@ def test_what_cannot_be_started_from_is_told_before_any_work(tmp_path: Path) -> 
     (tmp_path / "finetune_base.yaml").unlink()
     with pytest.raises(ValueError, match=r"train.init_from.experiment is finetune_base, but .* does not exist"):
         load_all([tmp_path / "finetune_demo.yaml"])
+
+
+def test_no_experiment_starts_from_itself(tmp_path: Path) -> None:
+    path = experiments(tmp_path)
+    text = path.read_text()
+    path.write_text(
+        yaml.safe_dump(yaml.safe_load(text) | {"train": {"steps": 1, "init_from": f"{tmp_path}/r/x/train"}})
+    )
+    (_, experiment) = load_all([path])["finetune_demo"]
+    with pytest.raises(
+        ValueError, match=r"^x: train.init_from is .*/r/x/train, this experiment's own folder, .*base: x"
+    ):
+        write_stages("x", experiment, tmp_path / "r")
+    assert not (tmp_path / "r/x").exists()
+    write_stages("xy", experiment, tmp_path / "r")
+    path.write_text(text)
+    base = tmp_path / "finetune_base.yaml"
+    raw = yaml.safe_load(base.read_text())
+    raw["train"]["init_from"] = {"experiment": "finetune_demo"}
+    base.write_text(yaml.safe_dump(raw))
+    message = (
+        r"train.init_from.experiment makes a circle: finetune_demo -> finetune_base -> finetune_demo. Name another"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_all([path])
 
 
 def test_interpolated_positions_are_not_exported_as_others() -> None:

@@ -49,6 +49,31 @@ def test_a_module_imported_by_name_is_followed(tmp_path: Path) -> None:
     assert before != verb_digest(tmp_path / "b", verb=by_name, part="def f(): return 2")
 
 
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("own/plugin.py", "from .helper import GAIN"),
+        ("own/plugin.py", "from . import helper"),
+        ("own/plugin.py", "from ..own.helper import GAIN"),
+        ("own/plugin/__init__.py", "from ..helper import GAIN"),
+    ],
+)
+def test_a_relative_import_is_followed(tmp_path: Path, module: str, text: str) -> None:
+    root = package(tmp_path, verb="import image_diffusion.own.plugin") / "image_diffusion"
+    (root / module).parent.mkdir(parents=True)
+    (root / "own/__init__.py").touch()
+    (root / module).write_text(text)
+    (root / "own/helper.py").write_text("GAIN = 1")
+    before = digest_of_verb(tmp_path)
+    (root / "own/helper.py").write_text("GAIN = 2")
+    assert digest_of_verb(tmp_path) != before
+
+
+def test_a_module_that_is_no_python_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^.*/image_diffusion/part.py: line 2: .*\. Correct it\.$"):
+        verb_digest(tmp_path, part="\nx = (")
+
+
 def test_a_module_nobody_imports_does_not_count(tmp_path: Path) -> None:
     (package(tmp_path / "b") / "image_diffusion" / "other.py").write_text("x = 1")
     assert verb_digest(tmp_path / "a") == digest_of_verb(tmp_path / "b")

@@ -8,8 +8,16 @@ from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.export.registry import check_export
 from image_diffusion.synthesis.request import TAKEN, read_table
-from image_diffusion.systems.base import Others, check_arrays, check_augment, check_flips, makes, spec_of
-from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
+from image_diffusion.systems.base import (
+    Others,
+    check_arrays,
+    check_augment,
+    check_flips,
+    columns_of,
+    makes,
+    spec_of,
+)
+from image_diffusion.systems.pairs.numbers import LABEL
 from image_diffusion.training.finetune.parameter_groups import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
@@ -88,7 +96,7 @@ def check_synthesize(experiment: Experiment) -> None:
         )
     config, sampling = experiment.synthesize, experiment.system.sampling()
     assert config is not None
-    columns = next((pairs.columns for pairs in experiment.pair_sets if isinstance(pairs, NumberPairs)), ())
+    columns = columns_of(experiment)
     if taken := sorted(TAKEN.intersection(columns)):
         raise ValueError(
             f"pairs.columns names {taken[0]}, which is another column of the files of synthesize. Rename the column."

@@ -77,6 +77,7 @@ def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[st
         path = waiting.pop(0)
         if path.stem not in experiments:
             add(path.stem, path, load_experiment(path), path)
+    _check_circles(experiments)
     for location, experiment in experiments.values():
         others = {key: experiments[name][1] for key, name in built_on(experiment).items()}
         start = others.get(START)
@@ -97,6 +98,23 @@ def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[st
             raise ValueError(f"{location}: {error}") from None
     _check_shared_data(experiments)
     return experiments
+
+
+def _check_circles(experiments: Mapping[str, tuple[Path | str, Experiment]]) -> None:
+    """Raise ValueError for experiments of which each has to be trained, or sampled from, before the other."""
+
+    def follow(name: str, path: list[str], keys: tuple[str, ...]) -> None:
+        location, experiment = experiments[name]
+        for key, base in built_on(experiment).items():
+            if key in keys and base in path:
+                circle = " -> ".join([*path[path.index(base) :], base])
+                raise ValueError(f"{location}: {key} makes a circle: {circle}. Name another experiment.")
+            if key in keys:
+                follow(base, [*path, base], keys)
+
+    for name in experiments:
+        for keys in ((CODEC, START), (SMALL_IMAGES, EMBEDDINGS)):
+            follow(name, [name], keys)
 
 
 def _check_shared_data(experiments: dict[str, tuple[Path | str, Experiment]]) -> None:
@@ -279,7 +297,14 @@ def _users(dataset: Path, data: Mapping[str, Any], results: Path) -> list[str]:
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
-    """Write the stage files and the plan of one experiment, those of them that changed."""
+    """Write the stage files and the plan of one experiment, those of them that changed. Raises ValueError where it
+    starts from its own results."""
+    start = experiment.train.init_from
+    if isinstance(start, str) and Path(start).resolve().is_relative_to((results / name).resolve()):
+        raise ValueError(
+            f"{name}: train.init_from is {start}, this experiment's own folder, which training replaces. Write a new "
+            f"experiment with base: {name} (docs/extend_training.md)."
+        )
     dataset = results / "datasets" / experiment.data.folder
     codec = experiment.codec.name
     own = results / name / "config"

@@ -13,16 +13,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.config.base import Config, dump, load, merged, over, read_inherited
+from image_diffusion.core.config.base import Config, differing_keys, dump, load, merged, over, read_inherited
 from image_diffusion.core.config.errors import suggestion
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
+from image_diffusion.metrics.choice import check_metric
 from image_diffusion.systems.base import spec_of
 from image_diffusion.training.forecast.flops import operations_per_example
 from image_diffusion.training.trainer import Task
@@ -89,6 +90,13 @@ class Study(Config):
         if isinstance(data, dict) and "rows" in data:
             raise ValueError("rows is called variants now. Rename it.")
         return data
+
+    @field_validator("metrics")
+    @classmethod
+    def _are_metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            check_metric(name)
+        return value
 
     @model_validator(mode="after")
     def _has_no_duplicates(self) -> Study:
@@ -185,6 +193,11 @@ def expand(path: Path, experiments: Path) -> Expanded:
                 f"{where}: {variant.experiment} is judged on other data, or otherwise, than {study.base}. "
                 "Give both the same sections data and evaluate."
             )
+        if keys := differing_keys(_evaluated(experiment), _evaluated(runs[0].experiment), "evaluate."):
+            raise ValueError(
+                f"{where} is evaluated otherwise than the base: {', '.join(keys)}. Set it in changes of the study, for "
+                "all variants."
+            )
     variants: dict[str, str] = {}
     counts = [getattr(run.experiment.sample, "num_samples", None) for run in runs]
     for run, count in zip(runs, counts, strict=True):
@@ -193,7 +206,7 @@ def expand(path: Path, experiments: Path) -> Expanded:
                 f"{run.where}: sample.num_samples is {count}, but {counts[0]} for the base, and distances depend on "
                 f"it. Set it in changes of the study, for all variants: {{sample.num_samples: {counts[0]}}}."
             )
-        if (other := variants.setdefault(run.name, run.variant)) != run.variant:
+        if (other := variants.setdefault(digest(dump(run.experiment)), run.variant)) != run.variant:
             raise ValueError(
                 f"{run.where} is the same as variant {other}, with the budget and the changes of all variants."
             )
@@ -202,9 +215,14 @@ def expand(path: Path, experiments: Path) -> Expanded:
 
 def _judging(experiment: Experiment) -> Any:
     """Return the settings that the numbers of two experiments must have in common."""
+    return dump(experiment.data), _evaluated(experiment)
+
+
+def _evaluated(experiment: Experiment) -> dict[str, Any]:
+    """Return the settings of the evaluation of an experiment, without the published results that it is shown beside."""
     evaluation = dump(experiment.section(experiment.system.evaluation().section))
     evaluation.pop("published", None)
-    return dump(experiment.data), evaluation
+    return evaluation
 
 
 def _file(name: str, experiments: Path, where: str) -> Path:

@@ -39,10 +39,10 @@ def parse_rule(text: str) -> Rule:
     """
     metric, *where = re.split(r"\s+where(?:\s+|$)", text.strip(), maxsplit=1)
     if metric != DISTANCE:
-        _check_metric(metric)
+        check_metric(metric)
         if _better(metric) not in ("lower", "higher"):
             raise ValueError(f"{metric} has no better direction, so that no point is best by it. Name another metric.")
-    conditions = parse_conditions("".join(where), "metric", _check_metric, _EXAMPLE)
+    conditions = parse_conditions("".join(where), "metric", check_metric, _EXAMPLE)
     if where and not conditions:
         raise ValueError(f"{text!r} has no condition after where. Write for instance {_EXAMPLE}.")
     return Rule(text, metric, tuple(conditions))
@@ -112,7 +112,8 @@ def reading(entries: Sequence[Mapping[str, Any]]) -> list[float]:
     return [float(entry["debiased" if debiased else "value"]) for entry in entries]
 
 
-def _check_metric(name: str) -> None:
+def check_metric(name: str) -> None:
+    """Raise ValueError for a name that is no metric of metrics.json."""
     if definition_of(name) is None:
         names = [DISTANCE, *(bare for definition in definitions() for bare in definition.names.split())]
         otherwise = "metrics.json has the names, such as copies or inpipe_fd."

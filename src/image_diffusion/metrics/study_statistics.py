@@ -203,6 +203,11 @@ def _mean(runs: Sequence[Measured]) -> float:
 
 
 def _variance(runs: Sequence[Measured]) -> float:
+    """Return the variance over seeds; of runs that agree to the last digit that over samples, where all are known."""
+    deviations = [run.deviation for run in runs if run.deviation is not None]
+    if len({run.value for run in runs}) == 1:
+        is_known = len(deviations) == len(runs)
+        return math.fsum(deviation**2 for deviation in deviations) / len(runs) if is_known else 0.0
     mean = _mean(runs)
     return math.fsum((run.value - mean) ** 2 for run in runs) / (len(runs) - 1)
 

@@ -23,6 +23,8 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.evaluation import Evaluation
 from image_diffusion.systems.interface import Section, TrainedNetwork, TrainSettings
+from image_diffusion.systems.pairs.inputs import sets_of
+from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.sampling import Sampling
 from image_diffusion.systems.warm_start import Adaptable, Trained, fitted
 
@@ -87,7 +89,7 @@ class System(Adaptable, ABC):
         spec = spec_of(experiment, others.codec)
         self.check_network(spec)
         if others.start is not None:
-            _check_start(self, spec, others.start, others.start_codec)
+            _check_start(experiment, spec, others.start, others.start_codec)
 
     def check_network(self, spec: DataSpec) -> None:
         """Raise ValueError where the network does not fit the data."""
@@ -176,8 +178,9 @@ def check_augment(experiment: Sections) -> None:
     augment.check(experiment.codec.stores, experiment.data.num_channels, experiment.data.size)
 
 
-def _check_start(system: System, spec: DataSpec, start: Sections, codec: Sections | None) -> None:
+def _check_start(experiment: Sections, spec: DataSpec, start: Sections, codec: Sections | None) -> None:
     """Raise ValueError where training cannot start from the weights of another experiment. codec: trains its codec."""
+    system = experiment.system
     if start.system.type != system.type:
         raise ValueError(
             f"train.init_from.experiment trains a {start.system.type}, but this is a {system.type}. Name an "
@@ -186,10 +189,12 @@ def _check_start(system: System, spec: DataSpec, start: Sections, codec: Section
     start_spec = spec_of(start, codec)
     with shapes_only():
         network, start_network = system.build_network(spec), start.system.build_network(start_spec)
+    ours, theirs = (
+        Trained(sections.system, shapes, None, {"numbers": {"columns": columns_of(sections)}})
+        for sections, shapes in ((experiment, spec), (start, start_spec))
+    )
     try:
-        fitted(
-            network, Trained(system, spec, None), start_network.state_dict(), Trained(start.system, start_spec, None)
-        )
+        fitted(network, ours, start_network.state_dict(), theirs)
     except ValueError as error:
         raise ValueError(f"train.init_from.experiment: {error}") from None
 
@@ -207,6 +212,12 @@ def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
     images = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution, num_classes=1)
     spec = experiment.codec.spec(images, codec.system.latents if codec is not None else None)
     return spec.model_copy(update={"conditions": experiment.system.sampling().derived_conditions(spec)})
+
+
+def columns_of(experiment: Sections) -> tuple[str, ...]:
+    """Return the columns of numbers of the images of an experiment; none without any."""
+    sets = sets_of(experiment.section("pairs"))
+    return next((pairs.columns for pairs in sets if isinstance(pairs, NumberPairs)), ())
 
 
 def makes(experiment: Sections, kind: str) -> bool:

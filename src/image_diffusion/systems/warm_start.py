@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -49,11 +49,18 @@ class Adaptable(Config):
 
 @dataclass(frozen=True)
 class Trained:
-    """Origin of weights. classes: their names by number; None if only numbers are known, as for published weights."""
+    """Origin of weights. classes: their names by number; None if only numbers are known, as for published weights.
+    pairs: description of the sets beside the images, by kind."""
 
     system: Adaptable
     spec: DataSpec
     classes: Sequence[str] | None
+    pairs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> str:
+        """Return the names of the numbers that the network takes, in order; empty if it takes none."""
+        return ", ".join(self.pairs.get("numbers", {}).get("columns", ()))
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,13 @@ def fitted(
     name; other classes start from the mean row and a random one; positions of another resolution are interpolated
     (bicubic). If only one of the two has classes, their table is new or omitted. Raises ValueError for any other
     difference of shape or name, with the configuration that would fit, and for weights that were trained on another
-    scale of x.
+    scale of x, with other numbers or with other heads of attention.
     """
+    if target.columns and source.columns and target.columns != source.columns:
+        raise ValueError(
+            f"the weights were trained with the numbers {source.columns}, but pairs.columns is {target.columns}. Give "
+            f"it the same names in the same order."
+        )
     for key in target.system.warm_start.scaled_by:
         if getattr(target.system, key) != getattr(source.system, key):
             raise ValueError(
@@ -129,7 +141,24 @@ def fitted(
             f"Weights do not fit the network: {'; '.join(wrong[:_SHOWN])}{more}. Other classes and another resolution "
             f"would; these would fit with the values that they were trained with: {', '.join(keys)}."
         )
+    if heads := differing_keys(_heads(target), _heads(source), "system.network."):
+        raise ValueError(
+            f"{', '.join(heads)} differs from the value that the weights were trained with, so attention would have "
+            f"other heads. Give it the value of the weights."
+        )
     return weights, changes
+
+
+def other_settings(target: Trained, source: Trained) -> list[str]:
+    """Return the settings that no shape depends on and that weights were trained with other values of, each with both
+    values; of a part of another type, the type alone."""
+    ours, theirs = ({"system": dump(trained.system), "pairs": dict(trained.pairs)} for trained in (target, source))
+    for settings in (ours, theirs):
+        for key in _NO_SETTINGS:
+            settings["system"].get("network", {}).pop(key, None)
+    keys = differing_keys(ours, theirs)
+    types = tuple(key.partition("type (")[0] for key in keys if ".type (" in key)
+    return [key for key in keys if ".type (" in key or not key.startswith(types)]
 
 
 def table(changes: Sequence[Change]) -> str:
@@ -145,6 +174,8 @@ def table(changes: Sequence[Change]) -> str:
 
 
 _SHOWN = 4
+_NO_SETTINGS = ("size", "depth", "width", "num_heads", "patch", "gradient_checkpointing")
+"""Keys of a network that `fitted` compares, or that change no result."""
 
 
 def _decides(trained: Trained) -> dict[str, Any]:
@@ -156,6 +187,14 @@ def _decides(trained: Trained) -> dict[str, Any]:
         "system.network": system.get("network"),
         "system.objective.variance": objective.get("variance"),
     }
+
+
+def _heads(trained: Trained) -> dict[str, Any]:
+    """Return the settings of the heads of attention, which change the result of a network and may change no shape."""
+    network = getattr(trained.system, "network", None)
+    named = getattr(network, "shape", network)  # of a DiT, those of its size
+    names = ("num_heads", "num_heads_upsample", "head_channels", "head_width")
+    return {name: getattr(named, name) for name in names if hasattr(named, name)}
 
 
 def _rows(loaded: Tensor, own: Tensor, target: Trained, source: Trained) -> tuple[Tensor, str]:

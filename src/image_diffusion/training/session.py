@@ -19,7 +19,8 @@ from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.types import DataSpec
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import System
-from image_diffusion.systems.warm_start import Change, Trained, fitted, table
+from image_diffusion.systems.pairs.inputs import by_kind
+from image_diffusion.systems.warm_start import Change, Trained, fitted, other_settings, table
 from image_diffusion.training.checkpoint.manager import NullState, State, part_writer
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
@@ -138,13 +139,16 @@ def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> tupl
     tensors, other = read_weights(folder)
     changes: list[Change] = []
     class_tables: list[str] = []
-    if any(other[key] != model[key] for key in ("system", "spec", "classes")):
+    settings = ""
+    if any(other.get(key) != model.get(key) for key in ("system", "spec", "classes", "pairs")):
         before = _weights_info(other, f"{folder}/model.json", named="train" in other)
         now = _weights_info(model, "train.yaml", named=True)
         try:
             tensors, changes = fitted(network, now, tensors, before)
         except ValueError as error:
             raise ValueError(f"train.init_from is {folder}. {error}") from None
+        if differing := other_settings(now, before):
+            settings = f"They were trained with other settings: {', '.join(differing)}."
         class_tables = [
             change.name for change in changes if change.here and change.name in now.system.warm_start.class_rows
         ]
@@ -155,14 +159,15 @@ def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> tupl
         raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
     space = "" if other["codec"] == model["codec"] else _other_latents(model["codec"], other["codec"])
     summary = f"Starting from {folder}: {len(tensors) - len(changes)} of {len(tensors)} tensors as they are.{space}"
-    return "\n".join(filter(None, [summary, table(changes)])), class_tables
+    return "\n".join(filter(None, [summary, settings, table(changes)])), class_tables
 
 
 def _weights_info(model: dict[str, Any], where: str, *, named: bool) -> Trained:
     """Return the description of weights. named: classes have names; those of weights that others published are numbers
     alone."""
     system: System = parse(AnySystem, model["system"], where)
-    return Trained(system, parse(DataSpec, model["spec"], where), model["classes"] if named else None)
+    pairs = by_kind(model.get("pairs"), system.reads_beside or ("pairs",))
+    return Trained(system, parse(DataSpec, model["spec"], where), model["classes"] if named else None, pairs)
 
 
 def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:

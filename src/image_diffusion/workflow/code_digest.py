@@ -81,7 +81,7 @@ def package_digest(source: Path) -> str:
 def scripts_digest(folder: Path, source: Path) -> str:
     """Return the sha256 of the code that the scripts in a folder import from the package. source: as in
     `stage_digests`."""
-    scripts = [_read(path.read_bytes()) for path in sorted(folder.glob("*.py"))]
+    scripts = [_read(path, path.read_bytes(), "") for path in sorted(folder.glob("*.py"))]
     return Modules(source).digest([name for script in scripts for name in script.imported])
 
 
@@ -109,7 +109,8 @@ class Modules:
             path = self._file_of(name)
             if name in digests or path is None:
                 continue
-            code = _read(path.read_bytes())
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            code = _read(path, path.read_bytes(), package)
             digests[name] = code.digest
             digests |= {f"{name}: {file}": sha256 for file, sha256 in self._companions(path, code).items()}
             # Importing a.b.c also runs the __init__.py of a.b and a.
@@ -149,12 +150,19 @@ class _Code:
 
 
 @cache
-def _read(text: bytes) -> _Code:
-    """Return the code of one file."""
-    module, imported = ast.parse(text), []
+def _read(path: Path, text: bytes, package: str) -> _Code:
+    """Return the code of one file. package: dotted name of the package that relative imports start from. Raises
+    ValueError for text that is not Python."""
+    try:
+        module, imported = ast.parse(text), list[str]()
+    except SyntaxError as error:
+        raise ValueError(f"{path}: line {error.lineno}: {error.msg}. Correct it.") from None
     for statement in _without_text(module):
-        if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.split(".")[0] == PACKAGE:
-            imported += [statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)]
+        if isinstance(statement, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - statement.level] if statement.level else []
+            name = ".".join([*parents, *([statement.module] if statement.module else [])])
+            if name.split(".")[0] == PACKAGE:
+                imported += [name, *(f"{name}.{alias.name}" for alias in statement.names)]
         elif isinstance(statement, ast.Import):
             imported += [alias.name for alias in statement.names if alias.name.split(".")[0] == PACKAGE]
     tree = ast.dump(module)

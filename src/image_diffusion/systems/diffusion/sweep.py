@@ -4,14 +4,20 @@ steps or other averages."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
 from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.metrics.choice import Rule, parse_rule
+from image_diffusion.samplers import Sampler
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainSettings
+
+if TYPE_CHECKING:
+    SamplerName = str
+else:
+    SamplerName = Literal[tuple(kind.model_fields["type"].default for kind in get_args(get_args(Sampler)[0]))]
 
 _OF_THE_SAMPLER = {"num_steps": int, "time_difference": float, "temperature": float}
 """Type of the values of each axis that is a key of the sampler."""
@@ -22,7 +28,7 @@ class SweepConfig(Config):
 
     guidance_scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Scales of classifier-free guidance, 1 for none."""
-    sampler: tuple[Literal["ddpm", "ddim", "euler", "heun", "dpm_solver", "unipc"], ...] = ()
+    sampler: tuple[SamplerName, ...] = ()
     """Samplers, each with the number of steps of `sample.sampler`."""
     num_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers of sampling steps."""
@@ -115,6 +121,10 @@ def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
         raise ValueError(
             "sweep.choose chooses one of the steps of sweep.checkpoint, which names fewer than two. Name some."
         )
+    if sweep.num_samples is not None and not sweep.values:
+        raise ValueError(
+            "sweep.num_samples is set, but sweep names no values of a curve. Name some, as guidance_scale: [1, 2]."
+        )
     if sweep.checkpoint and train.patience is not None:
         raise ValueError(
             "sweep.checkpoint names steps, but with train.patience the training may end before them. Leave out one of "
@@ -134,4 +144,4 @@ def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
 
 
 def _written(value: float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0")

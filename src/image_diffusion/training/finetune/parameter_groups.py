@@ -22,7 +22,10 @@ def check_tuning(network: nn.Module, config: TrainConfig) -> None:
     parameters = dict(network.named_parameters())
     frozen = matching(parameters, config.freeze, "train.freeze", "parameter")
     config.optimizer.check(inner_matrices(network).keys() - set(frozen))
-    matching(parameters, config.lr_factors, "train.lr_factors", "parameter")
+    if len(frozen) == len(parameters):
+        raise ValueError("train.freeze names every parameter, so that nothing is trained. Leave some out.")
+    trained = {name: parameter for name, parameter in parameters.items() if name not in frozen}
+    matching(trained, config.lr_factors, "train.lr_factors", "trained parameter" if frozen else "parameter")
     if config.layer_decay is not None and not list(_members(network)):
         raise ValueError(
             f"train.layer_decay is {config.layer_decay:g}, but the network has no list of blocks. Leave it out, or use "
