@@ -22,7 +22,7 @@ def check_tuning(network: nn.Module, config: TrainConfig) -> None:
     parameters = dict(network.named_parameters())
     frozen = matching(parameters, config.freeze, "train.freeze", "parameter")
     config.optimizer.check(inner_matrices(network).keys() - set(frozen))
-    if len(frozen) == len(parameters):
+    if len(frozen) == len(parameters) and config.lora is None:
         raise ValueError("train.freeze names every parameter, so that nothing is trained. Leave some out.")
     trained = {name: parameter for name, parameter in parameters.items() if name not in frozen}
     matching(trained, config.lr_factors, "train.lr_factors", "trained parameter" if frozen else "parameter")
