@@ -62,7 +62,7 @@ def test_the_driver_is_asked_only_for_an_experiment_that_asks_for_a_gpu(
     monkeypatch.setenv("PATH", with_driver(tmp_path, r"printf 'GPU 0: x\nGPU 1: x\n'")["PATH"])
     monkeypatch.setenv(VARIABLE, "")
     write_plans(Path("results"), a_plan(resources={**RESOURCES, "gpus_per_node": gpus}))
-    monkeypatch.setattr("image_diffusion.workflow.start.resolve", lambda root, config: {"pages": "y"})
+    monkeypatch.setattr("image_diffusion.workflow.start.resolve", lambda *_: {"pages": "y"})
     for name in ("look_at_sources", "note_code"):
         monkeypatch.setattr(f"image_diffusion.workflow.start.{name}", lambda *given: [])
     config = {"experiments": ["one"], "tracking": {"uri": "sqlite:///mlflow.db"}}

@@ -1,11 +1,14 @@
-"""A new kind of system is a page and a line: own network, batch, samples, judgement and headline; no verb knows."""
+"""A new kind of system is a page and a line: own network, batch, samples, judgement and headline; no verb knows. So
+are the parts of docs/extending.md, all of them in one experiment."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +16,7 @@ from projects import ROOT, Project, make_project
 
 pytestmark = pytest.mark.slow
 
-EXPERIMENT = {
+EXPERIMENT: dict[str, Any] = {
     "data": {
         "name": "dots",
         "source": {"type": "folder", "path": "images"},
@@ -34,10 +37,27 @@ EXPERIMENT = {
     "sample": {"num_samples": 12, "temperature": 0.5},
     "resources": {"cpus_per_process": 1},
 }
+PARTS = {
+    "samplers/midpoint.py": ("Midpoint", "Ddpm"),
+    "objectives/absolute.py": ("Absolute", "Denoising"),
+    "codecs/grey.py": ("Grey", "Rgb"),
+    "metrics/thumbnails.py": ("Thumbnails", "InPipe"),
+    "networks/mixer.py": None,
+    "systems/mixer.py": ("MixerSystem", "DiTSystem"),
+}
+"""Files of docs/extending.md in its order; the class that each adds to a union, and one that is there."""
+OF_PARTS = EXPERIMENT | {
+    "data": EXPERIMENT["data"] | {"name": "spots"},
+    "codec": {"type": "grey"},
+    "system": {"type": "mixer", "objective": {"type": "absolute"}},
+    "sample": {"num_samples": 12, "sampler": {"type": "midpoint", "num_steps": 2}},
+    "evaluate": {"detectors": ["inpipe", "thumbnails"]},
+    "sweep": {"sampler": ["midpoint"], "num_steps": [2], "num_samples": 8},
+}
 
 
 def with_the_page(folder: Path) -> None:
-    """The package and its workflow, with one page more and one line changed."""
+    """The package and its workflow, with one page more and one line changed; and the parts of docs/extending.md."""
     for name in ("Snakefile", "workflow", "src", "envs"):
         source = ROOT / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
@@ -48,6 +68,16 @@ def with_the_page(folder: Path) -> None:
     line = "from image_diffusion.systems.gaussian import GaussianSystem\n"
     listed = line + listed.replace("DVAESystem | PriorSystem", "DVAESystem | PriorSystem | GaussianSystem")
     (systems / "__init__.py").write_text(listed)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    for (name, added), block in zip(PARTS.items(), blocks, strict=True):
+        path = systems.parent / name
+        path.write_text(block)
+        if added is not None:
+            union, (kind, known) = path.with_name("__init__.py"), added
+            imported = f"from image_diffusion.{path.parent.name}.{path.stem} import {kind}\n"
+            field = "from pydantic import Field\n\n"
+            text = re.sub(rf"(?<=[\[ ]){known} \|", f"{known} | {kind} |", union.read_text(), count=1)
+            union.write_text(text.replace(field, field + imported))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +85,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
     package = tmp_path_factory.mktemp("package")
     with_the_page(package)
     project = make_project(tmp_path_factory.mktemp("new") / "project", images=480)
-    (project / "config/experiments/micro.yaml").write_text(yaml.safe_dump(EXPERIMENT))
+    for name, experiment in {"micro": EXPERIMENT, "parts": OF_PARTS}.items():
+        (project / f"config/experiments/{name}.yaml").write_text(yaml.safe_dump(experiment))
+    settings = project / "config/config.yaml"
+    settings.write_text(settings.read_text().replace("experiments: [micro]", "experiments: [micro, parts]"))
     copied = Project(project.folder, snakefile=package / "Snakefile", cold=True)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.pathsep.join([str(package / "src"), os.environ.get("PYTHONPATH", "")]))
@@ -81,3 +114,13 @@ def test_it_is_trained_sampled_judged_tracked_and_shown(made: Project) -> None:
     assert "nats" in (results / "report/index.html").read_text()
     assert "gaussian" in (made / "results/summary.html").read_text()
     assert (results / "tracked.json").is_file()
+
+
+def test_the_parts_that_the_page_shows_go_through_every_stage(made: Project) -> None:
+    results = made / "results/parts"
+    model = json.loads((results / "train/model.json").read_text())
+    assert model["system"]["objective"]["type"] == "absolute" and "grey" in json.dumps(model["codec"])
+    metrics = json.loads((results / "metrics.json").read_text())["metrics"]
+    assert {"inpipe_fd", "fd_thumbnails", "precision_thumbnails"} <= metrics.keys()
+    assert "fd_thumbnails" in json.loads((results / "sweep/sampler/midpoint/metrics.json").read_text())["metrics"]
+    assert "fd_thumbnails" in (results / "report/index.html").read_text()
