@@ -11,7 +11,7 @@ sys.path.insert(0, str(source))
 
 
 from image_diffusion.workflow.integrity.damage import Damage
-from image_diffusion.workflow.integrity.locks import hold, take_over
+from image_diffusion.workflow.integrity.locks import take_over
 from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished
 from image_diffusion.workflow.start import start
 from image_diffusion.workflow import terminal
@@ -19,7 +19,7 @@ from image_diffusion.workflow import terminal
 # One Snakemake at a time in a folder. A workflow that uses this one as a module keeps its own ways.
 is_head = workflow.modifier.is_main_snakefile() and not workflow.remote_exec
 if is_head:
-    owner, held = take_over(Path()), hold(Path(str(config.get("results", "results"))))
+    owner = take_over(Path())
 terminal.begin(workflow.output_settings if is_head else None)
 context = start(
     root,
@@ -27,6 +27,7 @@ context = start(
     queued=workflow.resource_settings.nodes is not None,
     remote=workflow.remote_exec,
     is_head=is_head and owner.is_ours and not workflow.output_settings.dryrun,
+    holds=is_head,
     beside=is_head and not owner.is_ours,
     provider=workflow.storage_settings.default_storage_provider,
     moved=workflow.modifier.path_modifier.replace_prefix,

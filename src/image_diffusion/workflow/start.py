@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.native import fault_of
@@ -17,6 +17,7 @@ from image_diffusion.core.process.secrets import variable_of
 from image_diffusion.workflow.code_digest import note_code
 from image_diffusion.workflow.environment import package_beside, refuse_storage, search_path
 from image_diffusion.workflow.inputs import Files
+from image_diffusion.workflow.integrity.locks import hold
 from image_diffusion.workflow.integrity.snakemake_patches import ignore_parts_in_records
 from image_diffusion.workflow.jobs.gpu_locks import VARIABLE, devices_here
 from image_diffusion.workflow.mirror.mirror_process import Mirroring
@@ -43,6 +44,8 @@ class WorkflowContext:
     """The digest of each stage's code."""
     pages: str
     """The sha256 of what makes pages: scripts, templates, and the code of the package that they import."""
+    lock: TextIO | None
+    """The open file that keeps other Snakemakes out of the results."""
 
 
 def start(
@@ -56,6 +59,7 @@ def start(
     limit: int | None = None,
     executor: Callable[[], str] = lambda: "local",
     is_head: bool = False,
+    holds: bool = False,
     beside: bool = False,
     provider: str | None = None,
 ) -> WorkflowContext:
@@ -65,9 +69,10 @@ def start(
     if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
     line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
     caller says so. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this
-    process starts jobs in a folder of its own, which the mirror follows. beside: True if another Snakemake works in
-    this folder. provider: of storage, that Snakemake is to use. What Snakemake starts on this machine ends when it
-    does, and finds MLflow's store in its environment. A mistake ends Snakemake with one clear line.
+    process starts jobs in a folder of its own, which the mirror follows. holds: True if this process keeps others out
+    of the results. beside: True if another Snakemake works in this folder. provider: of storage, that Snakemake is to
+    use. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its environment. A mistake
+    ends Snakemake with one clear line.
     """
     refuse_storage(provider)
     ignore_parts_in_records()
@@ -75,6 +80,7 @@ def start(
     announce(os.environ, queued=remote)
     results = str(Path(str(config.get("results", "results"))))  # one name for a/, ./a and a, which rules begin with
     mirroring = Mirroring(config.get("mirror") if is_head else None, results, package_beside(root))
+    lock = hold(Path(results)) if holds else None  # the mirror may refuse this machine, which then writes nothing
     try:
         if moved(f"{results}/") != f"{results}/":
             raise ValueError(
@@ -111,6 +117,7 @@ def start(
         machine=machine,
         code=code,
         pages=digest([_digest_of_pages(root / "workflow"), code["pages"]]),
+        lock=lock,
     )
 
 
