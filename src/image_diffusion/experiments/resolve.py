@@ -77,7 +77,6 @@ def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[st
         path = waiting.pop(0)
         if path.stem not in experiments:
             add(path.stem, path, load_experiment(path), path)
-    _check_circles(experiments)
     for location, experiment in experiments.values():
         others = {key: experiments[name][1] for key, name in built_on(experiment).items()}
         start = others.get(START)
@@ -97,6 +96,7 @@ def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[st
         except ValueError as error:
             raise ValueError(f"{location}: {error}") from None
     _check_shared_data(experiments)
+    _check_circles(experiments)
     return experiments
 
 
