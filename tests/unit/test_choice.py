@@ -125,6 +125,9 @@ def test_a_number_that_was_not_measured_does_not_hold_and_everywhere_it_is_an_er
         ("distance where distance.upper < 3", "'distance' is not a metric"),
         ("other_prompt_similarity", "other_prompt_similarity has no better direction"),
         ("__import__('os')", "is not a metric"),
+        ("fid", "sweep.choose compares fid, which no point of sweep.checkpoint has. Name a metric of the samples"),
+        ("distance where inception_precision.lower > 0.5", "sweep.choose compares inception_precision, which no point"),
+        ("distance where bits_per_dim.value < 3", "sweep.choose compares bits_per_dim, which no point"),
     ],
 )
 def test_a_rule_that_means_nothing_is_refused(tmp_path: Path, rule: str, message: str) -> None:
@@ -171,6 +174,16 @@ def test_points_that_decide_have_seeds_of_their_own_and_measure_what_the_rule_co
         assert used_weights(tmp_path / "mine") == tmp_path / "mine" / (
             "sweep/checkpoint/chosen/weights" if copies else "train"
         )
+
+
+def test_points_measure_what_the_rule_compares_on_every_detector(tmp_path: Path) -> None:
+    """The names of some detectors' metrics end in the detector."""
+    evaluate = {"detectors": ["inception", {"type": "dinov2", "weights": "dinov2.pth"}], "infinity": True}
+    rule = "fd_infinity_dinov2 where copies_dinov2.upper < 0.04 and c2st_dinov2.value < 0.9"
+    made = experiment(tmp_path, {"checkpoint": [4, 8], "choose": rule}, evaluate=evaluate)
+    write_stages("mine", made, tmp_path)
+    judged = yaml.safe_load((tmp_path / "mine/config/sweep/evaluate.yaml").read_text())["evaluate"]
+    assert (judged["copies"], judged["two_sample"], judged["infinity"]) == (True, True, True)
 
 
 def test_all_stages_after_the_training_take_the_chosen_weights_and_the_curve_those_of_the_training() -> None:

@@ -7,6 +7,7 @@ from image_diffusion.core.devices import shapes_only
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.export.registry import check_export
+from image_diffusion.metrics.choice import check_measured
 from image_diffusion.synthesis.request import TAKEN, read_table
 from image_diffusion.systems.base import (
     Others,
@@ -38,6 +39,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
+    if experiment.sweep is not None and (rule := experiment.sweep.rule) is not None:
+        check_measured(rule, experiment.evaluate.detectors)
     check_export(experiment, others)
     if experiment.synthesize is not None:
         check_synthesize(experiment)

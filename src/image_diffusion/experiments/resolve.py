@@ -400,9 +400,9 @@ def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str
     if experiment.sweep is None:
         return written
     rule = experiment.sweep.rule
-    compared = rule.metrics if rule is not None else ()
+    compared = {definition.names for definition in rule.metrics.values()} if rule is not None else set()
     extra = {"copies": "copies", "two_sample": "c2st", "infinity": "fd_infinity"}
-    light = {key: any(name.endswith(metric) for name in compared) for key, metric in extra.items()}
+    light = {key: metric in compared for key, metric in extra.items()}
     judged = experiment.evaluate.model_copy(update=light | {"likelihood": None})
     for axis, values in experiment.sweep.values.items():
         write_if_changed(folder / "evaluate.yaml", to_yaml({"evaluate": dump(judged)}))

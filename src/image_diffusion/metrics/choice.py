@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_diffusion.core.config.errors import suggestion
-from image_diffusion.core.journal.metric_definitions import definition_of, definitions
+from image_diffusion.core.journal.metric_definitions import Definition, definition_of, definitions
+from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.conditions import Condition, parse_conditions
 
 DISTANCE = "distance"
 """Name in a rule of the metric that the experiment is ranked by."""
 _EXAMPLE = "distance where copies.upper < 0.03"
+_OF_DETECTORS = "Samples beside real images"
+"""Group of the metrics that each detector measures; only `copies` is also measured without one."""
+_OF_NO_POINT = ("Likelihood", "Codecs", "Priors")
+"""Groups of the metrics that compare no samples with real images."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,10 @@ class Rule:
     conditions: tuple[Condition, ...]
 
     @property
-    def metrics(self) -> frozenset[str]:
-        """Return the names of the metrics that the rule compares."""
-        return frozenset({self.metric, *(condition.name for condition in self.conditions)})
+    def metrics(self) -> dict[str, Definition]:
+        """Return the definitions of the metrics that the rule compares, by their full names; without `distance`."""
+        names = (self.metric, *(condition.name for condition in self.conditions))
+        return {name: definition for name in names if (definition := definition_of(name)) is not None}
 
 
 def parse_rule(text: str) -> Rule:
@@ -46,6 +52,23 @@ def parse_rule(text: str) -> Rule:
     if where and not conditions:
         raise ValueError(f"{text!r} has no condition after where. Write for instance {_EXAMPLE}.")
     return Rule(text, metric, tuple(conditions))
+
+
+def check_measured(rule: Rule, detectors: Sequence[DetectorConfig]) -> None:
+    """Raise ValueError, before any work, for a metric of a rule that no point of a curve has.
+
+    detectors: those that measure the points.
+    """
+    for name, definition in rule.metrics.items():
+        of_detectors = {detector.metric_name(bare) for detector in detectors for bare in definition.names.split()}
+        if definition.judged in _OF_NO_POINT or (
+            definition.judged == _OF_DETECTORS and name not in of_detectors | {"copies"}
+        ):
+            shown = ", ".join(detector.metric_name("fd") for detector in detectors)
+            raise ValueError(
+                f"sweep.choose compares {name}, which no point of sweep.checkpoint has. Name a metric of the samples, "
+                f"of one of evaluate.detectors ({shown}, …)."
+            )
 
 
 def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> dict[str, Any]:
