@@ -167,7 +167,8 @@ def to_json(data: Any) -> str:
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write plain data as JSON, atomically, with a key "seal": the digest of the rest, which `read_json` compares."""
-    plain = {key: value for key, value in json.loads(to_json(data)).items() if key != "seal"}
+    plain = json.loads(json.dumps(data, allow_nan=False))
+    plain.pop("seal", None)
     write_text(path, to_json({**plain, "seal": digest(plain)}))
 
 

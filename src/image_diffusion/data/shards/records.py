@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,9 @@ def sample_key(shard: int, number: int) -> str:
 
 def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record; the shard itself is written first."""
-    plain = asdict(record)
-    for sample in (*plain["samples"], *plain["dropped"]):
-        if not sample["pixel_size"]:  # records of pictures keep their bytes
-            del sample["pixel_size"]
+    plain = vars(record) | {"quarantined": [vars(row) for row in record.quarantined]}
+    for name in ("samples", "dropped"):  # without an empty pixel_size: records of pictures keep their bytes
+        plain[name] = [{k: v for k, v in vars(sample).items() if k != "pixel_size" or v} for sample in plain[name]]
     write_json(record_path(folder, record.shard), plain)
 
 

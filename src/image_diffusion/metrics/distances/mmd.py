@@ -107,4 +107,4 @@ def _others(kernel: Kernel, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _cubic(x: Tensor, y: Tensor) -> Tensor:
-    return (x @ y.T / x.shape[1] + 1) ** 3
+    return (x @ y.T).div_(x.shape[1]).add_(1).pow_(3)

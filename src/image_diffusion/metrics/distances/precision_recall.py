@@ -34,7 +34,8 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
     device = best_device()
     features, reference, block = (tensor.to(device) for tensor in (features, reference, block_of_each(len(features))))
     radii = _BORDER * neighbour_radii(reference, k)
-    without = _BORDER * _radii_without_each_block(features, k, block)  # [N, 1 + blocks]
+    without = (_BORDER * _radii_without_each_block(features, k, block)).T.contiguous()  # [1 + blocks, N]
+    widest = without.amax(dim=0)
     samples_inside = torch.zeros(len(features), dtype=torch.float64, device=device)
     covered_by = torch.zeros(len(reference), NUM_BLOCKS, dtype=torch.bool, device=device)
     recalled = torch.zeros(len(reference), 1 + NUM_BLOCKS, dtype=torch.bool, device=device)
@@ -43,8 +44,10 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
         inside = squared <= radii[rows].unsqueeze(1)  # [R, N]: sample in the ball of a reference image
         samples_inside += inside.sum(dim=0)
         covered_by[rows] = inside.to(torch.float32) @ membership > 0
-        for column in range(without.shape[1]):
-            recalled[rows, column] = (squared <= without[:, column]).any(dim=1)
+        reaching = (squared <= widest).any(dim=0)  # the balls of few samples reach one of these rows
+        near, radii_of = squared[:, reaching], without[:, reaching]
+        for column, radius in enumerate(radii_of):
+            recalled[rows, column] = (near <= radius).any(dim=1)
     others = covered_by.sum(dim=1, keepdim=True) - covered_by.to(torch.int64)
     covered = torch.cat([covered_by.any(dim=1, keepdim=True), others > 0], dim=1)
     n = len(features)
@@ -72,8 +75,8 @@ def squared_distances(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, T
     x_norm, y_norm = x.square().sum(dim=1), y.square().sum(dim=1)
     for rows in torch.arange(len(x), device=x.device).split(_ROWS):
         norms = x_norm[rows].unsqueeze(1) + y_norm
-        squared = norms - 2 * (x[rows] @ y.T)
-        yield rows, squared.masked_fill_(squared <= _FLOAT32_NOISE * norms, 0)
+        squared = (x[rows] @ y.T).mul_(-2).add_(norms)
+        yield rows, squared.masked_fill_(squared <= norms.mul_(_FLOAT32_NOISE), 0)
 
 
 def _radii_without_each_block(points: Tensor, k: int, block: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor,
         for distances in zip(*(squared_distances(queries, view) for view in keys), strict=True):
             rows = distances[0][0]
             numbers = torch.arange(start, start + len(keys[0]), device=device).expand(len(rows), -1)
-            among = torch.cat([best[rows], torch.stack([squared for _, squared in distances]).amin(dim=0)], dim=1)
+            among = torch.cat([best[rows], reduce(torch.minimum, [squared for _, squared in distances])], dim=1)
             nearest = among.topk(min(k, among.shape[1]), largest=False)
             values.append(nearest.values)
             positions.append(torch.cat([index[rows], numbers], dim=1).gather(1, nearest.indices))
