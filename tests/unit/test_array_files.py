@@ -166,6 +166,19 @@ def test_missing_numbers_of_channels_that_are_left_out_do_not_count() -> None:
         read(data, channels=3)
 
 
+def test_labels_of_imagej_name_channels() -> None:
+    names = ["DAPI", "actin", "ER"]
+    data = tiff(STACK[:3], imagej=True, metadata={"axes": "CYX", "Labels": names})
+    assert np.array_equal(read(data, channels=names[::-1]).images[0], STACK[2::-1])
+    assert np.array_equal(read(data, channels=["x", "y", "z"]).images[0], STACK[:3])
+    with pytest.raises(BadImage, match="other channels: DAPI, actin, ER, but data.channels names DAPI, x, ER"):
+        read(data, channels=["DAPI", "x", "ER"])
+    both = np.stack([STACK[:3], STACK[1:]])
+    labels = [f"{name} of slice {place}" for place in range(2) for name in names]
+    slices = tiff(both, imagej=True, metadata={"axes": "ZCYX", "Labels": labels})
+    assert len(read(slices, channels=names, pages="all").images) == 2
+
+
 def test_other_axes_in_the_configuration_leave_no_size() -> None:
     data = ome(STACK, PhysicalSizeX=0.5, PhysicalSizeY=0.25)
     assert read(data, axes="CYX", channels=4).pixel_size == pytest.approx((0.25, 0.5))

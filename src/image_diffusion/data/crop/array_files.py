@@ -25,7 +25,7 @@ from image_diffusion.data.crop.stored import describe
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
-    from tifffile import TiffFile, TiffPage
+    from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _MICROMETRES = {
@@ -103,9 +103,9 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         if page.photometric == 0:
             numbers, missing = _inverted(numbers, page.bitspersample), 2**page.bitspersample - 1 - missing
         ome = _ome_pixels(file.ome_metadata)
-        names = tuple(node.get("Name", "") for node in ome if node.tag.endswith("}Channel")) if ome is not None else ()
-        stated = names if all(names) else ()
+        names = _names_in_ome(ome) if ome is not None else _names_in_imagej(file, series)
         size = _size_in_ome(ome) if ome is not None else _size_in_tags(file, page)
+        stated = names if all(names) else ()
         return Stack(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size, missing)
 
 
@@ -131,6 +131,18 @@ def _ome_pixels(metadata: str | None) -> Element | None:
     from xml.etree import ElementTree  # expat refuses entities that grow since 2.4.1
 
     return next((node for node in ElementTree.fromstring(metadata).iter() if node.tag.endswith("}Pixels")), None)
+
+
+def _names_in_ome(pixels: Element) -> tuple[str, ...]:
+    return tuple(node.get("Name", "") for node in pixels if node.tag.endswith("}Channel"))
+
+
+def _names_in_imagej(file: TiffFile, series: TiffPageSeries) -> tuple[str, ...]:
+    """Return the labels of the planes, where each plane is a channel."""
+    labels = (file.imagej_metadata or {}).get("Labels")
+    if series.axes != "CYX" or not isinstance(labels, list):  # a single label is a str
+        return ()
+    return tuple(labels) if len(labels) == series.shape[0] else ()
 
 
 def _size_in_ome(pixels: Element) -> tuple[float, float] | None:
