@@ -163,7 +163,7 @@ def _as_type(pixels: NDArray[Any], dtype: str, missing: float) -> NDArray[Any]:
     if count:
         raise BadImage(
             f"missing data: {count:,} of {pixels.size:,} numbers are {missing:.10g}, which the file declares as "
-            "missing (GDAL_NODATA): crop or fill them"
+            "missing (GDAL_NODATA): crop them off, fill them, or remove the declaration"
         )
     low, high = pixels.min(), pixels.max()
     if not (np.isfinite(low) and np.isfinite(high)):
