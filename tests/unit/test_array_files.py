@@ -122,6 +122,63 @@ def test_the_size_of_a_pixel_of_a_map_in_metres(kind: int, unit: int, expected: 
     assert read(tiff(STACK[0], extratags=tags)).pixel_size == expected
 
 
+@pytest.mark.parametrize(
+    ("numbers", "stated", "count"),
+    [
+        (np.float32([[-9999, 1, 2], [3, -9999, 4]]), "-9999", 2),
+        (np.float32([[0.1, 1, 2], [3, 0.2, 4]]), "0,1", 1),
+        (np.float32([[-3.4028235e38, 1, 2], [3, 4, 5]]), "-3.40282346600000016e+38", 1),
+        (np.int16([[-9999, 1, 2], [3, 4, 5]]), "-9999.0", 1),
+        (np.uint8([[0, 1, 2], [0, 0, 255]]), "0", 3),
+    ],
+    ids=["float", "comma", "least-float", "int", "zero"],
+)
+def test_numbers_that_a_map_declares_as_missing_are_no_data(numbers: NDArray[Any], stated: str, count: int) -> None:
+    data = tiff(numbers, extratags=[(42113, "s", 0, stated, True)])
+    message = f"missing data: {count} of 6 numbers are .*, which the file declares as missing.*: crop them off, fill them"
+    with pytest.raises(BadImage, match=message):
+        read(data, dtype="float32")
+
+
+def test_missing_numbers_are_told_before_white_is_inverted() -> None:
+    numbers = np.uint8([[0, 1, 2], [0, 0, 255]])
+    one, other = (
+        tiff(numbers, photometric="miniswhite", extratags=[(42113, "s", 0, stated, True)]) for stated in ("1", "254")
+    )
+    with pytest.raises(BadImage, match="missing data: 1 of 6 numbers are 254, which"):
+        read(one)
+    assert np.array_equal(read(other).images[0][0], 255 - numbers)
+
+
+@pytest.mark.parametrize("stated", ["7", "-9999", "255.5", "nan", "inf", "1e400", "-1.7976931348623157e+308", "none"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32"])
+def test_a_map_without_missing_numbers_is_read(stated: str, dtype: str) -> None:
+    numbers = np.arange(6).reshape(2, 3).astype(dtype)  # with a 0, which tifffile has for a value that it cannot read
+    data = tiff(numbers, extratags=[(42113, "s", 0, stated, True)])
+    assert np.array_equal(read(data, dtype=dtype).images[0][0], numbers)
+
+
+def test_missing_numbers_of_channels_that_are_left_out_do_not_count() -> None:
+    numbers = np.uint16([[[1, 2]], [[3, 4]], [[0, 5]]])
+    data = tiff(numbers, photometric="minisblack", planarconfig="separate", extratags=[(42113, "s", 0, "0", True)])
+    assert np.array_equal(read(data, channels={0: "red", 1: "green"}).images[0], numbers[:2])
+    with pytest.raises(BadImage, match="missing data: 1 of 6 numbers are 0"):
+        read(data, channels=3)
+
+
+def test_labels_of_imagej_name_channels() -> None:
+    names = ["DAPI", "actin", "ER"]
+    data = tiff(STACK[:3], imagej=True, metadata={"axes": "CYX", "Labels": names})
+    assert np.array_equal(read(data, channels=names[::-1]).images[0], STACK[2::-1])
+    assert np.array_equal(read(data, channels=["x", "y", "z"]).images[0], STACK[:3])
+    with pytest.raises(BadImage, match="other channels: DAPI, actin, ER, but data.channels names DAPI, x, ER"):
+        read(data, channels=["DAPI", "x", "ER"])
+    both = np.stack([STACK[:3], STACK[1:]])
+    labels = [f"{name} of slice {place}" for place in range(2) for name in names]
+    slices = tiff(both, imagej=True, metadata={"axes": "ZCYX", "Labels": labels})
+    assert len(read(slices, channels=names, pages="all").images) == 2
+
+
 def test_other_axes_in_the_configuration_leave_no_size() -> None:
     data = ome(STACK, PhysicalSizeX=0.5, PhysicalSizeY=0.25)
     assert read(data, axes="CYX", channels=4).pixel_size == pytest.approx((0.25, 0.5))

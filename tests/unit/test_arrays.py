@@ -546,6 +546,15 @@ def test_arrays_become_pictures(channels: int) -> None:
     assert shown == ([255] if channels == 1 else [255, 0, 0])
 
 
+@pytest.mark.parametrize("channels", [8, 13, 64])
+def test_pictures_of_many_channels_show_how_bright_they_are(channels: int) -> None:
+    dark, bright = (as_pictures(torch.full((1, channels, 1, 1), share * 255)).int() for share in (0.3, 0.6))
+    assert dark.min() > 255 * 0.25 and dark.max() < bright.min() and bright.max() <= 255 * 0.6
+    noise = 255 * torch.rand(1, channels, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(as_pictures(noise).amax(1), noise.amax(1).round().to(torch.uint8))
+    assert torch.equal(as_pictures(torch.zeros(1, channels, 1, 1)), torch.zeros(1, 3, 1, 1, dtype=torch.uint8))
+
+
 def test_samples_open_as_a_stack_with_named_channels_and_the_same_bytes(tmp_path: Path) -> None:
     images = np.stack([drawn(number).transpose(1, 2, 0) for number in range(4)])
     for name in ("a", "b"):

@@ -165,6 +165,17 @@ def test_warnings_show_all_digits_of_a_number() -> None:
     assert columns.outside([{"time": 1.7e9 + 64}]) == ["time 1700000064 (trained on 1700000000 to 1700000063)"]
 
 
+@pytest.mark.parametrize(("low", "high"), [(273.15, 273.18899999999996), (-0.5, 273.123456785), (1.7e9, 1.7e9 + 1e-3)])
+def test_numbers_that_are_read_back_lie_in_the_range_of_the_training_images(low: float, high: float) -> None:
+    columns = NumberColumns(("temp",), ((low, high),))
+    rows: list[dict[str, float | None]] = [{"temp": low}, {"temp": high}]
+    assert columns.outside([dict[str, float | None](row) for row in columns.values(columns.scaled(rows))]) == []
+    step = (high - low) / 1000
+    assert all(columns.outside([{"temp": number}]) for number in (low - step, high + step))
+    (beyond,) = columns.values(columns.scaled([{"temp": high + step}]))
+    assert beyond["temp"] == pytest.approx(high + step, rel=1e-12, abs=step / 100), "held-out numbers keep their place"
+
+
 def test_an_image_without_a_row_is_quarantined_and_an_edited_number_writes_its_shard_again(tmp_path: Path) -> None:
     config = write_data(tmp_path)
     table = tmp_path / "numbers.csv"

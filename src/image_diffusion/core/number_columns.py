@@ -54,11 +54,12 @@ class NumberColumns:
         return rows
 
     def outside(self, rows: Sequence[Mapping[str, float | None]]) -> list[str]:
-        """Return a phrase for each column of which a number lies outside the range."""
+        """Return a phrase for each column of which a number lies outside the range, by more than `values` rounds."""
         phrases = []
         for name, (low, high) in zip(self.names, self.ranges, strict=True):
             values = [value for row in rows if (value := row.get(name)) is not None]
-            far = next((value for value in values if not low <= value <= high), None)
+            margin = 1e-6 * (high - low)
+            far = next((value for value in values if not low - margin <= value <= high + margin), None)
             if far is not None:
                 phrases.append(f"{name} {far:.10g} (trained on {low:.10g} to {high:.10g})")
         return phrases

@@ -29,13 +29,14 @@ def grid_columns(num_images: int, num_classes: int) -> int:
 def as_pictures(images: Tensor) -> Tensor:
     """Return pictures, uint8 [N, C, H, W], as they are, and convert arrays, float from 0 to 255: one channel to grey,
     three to RGB, any other number to false colours: the hues of the colour circle from red on, one for each channel in
-    order, added up."""
+    order, added up. The sum of a pixel is scaled to be as bright as its brightest channel."""
     if images.dtype == torch.uint8:
         return images
     channels = images.shape[1]
     if channels not in (1, 3):
         hues = torch.tensor([hsv_to_rgb(channel / channels, 1, 1) for channel in range(channels)])  # [C, 3]
-        images = torch.einsum("nchw,cr->nrhw", images.cpu(), hues)
+        images, brightest = torch.einsum("nchw,cr->nrhw", images.cpu(), hues), images.cpu().amax(1, keepdim=True)
+        images *= brightest / images.amax(1, keepdim=True).clamp(min=1)
     return images.round().clamp(0, 255).to(torch.uint8)
 
 

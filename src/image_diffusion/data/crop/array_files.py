@@ -25,7 +25,7 @@ from image_diffusion.data.crop.stored import describe
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
-    from tifffile import TiffFile, TiffPage
+    from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _MICROMETRES = {
@@ -50,7 +50,8 @@ class Undecided(ValueError):  # noqa: N818 - likewise
 class Stack:
     """Numbers of a file. axes: a letter for each: Y, X, C for channels, others as tifffile has them; None where the
     file does not state them. names: of the channels, where the file states them. format: of the file. pixel_size:
-    height and width of a pixel in micrometres, as the numbers lie in the file; None where it is not stated."""
+    height and width of a pixel in micrometres, as the numbers lie in the file; None where it is not stated. missing:
+    the number that stands for missing data; NaN where the file declares none."""
 
     numbers: NDArray[Any]
     axes: str | None
@@ -58,6 +59,7 @@ class Stack:
     names: tuple[str, ...] = ()
     orientation: int = 1
     pixel_size: tuple[float, float] | None = None
+    missing: float = math.nan
 
 
 def read_stack(data: bytes, max_pixels: int, pages: str | None) -> Stack:
@@ -97,19 +99,29 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         _check_pixels(series.shape, max_pixels)
         if series.kind == "ome" and any(page is None for page in series):  # of which asarray makes zeros
             raise BadImage("planes that its OME-XML names are not in the file: save all channels in one file")
-        numbers, axes = series.asarray(), series.axes
+        numbers, axes, missing = series.asarray(), series.axes, _missing(page)
         if page.photometric == 0:
-            numbers = _inverted(numbers, page.bitspersample)
+            numbers, missing = _inverted(numbers, page.bitspersample), 2**page.bitspersample - 1 - missing
         ome = _ome_pixels(file.ome_metadata)
-        names = tuple(node.get("Name", "") for node in ome if node.tag.endswith("}Channel")) if ome is not None else ()
-        stated = names if all(names) else ()
+        names = _names_in_ome(ome) if ome is not None else _names_in_imagej(file, series)
         size = _size_in_ome(ome) if ome is not None else _size_in_tags(file, page)
-        return Stack(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size)
+        stated = names if all(names) else ()
+        return Stack(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size, missing)
 
 
 def _orientation(page: TiffPage) -> int:
     tag = page.tags.get("Orientation")
     return int(tag.value) if tag is not None else 1
+
+
+def _missing(page: TiffPage) -> float:
+    """Return the number that stands for missing data in all pages, by GDAL's tag of the first; NaN where it declares
+    none. tifffile's `nodata` is 0 there, and where the tag is not written as the type is, such as 255.0 for integers.
+    """
+    try:
+        return float(str(page.tags.valueof("GDAL_NODATA", "nan")).replace(",", "."))
+    except ValueError:
+        return math.nan
 
 
 def _ome_pixels(metadata: str | None) -> Element | None:
@@ -119,6 +131,18 @@ def _ome_pixels(metadata: str | None) -> Element | None:
     from xml.etree import ElementTree  # expat refuses entities that grow since 2.4.1
 
     return next((node for node in ElementTree.fromstring(metadata).iter() if node.tag.endswith("}Pixels")), None)
+
+
+def _names_in_ome(pixels: Element) -> tuple[str, ...]:
+    return tuple(node.get("Name", "") for node in pixels if node.tag.endswith("}Channel"))
+
+
+def _names_in_imagej(file: TiffFile, series: TiffPageSeries) -> tuple[str, ...]:
+    """Return the labels of the planes, where each plane is a channel."""
+    labels = (file.imagej_metadata or {}).get("Labels")
+    if series.axes != "CYX" or not isinstance(labels, list):  # a single label is a str
+        return ()
+    return tuple(labels) if len(labels) == series.shape[0] else ()
 
 
 def _size_in_ome(pixels: Element) -> tuple[float, float] | None:

@@ -61,7 +61,7 @@ def read_array(data: bytes, config: DataConfig) -> Arrays:
     for page in _pages(numbers, axes):
         pixels = _UPRIGHT.get(stack.orientation, _UPRIGHT[1])(page)
         chosen = pixels[_chosen(stack.names, len(pixels), config.channels, config.num_channels)]
-        images.append(np.ascontiguousarray(_as_type(chosen, config.dtype)))
+        images.append(np.ascontiguousarray(_as_type(chosen, config.dtype, stack.missing)))
     return Arrays(images, stack.format, size[::-1] if size is not None and is_turned else size)
 
 
@@ -153,10 +153,18 @@ def _place(name: str, names: tuple[str, ...]) -> int | None:
     return folded.index(name.casefold()) if name.casefold() in folded else None
 
 
-def _as_type(pixels: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Convert numbers without loss. Raises BadImage for numbers that the type does not hold."""
+def _as_type(pixels: NDArray[Any], dtype: str, missing: float) -> NDArray[Any]:
+    """Convert numbers without loss. Raises BadImage for numbers that the type does not hold, and for those that are
+    declared as missing."""
     if pixels.size == 0 or np.iscomplexobj(pixels) or pixels.dtype.kind not in "biuf":
         raise BadImage(f"no numbers: {pixels.dtype} of {' x '.join(map(str, pixels.shape))}")
+    with np.errstate(over="ignore"):
+        count = np.count_nonzero(pixels == missing)
+    if count:
+        raise BadImage(
+            f"missing data: {count:,} of {pixels.size:,} numbers are {missing:.10g}, which the file declares as "
+            "missing (GDAL_NODATA): crop them off, fill them, or remove the declaration"
+        )
     low, high = pixels.min(), pixels.max()
     if not (np.isfinite(low) and np.isfinite(high)):
         raise BadImage("numbers that are not finite")
