@@ -124,6 +124,15 @@ def test_a_mistake_is_one_clear_line_before_any_work(change: dict[str, Any], mes
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["demo", "demo_codec", "tokens_demo"])
+def test_a_detector_that_does_not_take_the_channels_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+    for path in FILES:
+        change = {"data": {"channels": 4}} | ({"evaluate": {"detectors": ["inception"]}} if path.stem == name else {})
+        (tmp_path / path.name).write_text(yaml.safe_dump(_merge(yaml.safe_load(path.read_text()), change)))
+    with pytest.raises(ValueError, match=r"evaluate.detectors has inception, which takes images of 1 or 3 channels"):
+        load_all([tmp_path / f"{name}.yaml"])
+
+
 def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
     codec = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(codec))

@@ -38,6 +38,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
+    if experiment.evaluate is not None:
+        check_detectors(experiment)
     check_export(experiment, others)
     if experiment.synthesize is not None:
         check_synthesize(experiment)
@@ -45,6 +47,19 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         with shapes_only():
             network = experiment.system.build_network(spec_of(experiment, others.codec))
         check_tuning(network, experiment.train)
+
+
+def check_detectors(experiment: Experiment) -> None:
+    """Raise ValueError for detectors that take other images."""
+    evaluate, channels = experiment.evaluate, experiment.data.num_channels
+    encoders = [f"detectors has {detector.type}" for detector in evaluate.detectors if detector.type != "inpipe"]
+    if evaluate.prompts is not None:
+        encoders.append("prompts names an encoder")
+    if encoders and channels not in (1, 3):
+        raise ValueError(
+            f"evaluate.{encoders[0]}, which takes images of 1 or 3 channels, but data.channels has {channels}. "
+            "Leave it out."
+        )
 
 
 def check_imported(experiment: Experiment, source: LatentSource) -> None:
