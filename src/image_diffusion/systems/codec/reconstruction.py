@@ -90,7 +90,9 @@ def show_reconstructions(
             counts = counted if counts is None else counts + counted
     result: dict[str, Path | float] = {name: float(total) / len(images) for name, total in sums.items()}
     path = folder / f"reconstructions-{step:07d}.png"
-    save_picture(reconstruct(network, images[:_SHOWN]).picture(), path)
+    first = [reconstruct(network, part) for part in images[:_SHOWN].split(batch_size)]
+    decoded = {way: torch.cat([part.decoded[way] for part in first]) for way in first[0].decoded}
+    save_picture(Reconstruction(torch.cat([part.images for part in first]), decoded, None).picture(), path)
     result["reconstructions"] = path
     if counts is not None:
         result |= codebook_use(counts)
