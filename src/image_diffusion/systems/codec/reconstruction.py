@@ -42,10 +42,10 @@ class Reconstruction:
     tokens: Tensor | None
 
     def quality(self) -> dict[str, Tensor]:
-        """Return the quality of each image, float64 [B]: "psnr_…" in dB and, from 11 pixels on, "ssim_…", of each
-        way."""
+        """Return the quality of each image, float64 [B]: "psnr_…" in dB and, where both edges have 11 pixels, "ssim_…",
+        of each way."""
         values = {f"psnr_{way}": psnr(self.images, decoded) for way, decoded in self.decoded.items()}
-        if self.images.shape[-1] >= _SMALLEST_SSIM:
+        if min(self.images.shape[2:]) >= _SMALLEST_SSIM:
             values |= {f"ssim_{way}": ssim(self.images, decoded) for way, decoded in self.decoded.items()}
         return values
 
