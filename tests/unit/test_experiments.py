@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 import yaml
 
+from image_diffusion.codecs.diffusers import Diffusers
+from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.files.atomic import to_json, write_text
 from image_diffusion.experiments.experiment import TrainStage, load_sections, parse_experiment, schema
@@ -139,6 +141,39 @@ def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(_merge(codec, {"data": {"min_side": 2}})))
     with pytest.raises(ValueError, match="describe the data set digits-32 differently"):
         load_all([tmp_path / "one.yaml", tmp_path / "two.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [
+        ({"type": "trained", "experiment": "crops"}, "'crops'"),
+        ({"type": "trained", "experiment": ".."}, r"'\.\.'"),
+        ({"type": "stability_vae", "weights": "/models/config"}, "'config'"),
+        ({"type": "stability_vae", "weights": "models/.."}, r"'\.\.'"),
+        ({"type": "diffusers", "weights": "/models/detector"}, "'detector'"),
+        ({"type": "diffusers", "weights": "/"}, "''"),
+    ],
+)
+def test_latents_do_not_lie_in_a_folder_that_the_data_set_has_for_others(
+    codec: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    raw = demo() | {"codec": codec}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(_merge(raw, {"data": {"channels": 3}})))
+    (tmp_path / f"{codec.get('experiment', 'none')}.yaml").write_text(
+        yaml.safe_dump(
+            yaml.safe_load((ROOT / "config/experiments/demo_codec.yaml").read_text()) | {"data": raw["data"]}
+        )
+    )
+    with pytest.raises(ValueError, match=f"The codec's latents would be stored in a folder named {name}, which"):
+        load_all([tmp_path / "mine.yaml"])
+
+
+def test_the_latents_of_weights_in_this_folder_are_named_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sd").mkdir()
+    monkeypatch.chdir(tmp_path / "sd")
+    assert StabilityVae(weights=".").name == Diffusers(weights=".").name == "sd"
 
 
 def test_files_of_given_weights_are_known_before_they_exist(tmp_path: Path) -> None:

@@ -22,12 +22,19 @@ from image_diffusion.training.finetune.parameter_groups import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
 """Keys of the section data that mean something where the data are latents."""
+_NO_CODECS = ("", ".", "..", "config", "crops", "datasheet", "detector", "journal", "references")
+"""Names of no folder of its own, and of the folders beside the latents of a data set."""
 
 
 def check_experiment(experiment: Experiment, others: Others) -> None:
     """Raise ValueError for what cannot work, before any work is done. others: the experiments that it builds on."""
     if others.codec is not None and others.codec.data != experiment.data:
         raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
+    if (name := experiment.codec.name) in _NO_CODECS:
+        raise ValueError(
+            f"The codec's latents would be stored in a folder named {name!r}, which the data set has for something "
+            f"else. Rename the experiment that trains the codec, or the folder of its weights."
+        )
     check_arrays(experiment)
     check_flips(experiment.system, experiment.train.flip_probability)
     check_augment(experiment)
