@@ -14,7 +14,15 @@ from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.files.atomic import to_json, write_text
 from image_diffusion.experiments.experiment import TrainStage, load_sections, parse_experiment, schema
-from image_diffusion.experiments.resolve import detector_files, load_all, reference_stages, start_files, write_stages
+from image_diffusion.experiments.resolve import (
+    detector_files,
+    encode_stage,
+    load_all,
+    reference_stages,
+    start_files,
+    train_stage,
+    write_stages,
+)
 from image_diffusion.experiments.study import schema as study_schema
 from image_diffusion.tools import configure
 from image_diffusion.workflow.resolve import read_and_written
@@ -174,6 +182,17 @@ def test_the_latents_of_weights_in_this_folder_are_named_after_it(
     (tmp_path / "sd").mkdir()
     monkeypatch.chdir(tmp_path / "sd")
     assert StabilityVae(weights=".").name == Diffusers(weights=".").name == "sd"
+
+
+def test_experiments_with_other_factors_share_the_latents_of_a_trained_codec(tmp_path: Path) -> None:
+    (tmp_path / "demo_codec.yaml").write_text((ROOT / "config/experiments/demo_codec.yaml").read_text())
+    (tmp_path / "usual.yaml").write_text(yaml.safe_dump(demo()))
+    (tmp_path / "scaled.yaml").write_text(yaml.safe_dump(_merge(demo(), {"codec": {"scale": 0.5}})))
+    experiments = load_all([tmp_path / "usual.yaml", tmp_path / "scaled.yaml"])
+    usual, scaled = (experiments[name][1] for name in ("usual", "scaled"))
+    assert dump(encode_stage(scaled)) == dump(encode_stage(usual))
+    assert dump(encode_stage(usual).codec) == dump(usual.codec)
+    assert train_stage("scaled", scaled).codec.scale == 0.5
 
 
 def test_files_of_given_weights_are_known_before_they_exist(tmp_path: Path) -> None:
