@@ -119,7 +119,7 @@ def test_difference_what_is_decoded_has_the_range_of_the_images(golden, case):
     """The original returns the normalised range, in which its own image logs then disagree with their originals."""
     file = golden("m04_dvae.npz")
     network = network_of(file, case)
-    mean, std = config_of(file.params(case)).normalisation(network.image_shape[0])
+    mean, std = config_of(file.params(case)).normalisation(network.spec)
     grid = file[f"{case}/logits"].shape[2:]
     with torch.no_grad():
         images = network.decode(network.hard_latent(file[f"{case}/given_indices"].unflatten(1, grid)))

@@ -22,6 +22,7 @@ from image_diffusion.metrics.samples import Samples
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.systems.codec.evaluation import evaluate_codec
+from image_diffusion.systems.codec.reconstruction import reconstruct
 
 SPEC = DataSpec(channels=3, resolution=16)
 
@@ -110,6 +111,12 @@ def test_the_small_autoencoder_is_judged_alike(data: RealImages, tmp_path: Path)
     result = evaluate_codec(network, data, [Brightness()], EvaluateConfig(), tmp_path)
     assert {"psnr_mean", "ssim_mean", "test_reconstruction_fd_mean"} <= set(result["metrics"])
     assert {path.name for path in tmp_path.iterdir()} == {"reconstructions.png", "worst.png"}
+
+
+def test_images_that_are_low_and_wide_have_no_ssim() -> None:
+    network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(DataSpec(channels=3, resolution=[8, 32]))
+    quality = reconstruct(network, torch.zeros(2, 3, 8, 32, dtype=torch.uint8)).quality()
+    assert set(quality) == {"psnr_mean"}
 
 
 def test_without_held_out_images_the_training_images_are_judged_and_the_protocol_says_so() -> None:

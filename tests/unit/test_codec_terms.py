@@ -13,10 +13,13 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses
+from image_diffusion.experiments.checks import check_experiment
+from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.networks.patch_discriminator import PatchDiscriminator
 from image_diffusion.objectives.codec.adversarial import DISCRIMINATOR, Adversarial
 from image_diffusion.objectives.codec.perceptual import Perceptual
 from image_diffusion.systems import AnySystem
+from image_diffusion.systems.base import Others
 from image_diffusion.systems.codec.base import PerceptualConfig
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.lora import written
@@ -183,12 +186,24 @@ def test_the_distance_is_that_of_the_evaluation(tmp_path: Path) -> None:
     assert flat.grad is not None and bool(flat.grad.isfinite().all())
 
 
-def test_files_that_are_missing_and_images_that_are_small_are_told_before_any_work(tmp_path: Path) -> None:
-    config = PerceptualConfig.model_validate(terms(tmp_path))
-    config.check(SPEC)
-    for wrong in (DataSpec(channels=3, resolution=16), DataSpec(channels=4, resolution=32)):
-        with pytest.raises(ValueError, match=r"system\.perceptual is set, but LPIPS compares grey or RGB images of at"):
-            config.check(wrong)
-    config.heads.unlink()
-    with pytest.raises(ValueError, match=r"system\.perceptual\.heads is .*alex\.pth, which does not exist\. Bring"):
-        config.check(SPEC)
+@pytest.mark.parametrize("key", ["system.perceptual", "evaluate.lpips"])
+def test_files_that_are_missing_and_images_that_are_small_are_told_before_any_work(tmp_path: Path, key: str) -> None:
+    section, name = key.split(".")
+
+    def check(**data: Any) -> None:
+        experiment: dict[str, Any] = {
+            "data": {"name": "x", "source": {"type": "digits"}, "resolution": 32, "channels": 3} | data,
+            "system": {"type": "autoencoder", "network": NETWORKS["autoencoder"]},
+            "train": {"steps": 2},
+        }
+        experiment[section] = experiment.get(section, {}) | {name: config}
+        check_experiment(parse_experiment(experiment, "x.yaml"), Others())
+
+    config = terms(tmp_path)
+    check()
+    for wrong in ({"resolution": 16}, {"channels": 4}, {"resolution": [16, 64]}):
+        with pytest.raises(ValueError, match=rf"{key} is set, but LPIPS compares grey or RGB images of at least 32"):
+            check(**wrong)
+    Path(config["heads"]).unlink()
+    with pytest.raises(ValueError, match=rf"{key}\.heads is .*alex\.pth, which does not exist\. Bring"):
+        check()

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +16,18 @@ from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.objectives.codec.kl import Autoencoding
+from image_diffusion.stages import encode as encoding
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SMALL = AutoencoderConfig(block_channels=(8, 16), norm_groups=4)
 SPEC = DataSpec(channels=3, resolution=16)
+LEVELS = Levels(dtype="uint16", channels=("a", "b", "c"), low=(0, 0, 0), high=(255, 255, 255))
 
 
 def streams(count: int) -> Streams:
@@ -30,11 +35,11 @@ def streams(count: int) -> Streams:
     return Streams(0, torch.zeros_like(ids), ids)
 
 
-def trained(folder: Path) -> torch.nn.Module:
+def trained(folder: Path, levels: Levels | None = None) -> torch.nn.Module:
     torch.manual_seed(0)
     network = SMALL.build(SPEC)
-    system = AutoencoderSystem(network=SMALL)
-    save_weights(folder, network.state_dict(), {"system": dump(system), "spec": dump(SPEC)})
+    system, spec = AutoencoderSystem(network=SMALL), SPEC.model_copy(update={"levels": levels})
+    save_weights(folder, network.state_dict(), {"system": dump(system), "spec": dump(spec)})
     return network
 
 
@@ -148,3 +153,27 @@ def test_a_small_autoencoders_loss_is_its_error_and_the_divergence_of_its_latent
     divergence = (4 + 3 - 1 - math.log(3.0)) / 2
     torch.testing.assert_close(losses.parts, {"mse": torch.full((3,), 0.25), "kl": torch.full((3,), divergence)})
     torch.testing.assert_close(losses.loss, torch.full((3,), 0.25 + 0.1 * divergence))
+
+
+@pytest.mark.parametrize("levels", [None, LEVELS])
+def test_the_reconstructions_of_encode_are_made_in_its_batches(
+    levels: Levels | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, levels)
+    codec = Trained(experiment="x").build(tmp_path, 0.5, CPU, F32)
+    images = torch.randint(0, 256, (40, 3, 16, 16)).to(torch.uint8 if levels is None else torch.uint16)
+    sizes: list[int] = []
+    encode, decode = codec.encode, codec.decode
+
+    def counted(do: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: (sizes.append(len(tensor)), do(tensor))[1]
+
+    monkeypatch.setitem(vars(codec), "encode", counted(encode))
+    monkeypatch.setitem(vars(codec), "decode", counted(decode))
+    crops = SimpleNamespace(num_samples=40, levels=levels, gather=lambda rows: images[torch.from_numpy(rows)])
+    monkeypatch.setattr(encoding, "open_shards", lambda *_: crops)
+    for batch_size, expected in ((16, [16, 16]), (6, [6, 6, 6, 6, 4, 4])):
+        sizes.clear()
+        encoding.show_reconstructions(tmp_path, codec, batch_size, CPU, tmp_path / f"{batch_size}.png")
+        assert sizes == expected
+    assert (tmp_path / "16.png").read_bytes() == (tmp_path / "6.png").read_bytes()

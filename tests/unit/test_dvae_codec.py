@@ -139,6 +139,14 @@ def test_what_is_told_while_it_is_trained(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
 
 
+def test_no_more_images_are_decoded_at_once_than_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, sizes = network_of(), []
+    decode = network.decode
+    monkeypatch.setattr(network, "decode", lambda latent: sizes.append(len(latent)) or decode(latent))
+    show_reconstructions(network, images_of(20), 3, tmp_path, 0)
+    assert max(sizes) == 3
+
+
 def test_the_small_autoencoder_is_told_of_alike(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(SPEC)

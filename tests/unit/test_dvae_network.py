@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dvae import DVAE, DVAEConfig, relaxed_one_hot
@@ -113,6 +114,16 @@ def test_alpha_stays_between_0_and_1(channels: int, alpha: bool) -> None:
     assert torch.equal(network.normalise(white), white)
     black = network.normalise(-white)[0, :, 0, 0].tolist()
     assert black == [-1.0] * (channels - alpha) + [0.0] * alpha
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_arrays_have_no_alpha_channel(channels: int) -> None:
+    zeros, ones = (0.0,) * channels, (1.0,) * channels
+    levels = Levels(dtype="float32", channels=tuple("abcd"[:channels]), low=zeros, high=ones)
+    x, spec = images_of(2, channels), DataSpec(channels=channels, resolution=16, levels=levels)
+    assert torch.equal(DVAEConfig(**TINY).build(spec).normalise(x), x)
+    chosen = DVAEConfig(**TINY, mean=zeros, std=ones).build(spec).normalise(x)
+    assert torch.equal(chosen, (x + 1) / 2)
 
 
 @pytest.mark.parametrize(

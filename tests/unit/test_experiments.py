@@ -9,10 +9,20 @@ import jsonschema
 import pytest
 import yaml
 
+from image_diffusion.codecs.diffusers import Diffusers
+from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.files.atomic import to_json, write_text
 from image_diffusion.experiments.experiment import TrainStage, load_sections, parse_experiment, schema
-from image_diffusion.experiments.resolve import detector_files, load_all, reference_stages, start_files, write_stages
+from image_diffusion.experiments.resolve import (
+    detector_files,
+    encode_stage,
+    load_all,
+    reference_stages,
+    start_files,
+    train_stage,
+    write_stages,
+)
 from image_diffusion.experiments.study import schema as study_schema
 from image_diffusion.tools import configure
 from image_diffusion.workflow.resolve import read_and_written
@@ -124,12 +134,65 @@ def test_a_mistake_is_one_clear_line_before_any_work(change: dict[str, Any], mes
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["demo", "demo_codec", "tokens_demo"])
+def test_a_detector_that_does_not_take_the_channels_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+    for path in FILES:
+        change = {"data": {"channels": 4}} | ({"evaluate": {"detectors": ["inception"]}} if path.stem == name else {})
+        (tmp_path / path.name).write_text(yaml.safe_dump(_merge(yaml.safe_load(path.read_text()), change)))
+    with pytest.raises(ValueError, match=r"evaluate.detectors has inception, which takes images of 1 or 3 channels"):
+        load_all([tmp_path / f"{name}.yaml"])
+
+
 def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
     codec = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(codec))
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(_merge(codec, {"data": {"min_side": 2}})))
     with pytest.raises(ValueError, match="describe the data set digits-32 differently"):
         load_all([tmp_path / "one.yaml", tmp_path / "two.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [
+        ({"type": "trained", "experiment": "crops"}, "'crops'"),
+        ({"type": "trained", "experiment": ".."}, r"'\.\.'"),
+        ({"type": "stability_vae", "weights": "/models/config"}, "'config'"),
+        ({"type": "stability_vae", "weights": "models/.."}, r"'\.\.'"),
+        ({"type": "diffusers", "weights": "/models/detector"}, "'detector'"),
+        ({"type": "diffusers", "weights": "/"}, "''"),
+    ],
+)
+def test_latents_do_not_lie_in_a_folder_that_the_data_set_has_for_others(
+    codec: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    raw = demo() | {"codec": codec}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(_merge(raw, {"data": {"channels": 3}})))
+    (tmp_path / f"{codec.get('experiment', 'none')}.yaml").write_text(
+        yaml.safe_dump(
+            yaml.safe_load((ROOT / "config/experiments/demo_codec.yaml").read_text()) | {"data": raw["data"]}
+        )
+    )
+    with pytest.raises(ValueError, match=f"The codec's latents would be stored in a folder named {name}, which"):
+        load_all([tmp_path / "mine.yaml"])
+
+
+def test_the_latents_of_weights_in_this_folder_are_named_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sd").mkdir()
+    monkeypatch.chdir(tmp_path / "sd")
+    assert StabilityVae(weights=".").name == Diffusers(weights=".").name == "sd"
+
+
+def test_experiments_with_other_factors_share_the_latents_of_a_trained_codec(tmp_path: Path) -> None:
+    (tmp_path / "demo_codec.yaml").write_text((ROOT / "config/experiments/demo_codec.yaml").read_text())
+    (tmp_path / "usual.yaml").write_text(yaml.safe_dump(demo()))
+    (tmp_path / "scaled.yaml").write_text(yaml.safe_dump(_merge(demo(), {"codec": {"scale": 0.5}})))
+    experiments = load_all([tmp_path / "usual.yaml", tmp_path / "scaled.yaml"])
+    usual, scaled = (experiments[name][1] for name in ("usual", "scaled"))
+    assert dump(encode_stage(scaled)) == dump(encode_stage(usual))
+    assert dump(encode_stage(usual).codec) == dump(usual.codec)
+    assert train_stage("scaled", scaled).codec.scale == 0.5
 
 
 def test_files_of_given_weights_are_known_before_they_exist(tmp_path: Path) -> None:

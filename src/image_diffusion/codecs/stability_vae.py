@@ -31,7 +31,7 @@ class StabilityVae(CodecSettings):
 
     @property
     def name(self) -> str:
-        return Path(self.weights).name
+        return Path(self.weights).name or Path(self.weights).resolve().name
 
     @property
     def files(self) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from pydantic import Field
@@ -85,3 +85,6 @@ class Trained(CodecSettings):
                 f"encode.tokens is set, but {self.experiment} trains no discrete VAE. Leave encode.tokens out."
             )
         return DVAETokens(codec, int(read_model(weights)["system"]["network"]["num_tokens"]))
+
+    def encoded_by(self) -> Self:
+        return self.model_copy(update={"scale": None})

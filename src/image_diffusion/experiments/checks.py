@@ -23,12 +23,19 @@ from image_diffusion.training.finetune.parameter_groups import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
 """Keys of the section data that mean something where the data are latents."""
+_NO_CODECS = ("", ".", "..", "config", "crops", "datasheet", "detector", "journal", "references")
+"""Names that a codec may not have: the folders beside its latents, in the data set's folder."""
 
 
 def check_experiment(experiment: Experiment, others: Others) -> None:
     """Raise ValueError for what cannot work, before any work is done. others: the experiments that it builds on."""
     if others.codec is not None and others.codec.data != experiment.data:
         raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
+    if (name := experiment.codec.name) in _NO_CODECS:
+        raise ValueError(
+            f"The codec's latents would be stored in a folder named {name!r}, which the data set has for something "
+            f"else. Rename the experiment that trains the codec, or the folder of its weights."
+        )
     check_arrays(experiment)
     check_flips(experiment.system, experiment.train.flip_probability)
     check_augment(experiment)
@@ -39,6 +46,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
+    if experiment.evaluate is not None:
+        check_detectors(experiment)
     if experiment.sweep is not None and (rule := experiment.sweep.rule) is not None:
         check_measured(rule, experiment.evaluate.detectors)
     check_export(experiment, others)
@@ -48,6 +57,19 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         with shapes_only():
             network = experiment.system.build_network(spec_of(experiment, others.codec))
         check_tuning(network, experiment.train)
+
+
+def check_detectors(experiment: Experiment) -> None:
+    """Raise ValueError for detectors that take other images."""
+    evaluate, channels = experiment.evaluate, experiment.data.num_channels
+    encoders = [f"detectors has {detector.type}" for detector in evaluate.detectors if detector.type != "inpipe"]
+    if evaluate.prompts is not None:
+        encoders.append("prompts names an encoder")
+    if encoders and channels not in (1, 3):
+        raise ValueError(
+            f"evaluate.{encoders[0]}, which takes images of 1 or 3 channels, but data.channels has {channels}. "
+            "Leave it out."
+        )
 
 
 def check_imported(experiment: Experiment, source: LatentSource) -> None:

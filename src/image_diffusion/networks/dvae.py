@@ -53,9 +53,11 @@ class DVAEConfig(Config):
     """Gradient estimator for the choice of a token. gumbel_softmax: a soft choice. straight_through: a hard choice with
     the gradient of the soft one. reinmax: a hard choice with a gradient of second order."""
     mean: tuple[float, ...] | None = None
-    """Mean that is subtracted from each channel of pixels in [0, 1]; unset: 0.5, and 0 from an alpha channel."""
+    """Mean that is subtracted from each channel of pixels in [0, 1]; unset: 0.5, and 0 from an alpha channel, which
+    is the last of 2 or 4 channels of pictures; arrays (data.dtype) have none."""
     std: tuple[float, ...] | None = None
-    """Standard deviation that each channel is then divided by; unset: 0.5, and 1 for an alpha channel."""
+    """Standard deviation that each channel is then divided by; unset: 0.5, and 1 for an alpha channel of
+    pictures."""
 
     @model_validator(mode="before")
     @classmethod
@@ -132,13 +134,14 @@ class DVAEConfig(Config):
         """Return the number of pixels along an edge of the image for each token along an edge of the grid."""
         return int(2**self.num_layers)
 
-    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return mean and standard deviation of each channel, of pixels in [0, 1]. Of 2 or 4 channels the last is
-        alpha."""
-        colours, alphas = (channels - 1, 1) if channels in (2, 4) else (channels, 0)
+    def normalisation(self, spec: DataSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return mean and standard deviation of each channel, of pixels in [0, 1]. Of pictures with 2 or 4 channels the
+        last is alpha."""
+        alphas = int(spec.channels in (2, 4) and spec.levels is None)
+        colours = spec.channels - alphas
         openai = self.layout == "openai"  # 0.8 p + 0.1
         usual_mean, usual_std = (
-            ((-0.125,) * channels, (1.25,) * channels)
+            ((-0.125,) * spec.channels, (1.25,) * spec.channels)
             if openai
             else ((0.5,) * colours + (0.0,) * alphas, (0.5,) * colours + (1.0,) * alphas)
         )
@@ -167,7 +170,7 @@ class DVAE(nn.Module):
         else:
             self._build_layers(config, spec.channels)
         # Constants, so whole even where the network is built of shapes alone.
-        constants = config.normalisation(spec.channels)
+        constants = config.normalisation(spec)
         mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in constants)
         # Of x = 2p - 1: (p - mean) / std = scale x + shift.
         self.register_buffer("scale", 0.5 / std, persistent=False)

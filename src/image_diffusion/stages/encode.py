@@ -78,7 +78,7 @@ def main() -> None:
             manifest = imported.write_manifest(arguments.data)
         else:
             picture = output / "reconstructions.png"
-            show_reconstructions(crops, codec, device, picture)
+            show_reconstructions(crops, codec, stage.encode.batch_size, device, picture)
             manifest = write_manifest(crops, output, codec, stage.encode, [picture])
             journal.image("reconstructions", picture, step=0)
         numbers = summary(manifest)
@@ -106,12 +106,15 @@ def summary(manifest: dict[str, Any]) -> dict[str, float]:
     return {"latent_std": manifest["statistics"]["global_std"]}
 
 
-def show_reconstructions(crops: Path, codec: Codec | Tokens, device: torch.device, path: Path) -> None:
-    """Draw images evenly spread over the set, their reconstructions, and the differences."""
+def show_reconstructions(crops: Path, codec: Codec | Tokens, batch_size: int, device: torch.device, path: Path) -> None:
+    """Draw images evenly spread over the set, their reconstructions, and the differences. batch_size: images encoded
+    and decoded at a time."""
     dataset = open_shards(crops, "all")
     chosen = np.linspace(0, dataset.num_samples - 1, min(_SHOWN, dataset.num_samples)).astype(np.int64)
     images = dataset.gather(chosen)
-    encoded = codec.encode(images.to(device))
-    decoded = codec.decode(encoded if isinstance(codec, Tokens) else codec.normalise(encoded[:, 0]))
-    shown, reconstructed = (rendered(pictures.cpu(), dataset.levels).numpy() for pictures in (images, decoded))
+    decoded = []
+    for batch in images.split(batch_size):
+        encoded = codec.encode(batch.to(device))
+        decoded.append(codec.decode(encoded if isinstance(codec, Tokens) else codec.normalise(encoded[:, 0])).cpu())
+    shown, reconstructed = (rendered(pictures, dataset.levels).numpy() for pictures in (images, torch.cat(decoded)))
     reconstruction_sheet(shown, reconstructed, path)

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.core.files.weights import without_wrappers
+from image_diffusion.core.resolution import shown
+from image_diffusion.core.types import DataSpec
 
 SMALLEST = 32
 """Pixels along an edge of the smallest images: below, AlexNet's last layers have no position left."""
@@ -33,6 +35,16 @@ class LpipsConfig(Config):
     """AlexNet as torchvision publishes it, alexnet-owt-7be5be79.pth."""
     heads: Path
     """Path of the weights of the channels, alex.pth of the package lpips (weights/v0.1) or of torchmetrics."""
+
+    def check(self, spec: DataSpec, key: str) -> None:
+        """Raise ValueError where a file is missing, or the images do not fit. key: its key in the configuration."""
+        if spec.channels not in (1, 3) or min(spec.size) < SMALLEST:
+            raise ValueError(
+                f"{key} is set, but LPIPS compares grey or RGB images of at least {SMALLEST} pixels; these have "
+                f"{spec.channels} channels and {shown(spec.resolution)} pixels. Leave it out."
+            )
+        for name, path in (("backbone", self.backbone), ("heads", self.heads)):
+            _check_file(path, f"{key}.{name}")
 
     def build(self, device: torch.device, key: str = "evaluate.lpips") -> Lpips:
         """Build the metric. key: its key in the configuration. Raises ValueError when a file is missing or has other
@@ -105,9 +117,13 @@ def _unit(x: Tensor) -> Tensor:
     return x / (length + 1e-10)
 
 
-def _read(path: Path, key: str) -> dict[str, Tensor]:
+def _check_file(path: Path, key: str) -> None:
     if not path.is_file():
         raise ValueError(f"{key} is {path}, which does not exist. Bring the file, or leave it out.")
+
+
+def _read(path: Path, key: str) -> dict[str, Tensor]:
+    _check_file(path, key)
     try:
         tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError):

@@ -12,10 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.codecs.base import LatentShape
-from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.images.lpips import SMALLEST, LpipsConfig
+from image_diffusion.metrics.images.lpips import LpipsConfig
 from image_diffusion.objectives.codec.adversarial import Adversarial, Discriminated
 from image_diffusion.objectives.codec.perceptual import Perceptual
 from image_diffusion.systems.base import Others, Sections, System, spec_of
@@ -33,19 +32,6 @@ class PerceptualConfig(LpipsConfig):
 
     weight: float = Field(1.0, gt=0)
     """Factor of the distance in the loss."""
-
-    def check(self, spec: DataSpec) -> None:
-        """Raise ValueError where a file is missing, or the images do not fit."""
-        if spec.channels not in (1, 3) or min(spec.size) < SMALLEST:
-            raise ValueError(
-                f"{_PERCEPTUAL} is set, but LPIPS compares grey or RGB images of at least {SMALLEST} pixels; these "
-                f"have {spec.channels} channels and {shown(spec.resolution)} pixels. Leave it out."
-            )
-        for name, path in (("backbone", self.backbone), ("heads", self.heads)):
-            if not path.is_file():
-                raise ValueError(
-                    f"{_PERCEPTUAL}.{name} is {path}, which does not exist. Bring the file, or leave it out."
-                )
 
     def distance(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Return LPIPS, [B], of two sets of images [B, C, H, W] in [-1, 1], computed in float32 on their device. Raises
@@ -84,8 +70,10 @@ class CodecSystem(System):
                 "order of blocks. Leave it out, or use train.lr_factors."
             )
         spec = spec_of(experiment, others.codec)
-        if self.perceptual is not None:
-            self.perceptual.check(spec)
+        measured = experiment.section("evaluate").lpips
+        for key, lpips in ((_PERCEPTUAL, self.perceptual), ("evaluate.lpips", measured)):
+            if lpips is not None:
+                lpips.check(spec, key)
         if self.adversarial is not None:
             self.adversarial.check(min(spec.size))
 

@@ -42,10 +42,10 @@ class Reconstruction:
     tokens: Tensor | None
 
     def quality(self) -> dict[str, Tensor]:
-        """Return the quality of each image, float64 [B]: "psnr_…" in dB and, from 11 pixels on, "ssim_…", of each
-        way."""
+        """Return the quality of each image, float64 [B]: "psnr_…" in dB and, where both edges have 11 pixels, "ssim_…",
+        of each way."""
         values = {f"psnr_{way}": psnr(self.images, decoded) for way, decoded in self.decoded.items()}
-        if self.images.shape[-1] >= _SMALLEST_SSIM:
+        if min(self.images.shape[2:]) >= _SMALLEST_SSIM:
             values |= {f"ssim_{way}": ssim(self.images, decoded) for way, decoded in self.decoded.items()}
         return values
 
@@ -90,7 +90,9 @@ def show_reconstructions(
             counts = counted if counts is None else counts + counted
     result: dict[str, Path | float] = {name: float(total) / len(images) for name, total in sums.items()}
     path = folder / f"reconstructions-{step:07d}.png"
-    save_picture(reconstruct(network, images[:_SHOWN]).picture(), path)
+    first = [reconstruct(network, part) for part in images[:_SHOWN].split(batch_size)]
+    decoded = {way: torch.cat([part.decoded[way] for part in first]) for way in first[0].decoded}
+    save_picture(Reconstruction(torch.cat([part.images for part in first]), decoded, None).picture(), path)
     result["reconstructions"] = path
     if counts is not None:
         result |= codebook_use(counts)

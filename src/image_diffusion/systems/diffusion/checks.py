@@ -115,25 +115,11 @@ def check_sections(process: Process, image: ImagePart | None, experiment: Sectio
     check_judged(experiment)
     _check_pictures(experiment, image)
     likelihood = experiment.section("evaluate").likelihood
-    _check_channels(experiment)
     _check_arrays(experiment, image)
     if likelihood is not None:
         check_likelihood(process, experiment.codec, likelihood)
     _check_against(experiment, others)
     check_kept(experiment, others)
-
-
-def _check_channels(experiment: Sections) -> None:
-    """Raise ValueError for detectors that take other images."""
-    evaluate, channels = experiment.section("evaluate"), experiment.data.num_channels
-    encoders = [f"detectors has {detector.type}" for detector in evaluate.detectors if detector.type != "inpipe"]
-    if evaluate.prompts is not None:
-        encoders.append("prompts names an encoder")
-    if encoders and channels not in (1, 3):
-        raise ValueError(
-            f"evaluate.{encoders[0]}, which takes images of 1 or 3 channels, but data.channels has {channels}. "
-            "Leave it out."
-        )
 
 
 def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
