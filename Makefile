@@ -116,10 +116,10 @@ lock: .venv/.ready ## pin the newest packages that envs/requirements.in and the 
 	sed --in-place '1i # Made by `make lock` from envs/requirements.in: every package the project uses, pinned, with hashes.' \
 		envs/requirements.lock
 	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
-		--extra text --extra huggingface --extra lora --extra lsun --extra croissant --extra arrays --extra adam8bit --extra executors --extra s3 --extra s3-server --constraint envs/requirements.lock \
+		--all-extras --constraint envs/requirements.lock \
 		$$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' envs/requirements.lock) \
 		--output-file envs/extras.lock pyproject.toml
-	sed --in-place '1i # Made by `make lock` from the extras text, huggingface, lora, lsun, croissant, arrays, adam8bit, executors, s3 and s3-server of pyproject.toml: what they add to requirements.lock.' \
+	sed --in-place '1i # Made by `make lock` from the extras of pyproject.toml: what they add to requirements.lock.' \
 		envs/extras.lock
 	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
 		--constraint <(sed -n 's/^\(torch\|torchvision\|pillow\)==\([^ ]*\).*/\1==\2/p' envs/requirements.lock) \

@@ -61,7 +61,8 @@ def panel() -> set[str]:
         Detected(*(torch.randn(120, size, generator=rng) for size in (3, 2, 4)))  # features, logits, spatial
         for _ in range(2)
     ]
-    labels, settings = torch.arange(120) % 2, EvaluateConfig(infinity=True, cmmd=True)
+    flags = {name: True for name, field in EvaluateConfig.model_fields.items() if field.annotation is bool}
+    labels, settings = torch.arange(120) % 2, EvaluateConfig.model_validate(flags)
     reference = Reference.from_images(seen[1], labels)
     return set(measure(seen[0], labels, reference, Brightness.classes, settings)) | set(
         measure(seen[0], None, reference, [], settings)

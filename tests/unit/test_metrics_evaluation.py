@@ -14,6 +14,7 @@ from torch import Tensor
 
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.files.checksums import write_listing
+from image_diffusion.metrics import compute
 from image_diffusion.metrics import learning_curve as curve
 from image_diffusion.metrics.compute import Reference
 from image_diffusion.metrics.config import EvaluateConfig
@@ -428,6 +429,19 @@ def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
     previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
     curve = measure_previews(previews, Brightness(), lambda _: reference, CLASSES, settings)
     assert [(point["step"], point["num_samples"]) for point in curve] == [(30, 5), (40, 6)]
+
+
+def test_previews_compute_only_the_metrics_of_the_curve(data: RealImages, monkeypatch: pytest.MonkeyPatch):
+    for name in (
+        *("monge_distance", "cmmd", "manifold_estimates", "two_sample_test"),
+        "missing_classes",
+        "class_frechet",
+    ):
+        monkeypatch.setattr(compute, name, lambda *_, name=name: pytest.fail(f"{name} is computed"))
+    reference = Reference.from_images(detect(Brightness(), data.train), torch.from_numpy(data.train.labels))
+    previews = {10: images(40, 10)}
+    points = measure_previews(previews, Brightness(), lambda _: reference, CLASSES, EvaluateConfig(cmmd=True))
+    assert list(points[0]) == ["step", "num_samples", "inpipe_kd", "inpipe_fd", "inpipe_agreement"]
 
 
 def test_no_point_of_a_curve_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,6 +42,13 @@ def test_the_hub_reads_it(card: ModelCard) -> None:
     assert card.data.model_name == "mine"
 
 
+def test_the_library_is_that_of_the_format(tmp_path: Path) -> None:
+    write_model(tmp_path, step=10)
+    use = CardUse("image-to-image", "load", 'model = load(".")', library="other")
+    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), use, None, {})
+    assert "library_name: other" in text and "from other import load" in text and "diffusers" not in text
+
+
 def test_it_says_what_a_reader_wants_to_know(card: ModelCard) -> None:
     for part in ("# mine", "![Samples](grid.png)", "10 steps, 640 examples", "dark, light", "1 to 2", "DiTPipeline"):
         assert part in card.text, part

@@ -16,11 +16,12 @@ from image_diffusion.systems.base import Model
 @dataclass(frozen=True)
 class CardUse:
     """Text of a model card on the exported folder. task: as the Hugging Face Hub calls it. code: Python that uses it,
-    line by line. pipeline: the class of diffusers that this needs."""
+    line by line. pipeline: the class of `library` that this needs."""
 
     task: str
     pipeline: str
     code: str
+    library: str = "diffusers"
 
 
 PIPELINE = (
@@ -30,7 +31,7 @@ PIPELINE = (
 """First lines of the code that uses a folder with its own pipeline.py."""
 
 _USE = """```python
-from diffusers import {pipeline}
+from {library} import {pipeline}
 
 {code}
 ```"""
@@ -48,7 +49,7 @@ def model_card(
     believed = [(key, entry) for key, entry in metrics if entry.get("doubt") is None]
     results = [{"type": key, "name": key, "value": float(entry["value"])} for key, entry in believed]
     front: dict[str, Any] = {
-        "library_name": "diffusers",
+        "library_name": use.library,
         "pipeline_tag": task["type"],
         "tags": ["image-diffusion", model.system.type],
     }
@@ -71,7 +72,7 @@ def model_card(
         *(f"![{title}]({path})" for path, title in pictures.items()),
         table(("", ""), facts.items()),
         "## Use",
-        _USE.format(pipeline=use.pipeline, code=use.code),
+        _USE.format(**vars(use)),
         *_results(metrics, measured),
         "## Limits",
         "It makes images like those that it was trained on, with their gaps and their bias. Whether and for what it "

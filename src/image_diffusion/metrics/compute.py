@@ -88,6 +88,24 @@ def measure(
     return estimates
 
 
+def measure_preview(
+    detected: Detected, labels: Tensor | None, reference: Reference, most_references: int
+) -> dict[str, Estimate]:
+    """Return those of the metrics of `measure` that make the curve of a training: "kd", "fd", "agreement".
+
+    labels: int64 [N], the requested classes; None if the detector has other classes. most_references: of the images
+    that the kernel distance compares, on each side. Of few images this distance is the one without bias.
+    """
+    estimates: dict[str, Estimate] = {}
+    if reference.detected is not None:
+        real, samples = (_subset(rows.features, most_references) for rows in (reference.detected, detected))
+        estimates["kd"] = kernel_distance(samples, real)
+    estimates["fd"] = frechet_estimate(block_moments(detected.features), reference.gaussians["fd"])
+    if labels is not None and detected.logits is not None:
+        estimates["agreement"] = agreement(detected.logits.argmax(dim=1), labels)
+    return estimates
+
+
 def with_floor(
     estimates: Mapping[str, Estimate], same_size: Mapping[str, Estimate], floor: Mapping[str, Estimate]
 ) -> dict[str, dict[str, Any]]:

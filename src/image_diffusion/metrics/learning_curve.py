@@ -12,13 +12,10 @@ from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.core.files.checksums import read_listing
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.plots import new_figure, save_figure
-from image_diffusion.metrics.compute import Reference, measure
+from image_diffusion.metrics.compute import Reference, measure_preview
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.features.base import Detector, detect
 from image_diffusion.metrics.samples import Samples, read_samples
-
-CURVES = ("kd", "fd", "agreement")
-"""Metrics of the curve. Of few images the kernel distance is the one without bias."""
 
 
 def read_previews(
@@ -56,11 +53,10 @@ def measure_previews(
     classes: list[str],
     settings: EvaluateConfig,
 ) -> list[dict[str, Any]]:
-    """Return for each step {"step", "num_samples", and the value of each of `CURVES` that is available}, plain data.
+    """Return for each step {"step", "num_samples", and the value of each metric of `measure_preview`}, plain data.
 
     reference_for: returns the reference of a preview, which depends on its labels alone.
     """
-    light = settings.model_copy(update={"two_sample": False, "infinity": False})
     curve, references = [], dict[bytes, Reference]()
     for step, samples in previews.items():
         if samples.num_samples <= settings.neighbours + 1:
@@ -70,8 +66,8 @@ def measure_previews(
         key = samples.labels.tobytes()
         if key not in references:
             references[key] = reference_for(samples)
-        estimates = measure(features, labels, references[key], classes, light)
-        values = {detector.metric_name(name): estimates[name].value for name in CURVES if name in estimates}
+        estimates = measure_preview(features, labels, references[key], settings.neighbour_references)
+        values = {detector.metric_name(name): estimate.value for name, estimate in estimates.items()}
         curve.append({"step": step, "num_samples": samples.num_samples, **values})
     return curve
 

@@ -28,7 +28,7 @@ from image_diffusion.core.process import command
 from image_diffusion.experiments.experiment import ExportStage, load_experiment
 from image_diffusion.export.crate import write_crate
 from image_diffusion.export.model_card import CardUse, model_card
-from image_diffusion.export.registry import export_of
+from image_diffusion.export.registry import EXPORTS, export_of
 from image_diffusion.foreign.registry import read_weights
 from image_diffusion.foreign.weights import Description, S, description_of
 from image_diffusion.metrics.published_results import PublishedResult
@@ -180,7 +180,8 @@ def main() -> None:
         raise ValueError("Give --config and --weights to write a diffusers folder, or --read to read foreign weights.")
     stage = load(ExportStage, arguments.config, arguments.changes)
     if stage.export.format == "none":
-        raise ValueError("export.format is none: there is nothing to write. Set it to diffusers or pipeline.")
+        formats = " or ".join(dict.fromkeys(name for exports in EXPORTS.values() for name in exports))
+        raise ValueError(f"export.format is none: there is nothing to write. Set it to {formats}.")
     codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
@@ -196,4 +197,4 @@ def main() -> None:
             pictures["grid.png"] = "Samples"
         write_text(folder / "README.md", model_card(name, arguments.data_name, model, use, measured, pictures))
         write_checksums(folder)
-    print(f"export: {arguments.output} is a folder for diffusers")
+    print(f"export: {arguments.output} is a folder for {use.library}")
