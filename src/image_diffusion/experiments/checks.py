@@ -42,8 +42,9 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if experiment.synthesize is not None:
         check_synthesize(experiment)
     if experiment.train.tunes:
+        spec = spec_of(experiment, others.codec)
         with shapes_only():
-            network = experiment.system.build_network(spec_of(experiment, others.codec))
+            network = experiment.system.build_network(spec)
         check_tuning(network, experiment.train)
 
 
