@@ -30,7 +30,7 @@ from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion import paired_images
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, read_images
-from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.generator import SampleConfig, requested_labels
 from image_diffusion.systems.diffusion.paired_images import evaluate_paired
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3, conditions={"image": (3, 4, 4)})
@@ -297,6 +297,16 @@ def test_small_images_without_labels_need_a_list_of_classes(trained, tmp_path, m
         sampled(trained, tmp_path, monkeypatch, small)
     with np.load(sampled(trained, tmp_path, monkeypatch, small, labels=[7])) as arrays:
         assert arrays["arr_1"].tolist() == [7, 7, 7, 7]
+
+
+def test_random_classes_are_those_of_the_seeds(trained, tmp_path, monkeypatch):
+    classes = [str(number) for number in range(10)]
+    expected = requested_labels("random", classes, torch.arange(4)).tolist()
+    small = save(tmp_path / "base.npz", pixels(side=8))
+    held_out = ("validation", "--small-images", trained / "datasets/digits-16/crops")
+    for images in ((small,), held_out):
+        with np.load(sampled(trained, tmp_path, monkeypatch, *images, labels="random")) as arrays:
+            assert arrays["arr_1"].tolist() == expected
 
 
 def test_held_out_images_are_enlarged_and_compared_with_their_originals(trained, tmp_path, monkeypatch):
