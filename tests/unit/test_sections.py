@@ -215,6 +215,14 @@ def test_eps_does_not_begin_where_there_is_no_signal(tmp_path: Path, sections: d
     assert found == (f"{tmp_path / 'mine.yaml'}: {begins}{message}" if message else "")
 
 
+@pytest.mark.parametrize("section", ["sample", "preview"])
+def test_guidance_of_three_channels_needs_three(tmp_path: Path, section: str) -> None:
+    sections = GREY | {section: {"guidance": {"channels": "first_three"}}}
+    message = f"{section}.guidance.channels is first_three, but x has 1 channel. Use all."
+    assert message in told(tmp_path, sections)
+    assert not told(tmp_path, sections | {"data": DATA})
+
+
 @pytest.mark.parametrize(("num_steps", "is_told"), [(50, True), (250, False), ("ddim125", True), ("", True)])
 def test_timesteps_that_are_sampled_and_not_trained_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int | str, is_told: bool

@@ -272,6 +272,13 @@ def _warn_of_times(key: str, grid: Grid, process: Discrete) -> None:
         )
 
 
+def check_guided_channels(section: str, settings: SampleConfig, channels: int) -> None:
+    """Raise ValueError for guidance of more channels than x has."""
+    if settings.guidance.channels == "first_three" and channels < 3:
+        count = "1 channel" if channels == 1 else f"{channels} channels"
+        raise ValueError(f"{section}.guidance.channels is first_three, but x has {count}. Use all.")
+
+
 def check_negative_prompt(section: str, settings: SampleConfig) -> None:
     """Raise ValueError for a negative prompt of a section that guidance never leads away from."""
     guidance = settings.guidance
