@@ -27,6 +27,8 @@ EMBEDDED = {
     "pairs": {"type": "hashed"},
     "data": DATA | {"validation_fraction": 0.2},
 }
+UNLABELLED = DATA | {"source": {"type": "folder", "path": ".", "classes": "none"}}
+CLASS_TOKENS = SMALL_DIT["network"] | {"class_tokens": 2}
 AUGMENTED = {"train": {"steps": 1, "augment": {}}}
 GREY = DIT | {"data": DATA | {"channels": 1}}
 LATENT = {"codec": {"type": "diffusers", "weights": "vae"}}
@@ -129,6 +131,14 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (
             DIT | {"evaluate": {"lpips": {"backbone": "a", "heads": "b"}}},
             "evaluate.lpips is set, but a system of type dit has no use for it",
+        ),
+        (
+            EMBEDDED | {"system": EMBEDDED["system"] | {"network": CLASS_TOKENS}},
+            "system.network.class_tokens is 2, but system.condition has no class. Leave it out, or add {type: label}.",
+        ),
+        (
+            {"system": SMALL_DIT | {"network": CLASS_TOKENS}, "data": UNLABELLED},
+            "system.network.class_tokens is 2, but the data have no classes. Leave it out.",
         ),
         (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
         (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),
