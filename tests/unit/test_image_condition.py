@@ -178,6 +178,7 @@ UPSAMPLER = {
     },
     "preview": {"num_samples": 2, "sampler": {"type": "ddim", "num_steps": 2}},
     "sample": {"num_samples": 4, "sampler": {"type": "ddim", "num_steps": 2}, "small_images": {"experiment": "base"}},
+    "evaluate": {"neighbours": 1},
 }  # fmt: skip
 BASE = {
     **UPSAMPLER,
@@ -381,6 +382,7 @@ def test_every_system_learns_and_draws_what_it_sees(system, degradation, tmp_pat
         "train": UPSAMPLER["train"],
         "preview": sample,
         "sample": sample,
+        "evaluate": UPSAMPLER["evaluate"],
     }  # fmt: skip
     results = tmp_path / "results"
     experiment = written(tmp_path, "seeing", sections)

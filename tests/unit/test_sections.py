@@ -140,6 +140,11 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             {"system": SMALL_DIT | {"network": CLASS_TOKENS}, "data": UNLABELLED},
             "system.network.class_tokens is 2, but the data have no classes. Leave it out.",
         ),
+        (DIT | {"sample": {"num_samples": 4}}, "sample.num_samples is 4, but evaluate needs at least 5 samples"),
+        (
+            DIT | {"sweep": {"num_steps": [2], "num_samples": 6}, "evaluate": {"neighbours": 5}},
+            "sweep.num_samples is 6, but evaluate needs at least 7 samples, two more than evaluate.neighbours",
+        ),
         (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
         (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),
         (

@@ -7,7 +7,7 @@ from image_diffusion.core.devices import shapes_only
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.export.registry import check_export
-from image_diffusion.synthesis.request import TAKEN, read_table
+from image_diffusion.synthesis.request import TAKEN, check_count, read_table
 from image_diffusion.systems.base import (
     Others,
     check_arrays,
@@ -38,6 +38,7 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
+    check_num_samples(experiment)
     check_export(experiment, others)
     if experiment.synthesize is not None:
         check_synthesize(experiment)
@@ -46,6 +47,20 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         with shapes_only():
             network = experiment.system.build_network(spec)
         check_tuning(network, experiment.train)
+
+
+def check_num_samples(experiment: Experiment) -> None:
+    """Raise ValueError for fewer samples than can be evaluated."""
+    if not makes(experiment, "images") or experiment.evaluate is None:
+        return
+    least, key = experiment.evaluate.least_samples, "num_samples"
+    for section in ("sample", "sweep"):
+        count = getattr(experiment.section(section), key)
+        if count is not None and count < least:
+            raise ValueError(
+                f"{section}.{key} is {count}, but evaluate needs at least {least} samples, two more than "
+                f"evaluate.neighbours. Raise it, or lower evaluate.neighbours."
+            )
 
 
 def check_imported(experiment: Experiment, source: LatentSource) -> None:
@@ -117,18 +132,21 @@ def check_synthesize(experiment: Experiment) -> None:
         of_numbers = part == "numbers"
         cure = "Set synthesize.table or like: train in place of per_class" if of_numbers else "Leave out synthesize"
         raise ValueError(f"synthesize draws images of seeds and classes alone, but these are made of {part}. {cure}.")
+    classes = experiment.data.source.known_classes()
+    if config.per_class is not None and classes is not None:
+        check_count(config, config.per_class * (len(classes) or 1))
     if config.table is not None:
-        rows, _ = read_table(config.table, columns)
+        rows, counts = read_table(config.table, columns)
+        check_count(config, sum(counts))
         if LABEL in rows[0] and not sampling.takes_classes:
             raise ValueError(
                 "synthesize.table names a label, but the network takes no classes. Leave it out, or add {type: label} "
                 "to system.condition."
             )
-        classes = experiment.data.source.known_classes()
         if classes is not None and LABEL in rows[0]:
             for row in rows:
                 class_number("synthesize.table", row[LABEL], classes)
-    if config.reject is not None and config.reject.needs_classes and experiment.data.source.known_classes() == []:
+    if config.reject is not None and config.reject.needs_classes and classes == []:
         raise ValueError(
             "synthesize.reject.confidence or other_class is set, but the data have no classes. Leave it out."
         )
