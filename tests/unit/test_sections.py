@@ -29,6 +29,8 @@ EMBEDDED = {
 }
 UNLABELLED = DATA | {"source": {"type": "folder", "path": ".", "classes": "none"}}
 CLASS_TOKENS = SMALL_DIT["network"] | {"class_tokens": 2}
+FLOW = {"process": {"type": "flow"}, "objective": {"type": "flow_matching", "contrastive": 0.1}}
+CONTRASTIVE = {"system": SMALL_DIT | FLOW}
 AUGMENTED = {"train": {"steps": 1, "augment": {}}}
 GREY = DIT | {"data": DATA | {"channels": 1}}
 LATENT = {"codec": {"type": "diffusers", "weights": "vae"}}
@@ -144,6 +146,10 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (
             DIT | {"sweep": {"num_steps": [2], "num_samples": 6}, "evaluate": {"neighbours": 5}},
             "sweep.num_samples is 6, but evaluate needs at least 7 samples, two more than evaluate.neighbours",
+        ),
+        (
+            CONTRASTIVE | {"train": {"steps": 1, "microbatch": 3}},
+            "pairs the samples of a batch, but train.microbatch is 3, an odd number",
         ),
         (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
         (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),

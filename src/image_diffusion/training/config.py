@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -206,6 +207,20 @@ class TrainConfig(Sparse):
             return -(-self.global_batch // processes)
         chunks = -(-self.global_batch // self.strict_chunk)
         return min(self.global_batch, -(-chunks // processes) * self.strict_chunk)
+
+    def check_pairs(self, shares: Sequence[int] = ()) -> None:
+        """Raise ValueError if the neighbours of a global batch would be computed apart. shares: examples of each
+        process, where they are known."""
+        sizes = {"train.global_batch": self.global_batch}
+        sizes |= {f"the share of process {i}": size for i, size in enumerate(shares)}
+        at_once = self.strict_chunk if self.deterministic == "strict" else self.microbatch
+        sizes |= {} if at_once is None else {self.microbatch_key: at_once}
+        for name, size in sizes.items():
+            if size % 2:
+                raise ValueError(
+                    f"The objective pairs the samples of a batch, but {name} is {size}, an odd number. Use even "
+                    f"numbers, and processes that share the global batch evenly; or set objective.contrastive to 0."
+                )
 
     @property
     def tunes(self) -> bool:

@@ -87,7 +87,8 @@ def check_classes_of_rows(section: str, conditions: Any, classes: Sequence[str] 
 
 def check_objective(objective: Objective, process: Process, train: TrainSettings) -> None:
     """Raise ValueError for an objective that does not fit the process, or lacks the weights that it starts from."""
-    objective.build(process.build(), DataSpec(channels=1, resolution=1, num_classes=1))
+    if objective.build(process.build(), DataSpec(channels=1, resolution=1, num_classes=1)).pairs_samples:
+        train.check_pairs()
     if getattr(objective, "direction", None) == "teacher" and train.init_from is None:
         raise ValueError(
             "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
