@@ -45,7 +45,8 @@ class TrainConfig(Sparse):
     """Examples of one update, over all processes."""
     microbatch: int | None = Field(None, gt=0)
     """Examples a process computes at once; unset: its whole share. Follows from memory. The result stays the same to
-    rounding, and to the bit with `deterministic: strict`, which computes `strict_chunk` at once."""
+    rounding, but for the masks of dropout, and to the bit with `deterministic: strict`, which computes `strict_chunk`
+    at once."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random: initial weights, order, flips, noise, timesteps, dropout."""
     optimizer: Optimizer = AdamW()
