@@ -151,6 +151,10 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             CONTRASTIVE | {"train": {"steps": 1, "microbatch": 3}},
             "pairs the samples of a batch, but train.microbatch is 3, an odd number",
         ),
+        (
+            {"system": PLAIN_DIT, "data": UNLABELLED, "sample": {"labels": "random"}},
+            "sample.labels is random, but the data have no classes. Leave it out.",
+        ),
         (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
         (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),
         (

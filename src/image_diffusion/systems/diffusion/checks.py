@@ -246,6 +246,8 @@ def check_settings(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
             f"out. Use 1{', or set sample.weaker_weights' if section == 'sample' else ''}."
         )
+    if classes is not None and not classes and settings.labels == "random":
+        raise ValueError(f"{section}.labels is random, but the data have no classes. Leave it out.")
     if classes is not None and not isinstance(settings.labels, str):
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
