@@ -30,7 +30,7 @@ from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion import paired_images
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, read_images
-from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.generator import SampleConfig, requested_labels
 from image_diffusion.systems.diffusion.paired_images import evaluate_paired
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3, conditions={"image": (3, 4, 4)})
@@ -178,6 +178,7 @@ UPSAMPLER = {
     },
     "preview": {"num_samples": 2, "sampler": {"type": "ddim", "num_steps": 2}},
     "sample": {"num_samples": 4, "sampler": {"type": "ddim", "num_steps": 2}, "small_images": {"experiment": "base"}},
+    "evaluate": {"neighbours": 1},
 }  # fmt: skip
 BASE = {
     **UPSAMPLER,
@@ -299,6 +300,16 @@ def test_small_images_without_labels_need_a_list_of_classes(trained, tmp_path, m
         assert arrays["arr_1"].tolist() == [7, 7, 7, 7]
 
 
+def test_random_classes_are_those_of_the_seeds(trained, tmp_path, monkeypatch):
+    classes = [str(number) for number in range(10)]
+    expected = requested_labels("random", classes, torch.arange(4)).tolist()
+    small = save(tmp_path / "base.npz", pixels(side=8))
+    held_out = ("validation", "--small-images", trained / "datasets/digits-16/crops")
+    for images in ((small,), held_out):
+        with np.load(sampled(trained, tmp_path, monkeypatch, *images, labels="random")) as arrays:
+            assert arrays["arr_1"].tolist() == expected
+
+
 def test_held_out_images_are_enlarged_and_compared_with_their_originals(trained, tmp_path, monkeypatch):
     crops = trained / "datasets/digits-16/crops"
     path = sampled(trained, tmp_path, monkeypatch, "validation", "--small-images", crops, num_samples=6)
@@ -371,6 +382,7 @@ def test_every_system_learns_and_draws_what_it_sees(system, degradation, tmp_pat
         "train": UPSAMPLER["train"],
         "preview": sample,
         "sample": sample,
+        "evaluate": UPSAMPLER["evaluate"],
     }  # fmt: skip
     results = tmp_path / "results"
     experiment = written(tmp_path, "seeing", sections)

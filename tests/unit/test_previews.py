@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,26 +13,41 @@ from PIL import Image
 from crops import crops_of_twelve
 from image_diffusion.core.config.base import to_yaml
 from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.generator import requested_labels
 from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task
 
 
-def test_every_class_has_a_picture_of_its_own_with_the_same_key_at_every_step(tmp_path: Path) -> None:
-    crops = crops_of_twelve(tmp_path)
-    system = {"type": "dit", "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
-    preview = {"num_samples": 15, "sampler": {"type": "ddim", "num_steps": 2}}
+def prepared(folder: Path, system: Mapping[str, Any] = {}, preview: Mapping[str, Any] = {}) -> tuple[Task, list[str]]:
+    """Return a training on twelve images, and its classes."""
+    crops = crops_of_twelve(folder)
+    network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
     stage = {
         "experiment": "x",
         "codec": {"type": "rgb"},
-        "system": system,
+        "system": {"type": "dit", "network": network, **system},
         "train": {"steps": 1, "global_batch": 4},
-        "preview": preview,
+        "preview": {"num_samples": 15, "sampler": {"type": "ddim", "num_steps": 2}, **preview},
     }
-    (tmp_path / "train.yaml").write_text(to_yaml(stage))
-    training = prepare_training(tmp_path / "train.yaml", crops / "manifest.json", None)
-    task = training.build(World(0, 1, torch.device("cpu")))
+    (folder / "train.yaml").write_text(to_yaml(stage))
+    training = prepare_training(folder / "train.yaml", crops / "manifest.json", None)
+    return training.build(World(0, 1, torch.device("cpu"))), training.model["classes"]
+
+
+def test_random_classes_are_those_of_the_seeds_beside_an_image(tmp_path: Path) -> None:
+    condition = [{"type": "label"}, {"type": "image", "from": "self", "shrink": 4}]
+    task, classes = prepared(tmp_path, {"condition": condition}, {"labels": "random"})
+    assert task.grid is not None
+    task.grid(task.network.eval(), 0, tmp_path)
+    found = np.load(tmp_path / "step-0000000.npz")["arr_1"]
+    expected = requested_labels("random", classes, torch.arange(15))
+    assert expected is not None and found.tolist() == expected.tolist()
+
+
+def test_every_class_has_a_picture_of_its_own_with_the_same_key_at_every_step(tmp_path: Path) -> None:
+    task, classes = prepared(tmp_path)
     assert task.grid is not None
     first, second = (task.grid(task.network.eval(), step, tmp_path) for step in (0, 200))
-    classes = training.model["classes"]
     assert list(first) == list(second) == ["preview", *(f"preview/{name}" for name in classes)] and len(classes) == 3
     assert not set(first.values()) & set(second.values())
     images = np.load(tmp_path / "step-0000000.npz")["arr_0"]

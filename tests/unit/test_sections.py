@@ -30,6 +30,10 @@ EMBEDDED = {
     "pairs": {"type": "hashed"},
     "data": DATA | {"validation_fraction": 0.2},
 }
+UNLABELLED = DATA | {"source": {"type": "folder", "path": ".", "classes": "none"}}
+CLASS_TOKENS = SMALL_DIT["network"] | {"class_tokens": 2}
+FLOW = {"process": {"type": "flow"}, "objective": {"type": "flow_matching", "contrastive": 0.1}}
+CONTRASTIVE = {"system": SMALL_DIT | FLOW}
 AUGMENTED = {"train": {"steps": 1, "augment": {}}}
 GREY = DIT | {"data": DATA | {"channels": 1}}
 LATENT = {"codec": {"type": "diffusers", "weights": "vae"}}
@@ -133,6 +137,27 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             DIT | {"evaluate": {"lpips": {"backbone": "a", "heads": "b"}}},
             "evaluate.lpips is set, but a system of type dit has no use for it",
         ),
+        (
+            EMBEDDED | {"system": EMBEDDED["system"] | {"network": CLASS_TOKENS}},
+            "system.network.class_tokens is 2, but system.condition has no class. Leave it out, or add {type: label}.",
+        ),
+        (
+            {"system": SMALL_DIT | {"network": CLASS_TOKENS}, "data": UNLABELLED},
+            "system.network.class_tokens is 2, but the data have no classes. Leave it out.",
+        ),
+        (DIT | {"sample": {"num_samples": 4}}, "sample.num_samples is 4, but evaluate needs at least 5 samples"),
+        (
+            DIT | {"sweep": {"num_steps": [2], "num_samples": 6}, "evaluate": {"neighbours": 5}},
+            "sweep.num_samples is 6, but evaluate needs at least 7 samples, two more than evaluate.neighbours",
+        ),
+        (
+            CONTRASTIVE | {"train": {"steps": 1, "microbatch": 3}},
+            "pairs the samples of a batch, but train.microbatch is 3, an odd number",
+        ),
+        (
+            {"system": PLAIN_DIT, "data": UNLABELLED, "sample": {"labels": "random"}},
+            "sample.labels is random, but the data have no classes. Leave it out.",
+        ),
         (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
         (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),
         (
@@ -216,6 +241,14 @@ def test_eps_does_not_begin_where_there_is_no_signal(tmp_path: Path, sections: d
     found = told(tmp_path, {"train": {"steps": 1, "grid_every_steps": None}} | sections)
     begins = "sample.sampler begins where alpha is 0, so that eps does not determine x0. Set system.objective"
     assert found == (f"{tmp_path / 'mine.yaml'}: {begins}{message}" if message else "")
+
+
+@pytest.mark.parametrize("section", ["sample", "preview"])
+def test_guidance_of_three_channels_needs_three(tmp_path: Path, section: str) -> None:
+    sections = GREY | {section: {"guidance": {"channels": "first_three"}}}
+    message = f"{section}.guidance.channels is first_three, but x has 1 channel. Use all."
+    assert message in told(tmp_path, sections)
+    assert not told(tmp_path, sections | {"data": DATA})
 
 
 @pytest.mark.parametrize(("num_steps", "is_told"), [(50, True), (250, False), ("ddim125", True), ("", True)])

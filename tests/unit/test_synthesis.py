@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.config.base import parse
+from image_diffusion.core.config.base import parse, to_yaml
 from image_diffusion.core.files import checksums
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import parse_experiment
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import Detected
@@ -31,7 +32,7 @@ from image_diffusion.synthesis.croissant import DataSetFacts, croissant
 from image_diffusion.synthesis.diversity import bandwidth, effective_number
 from image_diffusion.synthesis.layouts import WRITERS, SyntheticSet, folder_name
 from image_diffusion.synthesis.privacy import membership_auc, nearest_distances, nearest_ratio, true_positives
-from image_diffusion.synthesis.request import read_table, requested
+from image_diffusion.synthesis.request import check_count, read_table, requested
 from image_diffusion.synthesis.scorecard import Scores, faults, measure_privacy, score_of
 from image_diffusion.synthesis.scores import SCORES, parse_requirement
 from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
@@ -341,6 +342,20 @@ def test_a_table_says_how_many_images_of_each_row(tmp_path: Path) -> None:
     assert requested(SynthesizeConfig(per_class=3), a_split([]), None).groups.tolist() == [0, 0, 0]
     like = requested(SynthesizeConfig(like="train"), a_split(["a/b", "cat"]), None)
     assert like.settings["labels"] == ["cat", "a/b", "cat"] and like.num_of_each.tolist() == [1, 2]
+
+
+def test_a_set_too_small_to_score_names_its_key(tmp_path: Path) -> None:
+    table = a_table(tmp_path, "label,count\n3,4\n")
+    for size, cure in (({"per_class": 4}, "Raise synthesize.per_class"), ({"table": table}, "Raise the counts of")):
+        source = {"type": "folder", "path": ".", "classes": "none"} if "per_class" in size else {"type": "digits"}
+        data = {"name": "x", "source": source, "resolution": 8, "validation_fraction": 0.2}
+        system = {"type": "rin", "network": {"patch": 4}}
+        text = to_yaml({"data": data, "system": system, "train": {"steps": 1}, "synthesize": size})
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(ValueError, match=rf"makes a set of 4, but its scores need at least 5 images\. {cure}"):
+            load_all([tmp_path / "x.yaml"])
+    with pytest.raises(ValueError, match=r"a set of 4, .* Set synthesize\.per_class in place of like"):
+        check_count(SynthesizeConfig(like="train"), 4)
 
 
 def test_a_fraction_of_spare_images_is_spread_over_the_groups(tmp_path: Path) -> None:

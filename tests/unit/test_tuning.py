@@ -171,6 +171,32 @@ def test_a_wrong_name_is_told_before_any_work(tmp_path: Path, monkeypatch: pytes
         load_all([tmp_path / "finetune_demo.yaml"])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": {"type": "muon"}},
+        {"freeze": ["*.bias"]},
+        {"lr_factors": {"*.bias": 2}},
+        {"layer_decay": 0.7},
+        {"lora": {}},
+    ],
+    ids=["muon", "freeze", "lr_factors", "layer_decay", "lora"],
+)
+@pytest.mark.parametrize("system", ["dit", "iddpm"])
+def test_every_key_is_accepted_with_the_default_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, settings: dict[str, Any]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "peft" else found(name))
+    data = {"name": "x", "source": {"type": "folder", "path": "x"}, "resolution": 32}
+    network = NETWORK if system == "dit" else {"channels": 32}
+    base = {"data": data, "system": {"type": system, "network": network}}
+    start = {"init_from": {"experiment": "base"}} if "lora" in settings else {}
+    (tmp_path / "base.yaml").write_text(to_yaml(base | {"train": {"steps": 1}}))
+    (tmp_path / "x.yaml").write_text(to_yaml(base | {"train": {"steps": 1} | start | settings}))
+    assert "x" in load_all([tmp_path / "x.yaml", tmp_path / "base.yaml"])
+
+
 def test_a_run_without_them_is_the_run_that_it_was() -> None:
     keys = {"freeze", "lora", "layer_decay", "lr_factors"}
     assert not keys & TrainConfig(steps=1).identity().keys()

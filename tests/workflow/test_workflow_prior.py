@@ -126,6 +126,7 @@ def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> Non
     sections |= {"pairs": yaml.safe_load(before)["pairs"]}
     sections["train"] |= {"steps": 2, "flip_probability": 0}
     sections["sample"] |= {"num_samples": 4, "embeddings": {"experiment": "micro_prior"}}
+    sections["evaluate"] = {**sections.get("evaluate", {}), "neighbours": 2}
     decoder.write_text(yaml.safe_dump(sections))
     drawn = "results/decoder/samples/samples.npz", "--config", "experiments=[decoder]"
     larger = yaml.safe_load((ROOT / "tests/workflow/micro.yaml").read_text())
@@ -134,6 +135,7 @@ def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> Non
     larger["system"]["condition"] = [{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}]
     larger["data"]["resolution"], larger["train"]["steps"] = 32, 2
     larger["sample"] |= {"num_samples": 4, "small_images": {"experiment": "decoder"}}
+    larger["evaluate"] = sections["evaluate"]
     upsampler.write_text(yaml.safe_dump(larger))
     enlarged = "results/upsampler/samples/samples.npz", "--config", "experiments=[upsampler]"
     made = {"prompts": ["a photo of a light", "a photo of a dark"], "num_samples": 4, "num_candidates": 1}

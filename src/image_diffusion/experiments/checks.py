@@ -8,7 +8,7 @@ from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.export.registry import check_export
 from image_diffusion.metrics.choice import check_measured
-from image_diffusion.synthesis.request import TAKEN, read_table
+from image_diffusion.synthesis.request import TAKEN, check_count, read_table
 from image_diffusion.systems.base import (
     Others,
     check_arrays,
@@ -47,20 +47,20 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
     if experiment.evaluate is not None:
-        check_detectors(experiment)
-    if experiment.sweep is not None and (rule := experiment.sweep.rule) is not None:
-        check_measured(rule, experiment.evaluate.detectors)
+        check_evaluate(experiment)
     check_export(experiment, others)
     if experiment.synthesize is not None:
         check_synthesize(experiment)
     if experiment.train.tunes:
+        spec = spec_of(experiment, others.codec)
         with shapes_only():
-            network = experiment.system.build_network(spec_of(experiment, others.codec))
+            network = experiment.system.build_network(spec)
         check_tuning(network, experiment.train)
 
 
-def check_detectors(experiment: Experiment) -> None:
-    """Raise ValueError for detectors that take other images."""
+def check_evaluate(experiment: Experiment) -> None:
+    """Raise ValueError for detectors that take other images, for a choice by what they do not measure, and for fewer
+    samples than can be evaluated."""
     evaluate, channels = experiment.evaluate, experiment.data.num_channels
     encoders = [f"detectors has {detector.type}" for detector in evaluate.detectors if detector.type != "inpipe"]
     if evaluate.prompts is not None:
@@ -70,6 +70,18 @@ def check_detectors(experiment: Experiment) -> None:
             f"evaluate.{encoders[0]}, which takes images of 1 or 3 channels, but data.channels has {channels}. "
             "Leave it out."
         )
+    if experiment.sweep is not None and (rule := experiment.sweep.rule) is not None:
+        check_measured(rule, evaluate.detectors)
+    if not makes(experiment, "images"):
+        return
+    least, key = evaluate.least_samples, "num_samples"
+    for section in ("sample", "sweep"):
+        count = getattr(experiment.section(section), key)
+        if count is not None and count < least:
+            raise ValueError(
+                f"{section}.{key} is {count}, but evaluate needs at least {least} samples, two more than "
+                f"evaluate.neighbours. Raise it, or lower evaluate.neighbours."
+            )
 
 
 def check_imported(experiment: Experiment, source: LatentSource) -> None:
@@ -141,18 +153,21 @@ def check_synthesize(experiment: Experiment) -> None:
         of_numbers = part == "numbers"
         cure = "Set synthesize.table or like: train in place of per_class" if of_numbers else "Leave out synthesize"
         raise ValueError(f"synthesize draws images of seeds and classes alone, but these are made of {part}. {cure}.")
+    classes = experiment.data.source.known_classes()
+    if config.per_class is not None and classes is not None:
+        check_count(config, config.per_class * (len(classes) or 1))
     if config.table is not None:
-        rows, _ = read_table(config.table, columns)
+        rows, counts = read_table(config.table, columns)
+        check_count(config, sum(counts))
         if LABEL in rows[0] and not sampling.takes_classes:
             raise ValueError(
                 "synthesize.table names a label, but the network takes no classes. Leave it out, or add {type: label} "
                 "to system.condition."
             )
-        classes = experiment.data.source.known_classes()
         if classes is not None and LABEL in rows[0]:
             for row in rows:
                 class_number("synthesize.table", row[LABEL], classes)
-    if config.reject is not None and config.reject.needs_classes and experiment.data.source.known_classes() == []:
+    if config.reject is not None and config.reject.needs_classes and classes == []:
         raise ValueError(
             "synthesize.reject.confidence or other_class is set, but the data have no classes. Leave it out."
         )

@@ -66,6 +66,11 @@ class EvaluateConfig(Config):
     lpips: LpipsConfig | None = None
     """Also measure LPIPS of a codec's reconstructions, with local weights; unset: no."""
 
+    @property
+    def least_samples(self) -> int:
+        """Return the least number of images that can be evaluated: each needs `neighbours` others, and one more."""
+        return self.neighbours + 2
+
     @field_validator("detectors")
     @classmethod
     def _apart(cls, detectors: tuple[DetectorConfig, ...]) -> tuple[DetectorConfig, ...]:

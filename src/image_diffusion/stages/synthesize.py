@@ -36,7 +36,7 @@ from image_diffusion.metrics.features.classifier import load_detector
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.synthesis.layouts import UNLABELLED, SyntheticSet
-from image_diffusion.synthesis.request import requested
+from image_diffusion.synthesis.request import LEAST, check_count, requested
 from image_diffusion.synthesis.scorecard import Numbers, faults, measure_set, numbers_of
 from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
 from image_diffusion.synthesis.set_folder import write_set
@@ -83,6 +83,7 @@ def main() -> None:
             for manifest in arguments.pairs:
                 split.join(open_shards(manifest.parent, "all"))
     request = requested(config, with_numbers[0], columns, model.system.sampling().takes_classes)
+    check_count(config, len(request.groups))
     sample = load_sections(arguments.sample, ["sample"], model.system.sections)["sample"]
     settings = sample.model_copy(update=request.drawn(config.reject.drawn if config.reject else 1))
     codec = load_codec(model, arguments.codec_weights and arguments.codec_weights.parent, best_device())
@@ -114,6 +115,11 @@ def main() -> None:
         real, detector = RealImages(train, held_out), load_detector(detector_folder, str(best_device()))
         reasons = reasons_to_reject(drawn, real, detector, config.reject) if config.reject else {}
         selection = select(drawn, request, reasons)
+        if len(selection.rows) < LEAST:
+            raise ValueError(
+                f"synthesize.reject leaves {len(selection.rows)} of {settings.num_samples:,} images, but the scores of "
+                f"a set need at least {LEAST}. Raise synthesize.reject.drawn, or reject fewer."
+            )
         numbers = numbers_of_rows(generator.described, selection.rows)
         seeds = settings.first_seed + selection.rows
         images = SyntheticSet(chosen(drawn, selection), seeds, numbers)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.data.shards.reader import Shards
+from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
 from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
@@ -19,6 +20,8 @@ COUNT = "count"
 """Column of a table that says how many images of a row are asked for."""
 TAKEN = frozenset({COUNT, "file_name"})
 """Further names that a column of numbers must not have: of a table, and of the files of a set."""
+LEAST = EvaluateConfig().least_samples
+"""Images of the smallest set that has scores."""
 _KEY = "synthesize.table"
 
 
@@ -75,6 +78,19 @@ def requested(
     assert config.per_class is not None
     num_classes = len(train.classes) - len(train.untrained()) if train.classes else 1
     return _request({"labels": "balanced"}, np.arange(config.per_class * num_classes) % num_classes)
+
+
+def check_count(config: SynthesizeConfig, count: int) -> None:
+    """Raise ValueError for a set of fewer images than its scores need."""
+    if count >= LEAST:
+        return
+    cures = {
+        "per_class": "Raise synthesize.per_class",
+        "table": "Raise the counts of synthesize.table",
+        "like": "Set synthesize.per_class in place of like",
+    }
+    cure = next(cure for key, cure in cures.items() if getattr(config, key) is not None)
+    raise ValueError(f"synthesize makes a set of {count}, but its scores need at least {LEAST} images. {cure}.")
 
 
 def read_table(path: str, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[int]]:

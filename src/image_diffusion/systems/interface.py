@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -64,6 +64,10 @@ class TrainSettings(Protocol):
 
     def keeps(self, step: int) -> bool:
         """True if the weights of a step are available after the training."""
+        ...
+
+    def check_pairs(self, shares: Sequence[int] = ()) -> None:
+        """Raise ValueError if the neighbours of a global batch would be computed apart."""
         ...
 
     def check_average(self, number: float | Literal["raw"]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -44,7 +45,8 @@ class TrainConfig(Sparse):
     """Examples of one update, over all processes."""
     microbatch: int | None = Field(None, gt=0)
     """Examples a process computes at once; unset: its whole share. Follows from memory. The result stays the same to
-    rounding, and to the bit with `deterministic: strict`, which computes `strict_chunk` at once."""
+    rounding, but for the masks of dropout, and to the bit with `deterministic: strict`, which computes `strict_chunk`
+    at once."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random: initial weights, order, flips, noise, timesteps, dropout."""
     optimizer: Optimizer = AdamW()
@@ -206,6 +208,20 @@ class TrainConfig(Sparse):
             return -(-self.global_batch // processes)
         chunks = -(-self.global_batch // self.strict_chunk)
         return min(self.global_batch, -(-chunks // processes) * self.strict_chunk)
+
+    def check_pairs(self, shares: Sequence[int] = ()) -> None:
+        """Raise ValueError if the neighbours of a global batch would be computed apart. shares: examples of each
+        process, where they are known."""
+        sizes = {"train.global_batch": self.global_batch}
+        sizes |= {f"the share of process {i}": size for i, size in enumerate(shares)}
+        at_once = self.strict_chunk if self.deterministic == "strict" else self.microbatch
+        sizes |= {} if at_once is None else {self.microbatch_key: at_once}
+        for name, size in sizes.items():
+            if size % 2:
+                raise ValueError(
+                    f"The objective pairs the samples of a batch, but {name} is {size}, an odd number. Use even "
+                    f"numbers, and processes that share the global batch evenly; or set objective.contrastive to 0."
+                )
 
     @property
     def tunes(self) -> bool:

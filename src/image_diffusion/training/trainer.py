@@ -398,18 +398,7 @@ def _teacher(network: nn.Module, config: TrainConfig) -> Network:
 
 def check_pairs(config: TrainConfig, world: World) -> None:
     """Raise ValueError if the neighbours of a global batch would be computed apart."""
-    sizes = {"train.global_batch": config.global_batch}
-    if config.deterministic == "strict":
-        sizes["train.strict_chunk"] = config.strict_chunk
-    else:
-        sizes |= {f"the share of process {i}": size for i, size in enumerate(shares(config.global_batch, world))}
-        sizes |= {} if config.microbatch is None else {"train.microbatch": config.microbatch}
-    for name, size in sizes.items():
-        if size % 2:
-            raise ValueError(
-                f"The objective pairs the samples of a batch, but {name} is {size}, an odd number. Use even numbers, "
-                f"and processes that share the global batch evenly; or set objective.contrastive to 0."
-            )
+    config.check_pairs(() if config.deterministic == "strict" else shares(config.global_batch, world))
 
 
 def _generator(device: torch.device) -> torch.Generator:

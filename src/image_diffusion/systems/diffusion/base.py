@@ -26,12 +26,13 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.parameterization import LEARNED_VARIANCES
 from image_diffusion.samplers.from_images import first_point
-from image_diffusion.systems.base import Others, Sections, System
+from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.diffusion.checks import (
     check_classes_of_rows,
     check_condition,
     check_drops,
     check_embeddings,
+    check_guided_channels,
     check_negative_prompt,
     check_objective,
     check_pairs,
@@ -159,7 +160,8 @@ class DiffusionSystem(System):
         def check_sampling(section: str, settings: SampleConfig) -> None:
             check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
 
-        for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
+        sections = ("sample", "preview") if train.grid_every_steps is not None else ("sample",)
+        for section in sections:
             settings: SampleConfig = experiment.section(section)
             check_sampling(section, settings)
             condition.check(section, settings, sets_of(experiment.section("pairs")))
@@ -179,6 +181,9 @@ class DiffusionSystem(System):
                 f"move with those they belong to. Leave one of the two out."
             )
         super().check(experiment, others)
+        channels = spec_of(experiment, others.codec).channels
+        for section in sections:
+            check_guided_channels(section, experiment.section(section), channels)
         check_small_images(condition.image, experiment, others)
         check_embeddings(condition, experiment, others.embeddings)
 

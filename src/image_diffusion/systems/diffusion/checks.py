@@ -87,7 +87,8 @@ def check_classes_of_rows(section: str, conditions: Any, classes: Sequence[str] 
 
 def check_objective(objective: Objective, process: Process, train: TrainSettings) -> None:
     """Raise ValueError for an objective that does not fit the process, or lacks the weights that it starts from."""
-    objective.build(process.build(), DataSpec(channels=1, resolution=1, num_classes=1))
+    if objective.build(process.build(), DataSpec(channels=1, resolution=1, num_classes=1)).pairs_samples:
+        train.check_pairs()
     if getattr(objective, "direction", None) == "teacher" and train.init_from is None:
         raise ValueError(
             "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
@@ -231,6 +232,8 @@ def check_settings(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
             f"out. Use 1{', or set sample.weaker_weights' if section == 'sample' else ''}."
         )
+    if classes is not None and not classes and settings.labels == "random":
+        raise ValueError(f"{section}.labels is random, but the data have no classes. Leave it out.")
     if classes is not None and not isinstance(settings.labels, str):
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
@@ -256,6 +259,13 @@ def _warn_of_times(key: str, grid: Grid, process: Discrete) -> None:
             f"warning: {key} asks the network at timesteps that system.process.respacing {process.respacing} leaves "
             f"out of training. Set num_steps: {process.respacing} for those that it was trained at."
         )
+
+
+def check_guided_channels(section: str, settings: SampleConfig, channels: int) -> None:
+    """Raise ValueError for guidance of more channels than x has."""
+    if settings.guidance.channels == "first_three" and channels < 3:
+        count = "1 channel" if channels == 1 else f"{channels} channels"
+        raise ValueError(f"{section}.guidance.channels is first_three, but x has {count}. Use all.")
 
 
 def check_negative_prompt(section: str, settings: SampleConfig) -> None:

@@ -97,6 +97,19 @@ class DiTSystem(DiffusionSystem):
                 f"Set null_label to true, or the probability to 0."
             )
 
+        if tokens := self.network.class_tokens:
+            self._check_class_tokens(tokens, experiment)
+
+    def _check_class_tokens(self, tokens: int, experiment: Sections) -> None:
+        """Raise ValueError for tokens of the class where there is none."""
+        if not self.conditioning.takes_classes:
+            raise ValueError(
+                f"system.network.class_tokens is {tokens}, but system.condition has no class. Leave it out, or add "
+                "{type: label}."
+            )
+        if experiment.data.source.known_classes() == []:
+            raise ValueError(f"system.network.class_tokens is {tokens}, but the data have no classes. Leave it out.")
+
     def spec(self, data: Shards) -> DataSpec:
         spec = super().spec(data)
         if self.alignment is None:

@@ -273,7 +273,7 @@ def _labels(
         return request.labels
     if not spec.num_classes:
         return classes_named(request.described.get("prompts", []), classes)
-    if IMAGE in spec.conditions and not request.classes and isinstance(settings.labels, str):
+    if IMAGE in spec.conditions and not request.classes and settings.labels == "balanced":
         raise ValueError(
             "sample.small_images has no labels, but the network was trained with classes. Name images of an experiment "
             "with the same classes, or list their classes in sample.labels, or as label in sample.conditions."

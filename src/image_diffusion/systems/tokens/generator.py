@@ -78,6 +78,8 @@ def check_settings(
     if unknown or unused.
     """
     check_made(section, settings, reading, classes, spec)
+    if classes is not None and not classes and settings.labels == "random":
+        raise ValueError(f"{section}.labels is random, but the data have no classes. Leave it out.")
     if classes is not None and not isinstance(settings.labels, str):
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
