@@ -13,6 +13,7 @@ import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from image_diffusion.data.crop.stored import describe
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
-    from tifffile import TiffFile, TiffPage
+    from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _MICROMETRES = {
@@ -97,7 +98,7 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         _check_pixels(series.shape, max_pixels)
         if series.kind == "ome" and any(page is None for page in series):  # of which asarray makes zeros
             raise BadImage("planes that its OME-XML names are not in the file: save all channels in one file")
-        numbers, axes = series.asarray(), series.axes
+        numbers, axes = _numbers_of(series), series.axes
         if page.photometric == 0:
             numbers = _inverted(numbers, page.bitspersample)
         ome = _ome_pixels(file.ome_metadata)
@@ -105,6 +106,21 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         stated = names if all(names) else ()
         size = _size_in_ome(ome) if ome is not None else _size_in_tags(file, page)
         return Stack(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size)
+
+
+def _numbers_of(series: TiffPageSeries) -> NDArray[Any]:
+    """Return the numbers of a TIFF. Raises Undecided where tifffile needs another package to decode them."""
+    try:
+        return series.asarray()
+    except (ImportError, NotImplementedError, ValueError) as error:
+        is_lacking = isinstance(error, ImportError) or "'imagecodecs'" in str(error)
+        if not is_lacking or find_spec("imagecodecs") is not None:
+            raise
+    page, compression = series.keyframe, series.keyframe.compression
+    raise Undecided(
+        f"this TIFF file (Compression {getattr(compression, 'name', compression)}, BitsPerSample {page.bitspersample}) "
+        "needs the package imagecodecs. Install it: pip install 'image-diffusion[arrays]'."
+    )
 
 
 def _orientation(page: TiffPage) -> int:
