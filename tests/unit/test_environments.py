@@ -117,15 +117,22 @@ def test_wheels_of_the_rules_build_what_is_published_as_sources(
     assert "snakemake==" in fetched["wheels"] and "connection-pool==" not in fetched["wheels"]
 
 
+def of_conda() -> dict[str, Requirement]:
+    """What the conda environment asks for, apart from Python and pip, by the names of PyPI."""
+    lines = yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
+    asked = [Requirement(re.sub(r"(?<![<>=])=(?=\d)(.*)", r"==\1.*", line)) for line in lines if line != "pip"]
+    return {OF_CONDA.get(each.name, each.name): each for each in asked if each.name != "python"}
+
+
+def test_the_conda_environment_has_what_the_package_requires() -> None:
+    assert required(*PROJECT["dependencies"]) <= of_conda().keys()
+
+
 def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> None:
     locked = dict(re.findall(r"^([a-z0-9-]+)==([\d.]+)", (ROOT / "envs/requirements.lock").read_text(), re.MULTILINE))
-    for line in yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]:
-        if line.startswith(("python=", "pip")):
-            continue
-        named = Requirement(re.sub(r"(?<![<>=])=(?=\d)(.*)", r"==\1.*", line))
-        version = locked[OF_CONDA.get(named.name, named.name)]
-        assert version in named.specifier, (line, version)
-        assert named.name == "setuptools" or "999" not in named.specifier, f"{line} has no upper bound"
+    for name, asked in of_conda().items():
+        assert locked[name] in asked.specifier, (asked, locked[name])
+        assert name == "setuptools" or "999" not in asked.specifier, f"{asked} has no upper bound"
 
 
 def test_the_lock_names_no_place() -> None:
