@@ -13,9 +13,12 @@ import yaml
 from packaging.requirements import Requirement
 
 from image_diffusion.core.process import command
+from image_diffusion.export.model_card import PIPELINE
 
 ROOT = Path(__file__).parents[2]
 OF_CONDA = {"matplotlib-base": "matplotlib", "pytorch": "torch"}
+OF_ANY_VERSION = {"matplotlib", "nvidia-ml-py", "psutil", "pyyaml", "tifffile", "tqdm"}
+"""Packages for which pyproject.toml states no lower bound, so that an environment that has one keeps it."""
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
@@ -86,7 +89,7 @@ def test_every_place_gives_pytorch_the_same_bounds() -> None:
 
 def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
     lock = (ROOT / "envs/requirements.lock").read_text()
-    present = wheels.names("numpy==1.26.4\nScikit_Learn==1.4\npillow @ file:///builds/pillow\n# a remark\n")
+    present = wheels.names("numpy==2.2.6\nScikit_Learn==1.7\npillow @ file:///builds/pillow\n# a remark\n")
     assert present == {"numpy", "scikit-learn", "pillow"}
     pinned = wheels.kept(lock, present)
     assert {"pydantic", "diffusers", "scipy", "nvidia-ml-py"} <= pinned.keys()
@@ -126,6 +129,19 @@ def of_conda() -> dict[str, Requirement]:
 
 def test_the_conda_environment_has_what_the_package_requires() -> None:
     assert required(*PROJECT["dependencies"]) <= of_conda().keys()
+
+
+def test_every_place_gives_a_package_the_same_lower_bound() -> None:
+    inputs = [line for line in (ROOT / "envs/requirements.in").read_text().splitlines() if line[0] != "#"]
+    asked = {line.name: line for line in map(Requirement, inputs)}
+    for line in map(Requirement, PROJECT["dependencies"]):
+        bounds = {lower_bound(each) for each in (line, asked[line.name], of_conda()[line.name])}
+        assert len(bounds) == 1 or line.name in OF_ANY_VERSION, (line.name, bounds)
+        assert line.name != "pydantic" or f"'pydantic{bounds.pop()}'" in PIPELINE
+
+
+def lower_bound(asked: Requirement) -> str | None:
+    return next((str(each) for each in asked.specifier if each.operator == ">="), None)
 
 
 def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> None:
