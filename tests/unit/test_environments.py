@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -149,6 +153,29 @@ def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> N
     for name, asked in of_conda().items():
         assert locked[name] in asked.specifier, (asked, locked[name])
         assert name == "setuptools" or "999" not in asked.specifier, f"{asked} has no upper bound"
+
+
+@pytest.mark.parametrize("root", ["clone", "base/image_diffusion/project"])
+def test_a_conda_environment_takes_the_package_from_the_clone_or_from_where_it_is_installed(
+    root: str, tmp_path: Path
+) -> None:
+    """Other packages of the environment of Snakemake, perhaps of another Python, do not come along."""
+    scripts, conda = tmp_path / root / "workflow/scripts", tmp_path / "conda"
+    shutil.copytree(ROOT / "workflow/scripts", scripts)
+    (tmp_path / "base/image_diffusion-1.2.3.dist-info").mkdir(parents=True)
+    conda.mkdir()
+    (conda / "python").write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {conda} || echo "$@"\n')
+    (conda / "python").chmod(0o755)
+    environment = {"PATH": f"{conda}:{scripts}:{os.environ['PATH']}"}
+    run = partial(subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    installed = run(["bash", ROOT / "envs/image-diffusion.post-deploy.sh"]).stdout
+    path = run(["logged", "log", "sh", "-c", 'echo "$PYTHONPATH"']).stdout
+    if root == "clone":
+        assert installed.startswith("-m pip install") and installed.endswith(f"--editable {tmp_path / root}\n")
+        assert path == f"{tmp_path / root}/src\n" and len(list(conda.iterdir())) == 1
+    else:
+        assert installed == "" and path == "\n"
+        assert (conda / "image_diffusion/project").is_dir() and (conda / "image_diffusion-1.2.3.dist-info").is_dir()
 
 
 def test_the_lock_names_no_place() -> None:
