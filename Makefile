@@ -56,7 +56,7 @@ format: .venv/.ready ## put every file into the style that lint checks
 	snakefmt $(snakefiles)
 
 test-extras: .venv/.extras ## the tests of what the optional extras bring: text encoders, Hugging Face's data sets, LSUN's databases, LoRA, 8-bit Adam, Croissant, executors of clouds, S3
-	$(with_extras) python -c 'import bitsandbytes, datasets, lmdb, kubernetes, mlcroissant, nibabel, peft, pydicom, s3fs, sentencepiece, transformers'
+	$(with_extras) python -c 'import bitsandbytes, datasets, imagecodecs, lmdb, kubernetes, mlcroissant, nibabel, peft, pydicom, s3fs, sentencepiece, transformers'
 	$(with_extras) python -m pytest $(tests_of_extras)
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge): CLUSTERS=2 at once

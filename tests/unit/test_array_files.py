@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 import tifffile
 import torch
 from numpy.typing import NDArray
+from PIL import Image
+from tifffile import _imagecodecs
 
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.tiff import write_tiff
@@ -287,6 +291,48 @@ def test_without_nibabel_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, "nibabel", None)
     with pytest.raises(Undecided, match=r"pip install 'image-diffusion\[arrays\]'"):
         read(bytes(344) + b"n+1\0" + bytes(200))
+
+
+def lzw() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(STACK[0]).save(buffer, "TIFF", compression="tiff_lzw")
+    return buffer.getvalue()
+
+
+def packed() -> bytes:
+    """Numbers of 12 bits without gaps."""
+    data = bytearray(tiff(STACK[0]))
+    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
+        at = file.pages[0].tags["BitsPerSample"].valueoffset  # type: ignore[union-attr]
+    data[at] = 12
+    return bytes(data)
+
+
+@pytest.mark.parametrize("make", [lzw, packed])
+def test_without_imagecodecs_the_message_names_it(
+    make: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An intact file is not taken for a damaged one, which the crop would leave out."""
+    monkeypatch.setitem(sys.modules, "imagecodecs", None)
+    monkeypatch.setattr(tifffile.tifffile, "imagecodecs", _imagecodecs)
+    monkeypatch.setattr(tifffile.TIFF.DECOMPRESSORS, "_codecs", {})
+    (tmp_path / "a.tif").write_bytes(make())
+    says = r"^a\.tif: this TIFF file .*needs the package imagecodecs\. .*pip install 'image-diffusion\[arrays\]'\.$"
+    with pytest.raises(ValueError, match=says):
+        crop_dataset(config(source={"type": "folder", "path": str(tmp_path), "classes": "none"}), tmp_path / "out")
+
+
+def test_lzw_and_numbers_of_12_bits_are_read() -> None:
+    pytest.importorskip("imagecodecs", reason="the extra `arrays`")
+    assert np.array_equal(read(lzw()).images[0], STACK[:1])
+    assert read(packed()).images[0].max() < 4096
+
+
+def test_without_tifffile_a_tiff_is_not_taken_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    with quiet_pillow(), pytest.raises(ModuleNotFoundError) as caught:
+        crop_image(tiff(STACK[:1]), config())
+    assert caught.value.name == "tifffile"
 
 
 @pytest.mark.parametrize("broken", range(4))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +17,12 @@ import yaml
 from packaging.requirements import Requirement
 
 from image_diffusion.core.process import command
+from image_diffusion.export.model_card import PIPELINE
 
 ROOT = Path(__file__).parents[2]
 OF_CONDA = {"matplotlib-base": "matplotlib", "pytorch": "torch"}
+OF_ANY_VERSION = {"matplotlib", "nvidia-ml-py", "psutil", "pyyaml", "tifffile", "tqdm"}
+"""Packages for which pyproject.toml states no lower bound, so that an environment that has one keeps it."""
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
@@ -86,7 +93,7 @@ def test_every_place_gives_pytorch_the_same_bounds() -> None:
 
 def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
     lock = (ROOT / "envs/requirements.lock").read_text()
-    present = wheels.names("numpy==1.26.4\nScikit_Learn==1.4\npillow @ file:///builds/pillow\n# a remark\n")
+    present = wheels.names("numpy==2.2.6\nScikit_Learn==1.7\npillow @ file:///builds/pillow\n# a remark\n")
     assert present == {"numpy", "scikit-learn", "pillow"}
     pinned = wheels.kept(lock, present)
     assert {"pydantic", "diffusers", "scipy", "nvidia-ml-py"} <= pinned.keys()
@@ -117,15 +124,58 @@ def test_wheels_of_the_rules_build_what_is_published_as_sources(
     assert "snakemake==" in fetched["wheels"] and "connection-pool==" not in fetched["wheels"]
 
 
+def of_conda() -> dict[str, Requirement]:
+    """What the conda environment asks for, apart from Python and pip, by the names of PyPI."""
+    lines = yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
+    asked = [Requirement(re.sub(r"(?<![<>=])=(?=\d)(.*)", r"==\1.*", line)) for line in lines if line != "pip"]
+    return {OF_CONDA.get(each.name, each.name): each for each in asked if each.name != "python"}
+
+
+def test_the_conda_environment_has_what_the_package_requires() -> None:
+    assert required(*PROJECT["dependencies"]) <= of_conda().keys()
+
+
+def test_every_place_gives_a_package_the_same_lower_bound() -> None:
+    inputs = [line for line in (ROOT / "envs/requirements.in").read_text().splitlines() if line[0] != "#"]
+    asked = {line.name: line for line in map(Requirement, inputs)}
+    for line in map(Requirement, PROJECT["dependencies"]):
+        bounds = {lower_bound(each) for each in (line, asked[line.name], of_conda()[line.name])}
+        assert len(bounds) == 1 or line.name in OF_ANY_VERSION, (line.name, bounds)
+        assert line.name != "pydantic" or f"'pydantic{bounds.pop()}'" in PIPELINE
+
+
+def lower_bound(asked: Requirement) -> str | None:
+    return next((str(each) for each in asked.specifier if each.operator == ">="), None)
+
+
 def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> None:
     locked = dict(re.findall(r"^([a-z0-9-]+)==([\d.]+)", (ROOT / "envs/requirements.lock").read_text(), re.MULTILINE))
-    for line in yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]:
-        if line.startswith(("python=", "pip")):
-            continue
-        named = Requirement(re.sub(r"(?<![<>=])=(?=\d)(.*)", r"==\1.*", line))
-        version = locked[OF_CONDA.get(named.name, named.name)]
-        assert version in named.specifier, (line, version)
-        assert named.name == "setuptools" or "999" not in named.specifier, f"{line} has no upper bound"
+    for name, asked in of_conda().items():
+        assert locked[name] in asked.specifier, (asked, locked[name])
+        assert name == "setuptools" or "999" not in asked.specifier, f"{asked} has no upper bound"
+
+
+@pytest.mark.parametrize("root", ["clone", "base/image_diffusion/project"])
+def test_a_conda_environment_takes_the_package_from_the_clone_or_from_where_it_is_installed(
+    root: str, tmp_path: Path
+) -> None:
+    """Other packages of the environment of Snakemake, perhaps of another Python, do not come along."""
+    scripts, conda = tmp_path / root / "workflow/scripts", tmp_path / "conda"
+    shutil.copytree(ROOT / "workflow/scripts", scripts)
+    (tmp_path / "base/image_diffusion-1.2.3.dist-info").mkdir(parents=True)
+    conda.mkdir()
+    (conda / "python").write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {conda} || echo "$@"\n')
+    (conda / "python").chmod(0o755)
+    environment = {"PATH": f"{conda}:{scripts}:{os.environ['PATH']}"}
+    run = partial(subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    installed = run(["bash", ROOT / "envs/image-diffusion.post-deploy.sh"]).stdout
+    path = run(["logged", "log", "sh", "-c", 'echo "$PYTHONPATH"']).stdout
+    if root == "clone":
+        assert installed.startswith("-m pip install") and installed.endswith(f"--editable {tmp_path / root}\n")
+        assert path == f"{tmp_path / root}/src\n" and len(list(conda.iterdir())) == 1
+    else:
+        assert installed == "" and path == "\n"
+        assert (conda / "image_diffusion/project").is_dir() and (conda / "image_diffusion-1.2.3.dist-info").is_dir()
 
 
 def test_the_lock_names_no_place() -> None:

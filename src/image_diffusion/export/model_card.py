@@ -25,7 +25,7 @@ class CardUse:
 
 
 PIPELINE = (
-    "# pip install diffusers pydantic\n"
+    "# pip install diffusers 'pydantic>=2.10.1'\n"
     'pipeline = DiffusionPipeline.from_pretrained(".", custom_pipeline=".", trust_remote_code=True)\n'
 )
 """First lines of the code that uses a folder with its own pipeline.py."""

@@ -39,7 +39,7 @@ def search_path(root: Path, path: str) -> str:
 
 
 def with_package(source: Path) -> dict[str, str]:
-    """Return this process's environment, in which Python takes the package from `source`; `logged` does so for
-    stages."""
+    """Return this process's environment, in which Python takes the package from `source`; `logged` does so for the
+    stages of a clone."""
     path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

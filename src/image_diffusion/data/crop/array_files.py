@@ -13,6 +13,7 @@ import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         _check_pixels(series.shape, max_pixels)
         if series.kind == "ome" and any(page is None for page in series):  # of which asarray makes zeros
             raise BadImage("planes that its OME-XML names are not in the file: save all channels in one file")
-        numbers, axes, missing = series.asarray(), series.axes, _missing(page)
+        numbers, axes, missing = _numbers_of(series), series.axes, _missing(page)
         if page.photometric == 0:
             numbers, missing = _inverted(numbers, page.bitspersample), 2**page.bitspersample - 1 - missing
         ome = _ome_pixels(file.ome_metadata)
@@ -107,6 +108,21 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         size = _size_in_ome(ome) if ome is not None else _size_in_tags(file, page)
         stated = names if all(names) else ()
         return Stack(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size, missing)
+
+
+def _numbers_of(series: TiffPageSeries) -> NDArray[Any]:
+    """Return the numbers of a TIFF. Raises Undecided where tifffile needs another package to decode them."""
+    try:
+        return series.asarray()
+    except (ImportError, NotImplementedError, ValueError) as error:
+        is_lacking = isinstance(error, ImportError) or "'imagecodecs'" in str(error)
+        if not is_lacking or find_spec("imagecodecs") is not None:
+            raise
+    page, compression = series.keyframe, series.keyframe.compression
+    raise Undecided(
+        f"this TIFF file (Compression {getattr(compression, 'name', compression)}, BitsPerSample {page.bitspersample}) "
+        "needs the package imagecodecs. Install it: pip install 'image-diffusion[arrays]'."
+    )
 
 
 def _orientation(page: TiffPage) -> int:

@@ -115,7 +115,7 @@ def crop_image(data: bytes, config: DataConfig, decode: Decode | None = None) ->
 def _crop_array(data: bytes, config: DataConfig) -> Crop:
     try:
         read = read_array(data, config)
-    except (BadImage, Undecided):
+    except (BadImage, Undecided, ModuleNotFoundError):
         raise
     except Exception as error:  # as above
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None

@@ -273,7 +273,7 @@ def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[S
     for item in items:
         try:
             stacks.append(read_stack(source.read(item), config.max_pixels, config.pages))
-        except Undecided:
+        except (Undecided, ModuleNotFoundError):
             raise
         except Exception:  # decoders raise nearly anything when they are fed damaged files
             continue
