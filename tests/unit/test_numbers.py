@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.nn.numbers import NumberEmbedder
+from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages import sample
 from image_diffusion.stages.train import prepare_training
+from image_diffusion.synthesis.card import data_card
+from image_diffusion.synthesis.croissant import DataSetFacts
+from image_diffusion.synthesis.scorecard import score_of
+from image_diffusion.synthesis.scores import SCORES
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.pairs.numbers import NumberPairs
@@ -362,6 +368,25 @@ def test_a_command_says_how_many_rows_it_leaves_out(
     assert line in capsys.readouterr().err
     sample.main([*asked, "--num", "2"])
     assert "not drawn" not in capsys.readouterr().err
+
+
+def test_the_command_of_a_data_card_draws_an_image_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(data, SYSTEMS["dit"] | {"condition": [{"type": "label"}, {"type": "numbers"}]}, tmp_path / "out")
+    rows = [{"age": 20 + row, "dose": row / 100, "label": ("dark", "light")[row % 2]} for row in range(4)]
+    drawn, _ = images(tmp_path / "out", conditions=rows)
+    facts = DataSetFacts("x", "About x", "None", "Me", "1.0.0", "2026-01-01", {}, ("age", "dose"))
+    scores = {name: score_of(Estimate(0.5, 10), None) for name in SCORES}
+    card = data_card(facts, "folders", {"dark": {"drawn": 1, "kept": 1}}, scores, "out")
+    command = card.partition("`image-diffusion sample ")[2].partition("`")[0].replace("CLASS", "light")
+    command = command.replace("SEED", "3").replace("NUMBER", "23", 1).replace("NUMBER", "0.03")
+    monkeypatch.chdir(tmp_path)
+    sample.main([*shlex.split(command), "--set", "sample.sampler={type: euler, num_steps: 2}"])
+    with np.load("drawn/out/samples.npz") as arrays:
+        again = torch.from_numpy(arrays["arr_0"][0]).permute(2, 0, 1)
+    torch.testing.assert_close(again, drawn[3], atol=1, rtol=0)
+    assert (again.int() - drawn[1].int()).abs().max() > 1, "another seed of the class"
 
 
 def test_a_served_model_of_before_takes_its_number_called_class(data: Path, tmp_path: Path) -> None:

@@ -522,6 +522,21 @@ def test_the_card_and_the_page_say_how_many_were_drawn_and_rejected() -> None:
     assert "| a\\|b | 4 |\n| &lt;img src=http://x/y.png&gt; | 4 |\n| \\[a](b) | 4 |" in named
 
 
+def test_the_card_names_what_draws_an_image_again() -> None:
+    def command(**facts: Any) -> str:
+        described = DataSetFacts("x", "About x", "None", "Me", "1.0.0", "2026-01-01", {}, **facts)
+        scores = {name: score_of(Estimate(0.5, 10), None) for name in SCORES}
+        card = data_card(described, "folders", {"cat": {"drawn": 1, "kept": 1}}, scores, "x")
+        return card.partition("To draw an image again:")[2].partition("\n\n")[0].strip()
+
+    assert command() == "`image-diffusion sample x --label CLASS --num 1 --set sample.first_seed=SEED`."
+    assert command(has_classes=False) == "`image-diffusion sample x --num 1 --set sample.first_seed=SEED`."
+    numbers = command(numbers=("age", "body mass: kg"))
+    assert numbers.startswith("`image-diffusion sample x --label CLASS --num 1 --set sample.first_seed=SEED ")
+    assert """--set 'sample.conditions=[{"age": NUMBER, "body mass: kg": NUMBER}]'`""" in numbers
+    assert "`null`" in numbers
+
+
 def test_a_set_with_large_files_holds_nothing_else_and_is_the_same_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
