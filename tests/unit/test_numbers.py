@@ -23,8 +23,8 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.resolve import load_all
-from image_diffusion.nn.numbers import NumberEmbedder
 from image_diffusion.metrics.distances.jackknife import Estimate
+from image_diffusion.nn.numbers import NumberEmbedder
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages import sample
 from image_diffusion.stages.train import prepare_training
@@ -206,6 +206,9 @@ def test_numbers_also_come_with_the_images(tmp_path: Path) -> None:
     of_table, _ = stored(tmp_path, config)
     beside, _ = stored(tmp_path, config, table=None)
     assert beside["pairs"] == of_table["pairs"]
+    message = r"^pairs.columns: no image has a value of Age, mass beside it. Name columns or keys of the data set.$"
+    with pytest.raises(ValueError, match=message):
+        stored(tmp_path, config, table=None, columns=["Age", "mass"])
     assert [shard["sha256"] for shard in beside["shards"]] == [shard["sha256"] for shard in of_table["shards"]]
 
 

@@ -18,6 +18,7 @@ from image_diffusion.core.config.base import parse
 from image_diffusion.core.files import checksums
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.data.sources.archives.tars import Webdataset
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
@@ -496,7 +497,11 @@ def test_numbers_are_written_in_every_layout(tmp_path: Path) -> None:
     assert lines[1:3] == ["a%2Fb/00000005.png,a/b,5,40.0", "cat/00000006.png,cat,6,"]
     with tarfile.open(tmp_path / "webdataset/shard-00000.tar") as tar:
         member = tar.extractfile("00000006.json")
-        assert member is not None and json.loads(member.read())["numbers"] == {"age": None}
+        assert member is not None
+        assert json.loads(member.read()) == {"class": "cat", "label": 1, "seed": 6, "age": None}
+    tars = Webdataset(path=str(tmp_path / "webdataset"))
+    values = [tars.values_beside(("age",))[f"shard-00000.tar/{seed:08}"] for seed in range(5, 11)]
+    assert [row["age"] for row in values] == ages and tars.listing().classes == ["0", "1"]
     assert parquet.read_table(tmp_path / "parquet/data/train-00000.parquet")["age"].to_pylist() == ages
 
 

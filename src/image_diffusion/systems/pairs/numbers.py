@@ -83,7 +83,13 @@ class NumberPairs(BesideCrops):
             assert source is not None
             self.check(source)
             assert isinstance(source, HasValues)
-            return source.values_beside(self.columns)
+            values = source.values_beside(self.columns)
+            if not any(values.values()):
+                raise ValueError(
+                    f"pairs.columns: no image has a value of {', '.join(self.columns)} beside it. Name columns or keys "
+                    f"of the data set."
+                )
+            return values
         table = Path(self.table)
         if not table.is_file():
             raise ValueError(f"pairs.table: {table} does not exist. Give a .csv, .tsv, .jsonl or .parquet file.")
