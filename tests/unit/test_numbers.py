@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.training.checkpoint.checkpoint import read_checkpoint
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.session import run
 
@@ -291,6 +293,25 @@ def test_a_training_resumes_to_the_same_bytes_and_samples_what_rows_ask_for(
     far = 90 + list(SYSTEMS).index(name)  # a line is said once
     images(tmp_path / "once", conditions=[{"age": far, "label": "dark"}])
     assert f"sample.conditions asks for age {far} (trained on 2" in capsys.readouterr().err
+
+
+def test_a_number_that_no_training_image_lacks_is_missed(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = json.loads((data / "numbers/manifest.json").read_text())
+    assert manifest["missing_numbers"] == ["dose"] and "missing" not in str(manifest["pairs"])
+    system = SYSTEMS["dit"] | {"condition": [{"type": "label"}, {"type": "numbers"}]}
+    trained(data, system, tmp_path / "out")
+    (checkpoint,) = (tmp_path / "out/state").glob("*/step-0000002")
+    assert "missing_numbers" not in read_checkpoint(checkpoint)[1], "a training of before goes on"
+    capsys.readouterr()
+    images(tmp_path / "out", conditions=[{"age": 25}])
+    assert "leaves out" not in capsys.readouterr().err
+    images(tmp_path / "out", conditions=[{"dose": 0.1}, {"age": 25}])
+    line = "sample.conditions leaves out age, which no training image lacks: the network has learnt no missing number."
+    assert f"warning: {line}" in capsys.readouterr().err
+    described = NumberColumns.described(load_model(tmp_path / "out").pairs["numbers"])
+    assert replace(described, missing=None).never_missing([{}]) == [], "a model of before does not say"
 
 
 def test_unset_rows_are_those_of_held_out_images(data: Path, tmp_path: Path) -> None:

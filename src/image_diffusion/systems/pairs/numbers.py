@@ -135,6 +135,7 @@ class Numbers(PairSet):
                 "does: by their path within its folder."
             )
         self._columns: NumberColumns = measured(names, trained_on)
+        self.missing_numbers = self._columns.missing
         self.shape = (len(names), 2)
         ranges = [list(ends) for ends in self._columns.ranges]
         self.identity: dict[str, Any] = {"columns": list(names), "ranges": ranges}

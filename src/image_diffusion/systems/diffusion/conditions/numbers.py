@@ -84,6 +84,11 @@ class NumbersCondition(ConditionPart):
         values = numbers_of(asked, key, columns.names)
         if phrases := columns.outside(values):
             log_line_once(f"warning: {key} asks for {', '.join(phrases)}: the network has seen no such image.")
+        if names := columns.never_missing(values):
+            log_line_once(
+                f"warning: {key} leaves out {', '.join(names)}, which no training image lacks: the network has learnt "
+                f"no missing number."
+            )
         values = [values[row % len(asked)] for row in range(len(inputs.seeds))]
         return _request(columns, values, columns.scaled(values), {})
 
