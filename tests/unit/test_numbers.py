@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,20 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.resolve import load_all
+from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.nn.numbers import NumberEmbedder
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages import sample
 from image_diffusion.stages.train import prepare_training
+from image_diffusion.synthesis.card import data_card
+from image_diffusion.synthesis.croissant import DataSetFacts
+from image_diffusion.synthesis.scorecard import score_of
+from image_diffusion.synthesis.scores import SCORES
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.training.checkpoint.checkpoint import read_checkpoint
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.session import run
 
@@ -211,6 +219,9 @@ def test_numbers_also_come_with_the_images(tmp_path: Path) -> None:
     of_table, _ = stored(tmp_path, config)
     beside, _ = stored(tmp_path, config, table=None)
     assert beside["pairs"] == of_table["pairs"]
+    message = r"^pairs.columns: no image has a value of Age, mass beside it. Name columns or keys of the data set.$"
+    with pytest.raises(ValueError, match=message):
+        stored(tmp_path, config, table=None, columns=["Age", "mass"])
     assert [shard["sha256"] for shard in beside["shards"]] == [shard["sha256"] for shard in of_table["shards"]]
 
 
@@ -295,6 +306,25 @@ def test_a_training_resumes_to_the_same_bytes_and_samples_what_rows_ask_for(
     assert f"sample.conditions asks for age {far} (trained on 2" in capsys.readouterr().err
 
 
+def test_a_number_that_no_training_image_lacks_is_missed(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = json.loads((data / "numbers/manifest.json").read_text())
+    assert manifest["missing_numbers"] == ["dose"] and "missing" not in str(manifest["pairs"])
+    system = SYSTEMS["dit"] | {"condition": [{"type": "label"}, {"type": "numbers"}]}
+    trained(data, system, tmp_path / "out")
+    (checkpoint,) = (tmp_path / "out/state").glob("*/step-0000002")
+    assert "missing_numbers" not in read_checkpoint(checkpoint)[1], "a training of before goes on"
+    capsys.readouterr()
+    images(tmp_path / "out", conditions=[{"age": 25}])
+    assert "leaves out" not in capsys.readouterr().err
+    images(tmp_path / "out", conditions=[{"dose": 0.1}, {"age": 25}])
+    line = "sample.conditions leaves out age, which no training image lacks: the network has learnt no missing number."
+    assert f"warning: {line}" in capsys.readouterr().err
+    described = NumberColumns.described(load_model(tmp_path / "out").pairs["numbers"])
+    assert replace(described, missing=None).never_missing([{}]) == [], "a model of before does not say"
+
+
 def test_unset_rows_are_those_of_held_out_images(data: Path, tmp_path: Path) -> None:
     system = SYSTEMS["dit"] | {"condition": [{"type": "label"}, {"type": "numbers"}]}
     trained(data, system, tmp_path / "out", grid_every_steps=2)
@@ -373,6 +403,25 @@ def test_a_command_says_how_many_rows_it_leaves_out(
     assert line in capsys.readouterr().err
     sample.main([*asked, "--num", "2"])
     assert "not drawn" not in capsys.readouterr().err
+
+
+def test_the_command_of_a_data_card_draws_an_image_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(data, SYSTEMS["dit"] | {"condition": [{"type": "label"}, {"type": "numbers"}]}, tmp_path / "out")
+    rows = [{"age": 20 + row, "dose": row / 100, "label": ("dark", "light")[row % 2]} for row in range(4)]
+    drawn, _ = images(tmp_path / "out", conditions=rows)
+    facts = DataSetFacts("x", "About x", "None", "Me", "1.0.0", "2026-01-01", {}, ("age", "dose"))
+    scores = {name: score_of(Estimate(0.5, 10), None) for name in SCORES}
+    card = data_card(facts, "folders", {"dark": {"drawn": 1, "kept": 1}}, scores, "out")
+    command = card.partition("`image-diffusion sample ")[2].partition("`")[0].replace("CLASS", "light")
+    command = command.replace("SEED", "3").replace("NUMBER", "23", 1).replace("NUMBER", "0.03")
+    monkeypatch.chdir(tmp_path)
+    sample.main([*shlex.split(command), "--set", "sample.sampler={type: euler, num_steps: 2}"])
+    with np.load("drawn/out/samples.npz") as arrays:
+        again = torch.from_numpy(arrays["arr_0"][0]).permute(2, 0, 1)
+    torch.testing.assert_close(again, drawn[3], atol=1, rtol=0)
+    assert (again.int() - drawn[1].int()).abs().max() > 1, "another seed of the class"
 
 
 def test_a_served_model_of_before_takes_its_number_called_class(data: Path, tmp_path: Path) -> None:

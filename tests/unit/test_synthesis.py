@@ -18,6 +18,7 @@ from image_diffusion.core.config.base import parse, to_yaml
 from image_diffusion.core.files import checksums
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.data.sources.archives.tars import Webdataset
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.experiments.resolve import load_all
@@ -511,7 +512,11 @@ def test_numbers_are_written_in_every_layout(tmp_path: Path) -> None:
     assert lines[1:3] == ["a%2Fb/00000005.png,a/b,5,40.0", "cat/00000006.png,cat,6,"]
     with tarfile.open(tmp_path / "webdataset/shard-00000.tar") as tar:
         member = tar.extractfile("00000006.json")
-        assert member is not None and json.loads(member.read())["numbers"] == {"age": None}
+        assert member is not None
+        assert json.loads(member.read()) == {"class": "cat", "label": 1, "seed": 6, "age": None}
+    tars = Webdataset(path=str(tmp_path / "webdataset"))
+    values = [tars.values_beside(("age",))[f"shard-00000.tar/{seed:08}"] for seed in range(5, 11)]
+    assert [row["age"] for row in values] == ages and tars.listing().classes == ["0", "1"]
     assert parquet.read_table(tmp_path / "parquet/data/train-00000.parquet")["age"].to_pylist() == ages
 
 
@@ -535,6 +540,21 @@ def test_the_card_and_the_page_say_how_many_were_drawn_and_rejected() -> None:
     assert "| Class | Images |\n| --- | --- |\n| cat | 4 |" in data_card(facts, "folders", {"cat": plain}, scores, "x")
     named = data_card(facts, "folders", {"a|b": plain, "<img src=http://x/y.png>": plain, "[a](b)": plain}, scores, "x")
     assert "| a\\|b | 4 |\n| &lt;img src=http://x/y.png&gt; | 4 |\n| \\[a](b) | 4 |" in named
+
+
+def test_the_card_names_what_draws_an_image_again() -> None:
+    def command(**facts: Any) -> str:
+        described = DataSetFacts("x", "About x", "None", "Me", "1.0.0", "2026-01-01", {}, **facts)
+        scores = {name: score_of(Estimate(0.5, 10), None) for name in SCORES}
+        card = data_card(described, "folders", {"cat": {"drawn": 1, "kept": 1}}, scores, "x")
+        return card.partition("To draw an image again:")[2].partition("\n\n")[0].strip()
+
+    assert command() == "`image-diffusion sample x --label CLASS --num 1 --set sample.first_seed=SEED`."
+    assert command(has_classes=False) == "`image-diffusion sample x --num 1 --set sample.first_seed=SEED`."
+    numbers = command(numbers=("age", "body mass: kg"))
+    assert numbers.startswith("`image-diffusion sample x --label CLASS --num 1 --set sample.first_seed=SEED ")
+    assert """--set 'sample.conditions=[{"age": NUMBER, "body mass: kg": NUMBER}]'`""" in numbers
+    assert "`null`" in numbers
 
 
 def test_a_set_with_large_files_holds_nothing_else_and_is_the_same_again(

@@ -235,6 +235,9 @@ def test_a_model_of_numbers_takes_a_column_for_each(folder: Path) -> None:
     assert not np.array_equal(other[0], named[0]) and np.array_equal(other[1], named[1])
     with pytest.raises(ValueError, match=r"^The request: age of row 1: 'old' is no number. Give a number, or null.$"):
         asked(folder, seed=[0, 1], age=[30, "old"])
+    for others in ({"Age": [30.0, 50.0]}, {}):
+        with pytest.raises(ValueError, match=r"^The request has no column of numbers. Add some of age, dose.$"):
+            asked(folder, seed=[0, 1], **others)
 
 
 def test_columns_of_one_name_are_told(folder: Path) -> None:

@@ -17,15 +17,17 @@ _MISSING = ("", "nan", "none", "null", "na")
 @dataclass(frozen=True)
 class NumberColumns:
     """Columns of numbers. names: of the columns. ranges: the lowest and the highest number of each one in the training
-    images, which become -1 and 1."""
+    images, which become -1 and 1. missing: names of the columns that some training images lack; None: unknown."""
 
     names: tuple[str, ...]
     ranges: tuple[tuple[float, float], ...]
+    missing: tuple[str, ...] | None = None
 
     @classmethod
     def described(cls, pairs: Mapping[str, Any]) -> NumberColumns:
         """Return the columns that a manifest or a model describes."""
-        return cls(tuple(pairs["columns"]), tuple((low, high) for low, high in pairs["ranges"]))
+        missing = tuple(pairs["missing"]) if "missing" in pairs else None
+        return cls(tuple(pairs["columns"]), tuple((low, high) for low, high in pairs["ranges"]), missing)
 
     def scaled(self, rows: Sequence[Mapping[str, float | None]]) -> Tensor:
         """Return the numbers of N images as float32 [N, columns, 2]: each number on the scale of its range, and 1; a
@@ -64,6 +66,11 @@ class NumberColumns:
                 phrases.append(f"{name} {far:.10g} (trained on {low:.10g} to {high:.10g})")
         return phrases
 
+    def never_missing(self, rows: Sequence[Mapping[str, float | None]]) -> list[str]:
+        """Return the columns that some row lacks, but no training image; none where that is unknown."""
+        always = [] if self.missing is None else [name for name in self.names if name not in self.missing]
+        return [name for name in always if any(row.get(name) is None for row in rows)]
+
 
 def number_in(cell: Any) -> float | None:
     """Return the number in a cell of a table; None for an empty cell, NaN or null. True and false are 1 and 0.
@@ -85,7 +92,7 @@ def number_in(cell: Any) -> float | None:
 
 
 def measured(names: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -> NumberColumns:
-    """Return columns with the ranges of some rows. Raises ValueError for a column without two different numbers."""
+    """Return columns as some rows have them. Raises ValueError for a column without two different numbers."""
     ranges = []
     for name in names:
         values = [value for row in rows if (value := row.get(name)) is not None]
@@ -94,4 +101,5 @@ def measured(names: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -
             what = f"is {low:.10g} in every training image" if values else "has no number in any training image"
             raise ValueError(f"pairs.columns: {name} {what}, so that nothing can be learnt from it. Leave it out.")
         ranges.append((low, high))
-    return NumberColumns(tuple(names), tuple(ranges))
+    missing = tuple(name for name in names if any(row.get(name) is None for row in rows))
+    return NumberColumns(tuple(names), tuple(ranges), missing)

@@ -23,7 +23,7 @@ from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.process import command
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec, WeightsOf
+from image_diffusion.core.types import NUMBERS, Batch, DataSpec, WeightsOf
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.remote import folder_of, place
 from image_diffusion.data.shards.staging import begin_staging
@@ -174,6 +174,8 @@ def prepare_training(
     described = {of_kind: shards.manifest["pairs"] for of_kind, shards in read.items() if "pairs" in shards.manifest}
     if described:
         model["pairs"] = written(described, system.reads_beside)
+    if NUMBERS in read and "missing_numbers" in read[NUMBERS].manifest:
+        model["missing_numbers"] = read[NUMBERS].manifest["missing_numbers"]
     if carried:
         model["carried"] = training.manifest["carried"]
     sets = tuple(shards for split in (training, validation) for shards in (split, *split.beside.values()))

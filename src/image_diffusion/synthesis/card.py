@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -43,7 +45,7 @@ configs:
 
 **How it was made.** Each image was drawn from its own seed by the model of the experiment `{experiment}`. No image is a
 photograph or a scan. `provenance.json` states the weights, the sampler and the training data. To draw an image again:
-`image-diffusion sample {experiment} --label CLASS --seed SEED --num 1`.
+{_command(facts, experiment)}
 
 **Licence.** {facts.licence}
 
@@ -59,6 +61,16 @@ A low privacy score is a measurement by the attacks below, not a proof of anonym
 
 `index.html` explains the scores. `croissant.json` describes the files for catalogues, and `SHA256SUMS` has their sums.
 """
+
+
+def _command(facts: DataSetFacts, experiment: str) -> str:
+    """Return the command that draws an image of the set again, and how to write a missing number."""
+    label = " --label CLASS" if facts.has_classes else ""
+    command = f"image-diffusion sample {experiment}{label} --num 1 --set sample.first_seed=SEED"
+    if not facts.numbers:
+        return f"`{command}`."
+    row = ", ".join(f"{json.dumps(column, ensure_ascii=False)}: NUMBER" for column in facts.numbers)
+    return f"`{command} --set {shlex.quote(f'sample.conditions=[{{{row}}}]')}`. A missing number is `null`."
 
 
 _COUNTS = {

@@ -33,7 +33,7 @@ Entity = dict[str, Any]
 @dataclass(frozen=True)
 class DataSetFacts:
     """Facts about a data set that Croissant and the data card state. published: an ISO date. files: sha256 by path.
-    numbers: columns of numbers that the images were asked for."""
+    numbers: columns of numbers that the images were asked for. has_classes: whether the images have classes."""
 
     name: str
     description: str
@@ -43,6 +43,7 @@ class DataSetFacts:
     published: str
     files: Mapping[str, str]
     numbers: Sequence[str] = ()
+    has_classes: bool = True
 
 
 def croissant(facts: DataSetFacts, layout: str) -> Entity:

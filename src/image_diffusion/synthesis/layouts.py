@@ -100,12 +100,13 @@ def _files_of(images: SyntheticSet) -> Iterator[tuple[int, list[SyntheticImage]]
 
 
 def write_webdataset(folder: Path, images: SyntheticSet) -> None:
-    """Write `shard-00000.tar`, …: of each image SEED.png, SEED.cls, the number of its class, and SEED.json."""
+    """Write `shard-00000.tar`, …: of each image SEED.png, SEED.cls, the number of its class, and SEED.json: class,
+    label, seed and numbers, where `pairs.columns` reads them."""
     for number, part in _files_of(images):
         with tarfile.open(folder / f"shard-{number:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
             for image in part:
                 described = {"class": image.class_name, "label": image.label, "seed": image.seed}
-                about = json.dumps(described | ({"numbers": image.numbers} if image.numbers else {}))
+                about = json.dumps(described | dict(image.numbers))
                 members = {"png": image.png, "cls": str(image.label).encode(), "json": about.encode()}
                 for suffix, data in members.items():
                     member = tarfile.TarInfo(f"{image.key}.{suffix}")

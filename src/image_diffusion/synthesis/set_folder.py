@@ -51,6 +51,7 @@ def write_set(
             published=datetime.fromtimestamp(weights.stat().st_mtime, UTC).date().isoformat(),
             files={str(path.relative_to(unfinished)): sha256_file(path) for path in written},
             numbers=tuple(images.numbers),
+            has_classes=bool(images.classes),
         )
         (unfinished / "croissant.json").write_text(to_json(croissant(facts, config.format)), encoding="utf-8")
         card = data_card(facts, config.format, counts, scores, experiment)

@@ -11,7 +11,7 @@ from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.config.base import differing_keys, parse, read_yaml
 from image_diffusion.core.files.weights import read_model, read_weights
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import Model, System
 from image_diffusion.systems.pairs.inputs import by_kind
@@ -24,6 +24,9 @@ def load_model(folder: Path) -> Model:
     system: System = parse(AnySystem, model["system"], where)
     spec = parse(DataSpec, model["spec"], where)
     network = system.build_network(spec)
+    pairs = by_kind(model.get("pairs"), system.reads_beside or ("pairs",))
+    if "missing_numbers" in model:
+        pairs[NUMBERS] = pairs[NUMBERS] | {"missing": model["missing_numbers"]}
     try:
         network.load_state_dict(tensors)
     except RuntimeError as error:
@@ -40,7 +43,7 @@ def load_model(folder: Path) -> Model:
         sha256=model["sha256"],
         num_steps=model["train"]["steps"] if "train" in model else model["step"],
         fingerprint=model.get("fingerprint", ""),
-        pairs=by_kind(model.get("pairs"), system.reads_beside or ("pairs",)),
+        pairs=pairs,
         folder=folder,
     )
 

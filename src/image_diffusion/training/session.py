@@ -130,6 +130,7 @@ def _identity(train: dict[str, Any], model: dict[str, Any], data: dict[str, Any]
     """Return the plain data that tell a run from every other. train: of its section."""
     sha256 = None if start is None else read_model(start)["sha256"]
     identity = {"train": train, **model, "data": data, "init_from": sha256}
+    identity.pop("missing_numbers", None)  # of the data, and missing in trainings of before
     plain: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint that is read
     return plain
 

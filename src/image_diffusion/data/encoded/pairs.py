@@ -81,7 +81,8 @@ class PairSet(ABC):
     may be zeros; the others are tokens, and captions beyond the first. members: arrays of this shape that are stored of
     each. num_shards: of the set. num_rows: what pairs are made of, those that lack something included. carried:
     names of files in the folder of the set that go with what is learnt from it. made_from_pixels: whether `made_from`
-    is a digest of the pixels of crops, without the ids of their images.
+    is a digest of the pixels of crops, without the ids of their images. missing_numbers: columns of numbers that some
+    training images lack, which decides no number and is in no identity; None without numbers.
     """
 
     kind: ClassVar[Literal["pairs", "captions", "features", "numbers", "images"]]
@@ -93,6 +94,7 @@ class PairSet(ABC):
     num_shards: int
     num_rows: int
     carried: tuple[str, ...] = ()
+    missing_numbers: tuple[str, ...] | None = None
 
     @abstractmethod
     def samples(self, shard: int) -> list[Sample]:
@@ -164,6 +166,8 @@ def write_pairs(
         "index": sha256_file(output / "index.npy"),
         "files": record_hashes(output, len(records)),
     }
+    if pairs.missing_numbers is not None:
+        manifest["missing_numbers"] = list(pairs.missing_numbers)
     if pairs.carried:
         manifest["carried"] = {name: sha256_file(output / name) for name in pairs.carried}
         manifest["files"] |= manifest["carried"]

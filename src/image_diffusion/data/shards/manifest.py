@@ -73,6 +73,8 @@ class Manifest(Config):
     """Precision in which the codec computed."""
     pairs: dict[str, Any] | None = None
     """Plain data that decide pairs of embeddings, encoded captions, or features."""
+    missing_numbers: list[str] | None = None
+    """Columns of numbers that some training images lack."""
     classes: list[str]
     """Names by number; empty without classes."""
     validation_fraction: float = Field(ge=0, lt=1)

@@ -83,7 +83,13 @@ class NumberPairs(BesideCrops):
             assert source is not None
             self.check(source)
             assert isinstance(source, HasValues)
-            return source.values_beside(self.columns)
+            values = source.values_beside(self.columns)
+            if not any(values.values()):
+                raise ValueError(
+                    f"pairs.columns: no image has a value of {', '.join(self.columns)} beside it. Name columns or keys "
+                    f"of the data set."
+                )
+            return values
         table = Path(self.table)
         if not table.is_file():
             raise ValueError(f"pairs.table: {table} does not exist. Give a .csv, .tsv, .jsonl or .parquet file.")
@@ -129,6 +135,7 @@ class Numbers(PairSet):
                 "does: by their path within its folder."
             )
         self._columns: NumberColumns = measured(names, trained_on)
+        self.missing_numbers = self._columns.missing
         self.shape = (len(names), 2)
         ranges = [list(ends) for ends in self._columns.ranges]
         self.identity: dict[str, Any] = {"columns": list(names), "ranges": ranges}

@@ -70,7 +70,8 @@ class NumbersCondition(ConditionPart):
         return {name: Column("double", example=ends) for name, ends in zip(columns.names, columns.ranges, strict=True)}
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the numbers of the images: each row in turn, or by their seeds those of held-out images."""
+        """Return the numbers of the images: each row in turn, or by their seeds those of held-out images. Raises
+        ValueError for a request without any of the columns."""
         columns, asked, key = _described(inputs.pairs), inputs.rows, inputs.key
         if asked is None:
             images = held_out(inputs.source, "conditions")
@@ -78,9 +79,16 @@ class NumbersCondition(ConditionPart):
             scaled = images.gather_of(self.reads, rows)
             values = [dict[str, float | None](of_image) for of_image in columns.values(scaled)]
             return _request(columns, values, scaled, origin, labels=labels)
+        if inputs.is_request and not any(row.keys() & set(columns.names) for row in asked):
+            raise ValueError(f"{key} has no column of numbers. Add some of {', '.join(columns.names)}.")
         values = numbers_of(asked, key, columns.names)
         if phrases := columns.outside(values):
             log_line_once(f"warning: {key} asks for {', '.join(phrases)}: the network has seen no such image.")
+        if names := columns.never_missing(values):
+            log_line_once(
+                f"warning: {key} leaves out {', '.join(names)}, which no training image lacks: the network has learnt "
+                f"no missing number."
+            )
         values = [values[row % len(asked)] for row in range(len(inputs.seeds))]
         return _request(columns, values, columns.scaled(values), {})
 
