@@ -111,7 +111,7 @@ def evaluate_samples(
     Raises ValueError, before any long computation, for what cannot be measured.
     """
     name, k = settings.reference, settings.neighbours
-    _check_samples(samples, data, settings)
+    _check_samples(samples, data, k)
     stored = read_features(references, detectors, data.looked_at)
     if reference_file is None:
         _check_split(samples, data, name, k)
@@ -168,11 +168,11 @@ def _protocol_settings(settings: EvaluateConfig) -> dict[str, Any]:
     return {key: value for key, value in dump(settings).items() if key != "published"}
 
 
-def _check_samples(samples: Samples, data: RealImages, settings: EvaluateConfig) -> None:
-    if samples.num_samples < settings.least_samples:
+def _check_samples(samples: Samples, data: RealImages, neighbours: int) -> None:
+    if samples.num_samples <= neighbours + 1:
         raise ValueError(
-            f"{samples.num_samples} samples are too few for evaluate.neighbours = {settings.neighbours}. "
-            f"Generate at least {settings.least_samples}."
+            f"{samples.num_samples} samples are too few for evaluate.neighbours = {neighbours}. "
+            f"Generate at least {neighbours + 2}."
         )
     if samples.has_labels and data.train.classes and samples.labels.max() >= len(data.train.classes):
         raise ValueError(
