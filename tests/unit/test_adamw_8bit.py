@@ -145,7 +145,7 @@ def test_a_missing_library_is_told_in_one_line(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(SystemExit):
         command.run(lambda: AdamW8bit().build(Flat(network())))
-    told = "error: The package bitsandbytes is needed and not installed. Run: python -m pip install bitsandbytes\n"
+    told = "error: The package bitsandbytes is needed and not installed. Install it: pip install bitsandbytes\n"
     assert capfd.readouterr().err == told
 
 

@@ -63,7 +63,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_what_needs_transformers_says_so() -> None:
     if importlib.util.find_spec("transformers") is None:
-        with pytest.raises(ValueError, match="needs the package transformers. Run: python -m pip install transformers"):
+        with pytest.raises(
+            ValueError, match=r"needs the package transformers. Install it: pip install 'image-diffusion\[text\]'"
+        ):
             Rae.network()
 
 

@@ -174,5 +174,5 @@ def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         source.files()
     save_to_disk(tmp_path, {"image": [png(0)], "label": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs the package pyarrow\. Install it\.$"):
+    with pytest.raises(ValueError, match=r"needs the package pyarrow\. Install it: pip install '.*workflow\]'\.$"):
         source.listing()

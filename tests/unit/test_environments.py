@@ -68,7 +68,7 @@ def test_the_package_requires_what_it_imports() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("pyarrow.lib", "The package pyarrow is needed and not installed. Run: python -m pip install pyarrow"),
+        ("pyarrow.lib", "The package pyarrow is needed and not installed. Install it: pip install pyarrow"),
         ("image_diffusion.nothing", None),
         ("json.nothing", None),
     ],
@@ -182,3 +182,13 @@ def test_the_lock_names_no_place() -> None:
     """It installs from wherever a machine gets its packages."""
     for path in (ROOT / "envs").iterdir():
         assert "://" not in path.read_text(), path
+
+
+def test_a_missing_package_is_named_with_an_extra_that_brings_it() -> None:
+    """One helper words the end of such messages."""
+    extras = PROJECT["optional-dependencies"]
+    for path in (ROOT / "src/image_diffusion").rglob("*.py"):
+        text = path.read_text()
+        assert "pip install '" not in text or path.name in ("errors.py", "snakemake_patches.py"), path
+        for name, extra in re.findall(r"\{package\('([^']+)', '([^']+)'\)\}", text):
+            assert name in required(*extras[extra]), path

@@ -94,9 +94,7 @@ def test_mistakes_are_one_line(weights: Path, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValidationError, match="only openai/clip-vit-large-patch14-336 is called clip. Name others"):
         Transformers(weights="facebook/dinov3-vitb16-pretrain-lvd1689m")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ValueError, match="The detector clip needs the package transformers. Run: python -m pip install"
-    ):
+    with pytest.raises(ValueError, match="The detector clip needs the package transformers. Install it: pip install"):
         Transformers().build()
 
 

@@ -325,7 +325,7 @@ FIXED = [0.057920648, -0.030352317, -0.059305854]
 def test_a_clip_that_is_not_there_is_told_in_one_line(crops, monkeypatch):
     pairs = parse(PairsConfig, {"type": "clip"}, "pairs")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="pip install transformers"):
+    with pytest.raises(ValueError, match=r"pip install 'image-diffusion\[text\]'"):
         pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
 
 

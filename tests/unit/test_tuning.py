@@ -167,7 +167,7 @@ def test_a_wrong_name_is_told_before_any_work(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "finetune_demo.yaml").write_text(to_yaml(raw))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
-    with pytest.raises(ValueError, match=r"train.lora needs the package peft. Run: python -m pip install peft"):
+    with pytest.raises(ValueError, match=r"train.lora needs the package peft. Install it: pip install"):
         load_all([tmp_path / "finetune_demo.yaml"])
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from image_diffusion.codecs.base import in_slices, latent_spec, to_uint8
 from image_diffusion.codecs.hub_files import load_pretrained, settings_of
 from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.process.errors import package
 from image_diffusion.core.resolution import written
 from image_diffusion.core.types import DataSpec
 
@@ -204,7 +205,7 @@ class Rae(Kind):
     @classmethod
     def network(cls) -> Any:
         if importlib.util.find_spec("transformers") is None:
-            raise ValueError("AutoencoderRAE needs the package transformers. Run: python -m pip install transformers.")
+            raise ValueError(f"AutoencoderRAE needs {package('transformers', 'text')}")
         return super().network()
 
     def encode(self, vae: Any, images: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.weights import content_digest
+from image_diffusion.core.process.errors import package
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -27,8 +28,8 @@ class ClipConfig(Config):
             import transformers
         except ImportError:
             raise ValueError(
-                "CLIP embeddings need the package transformers. Run: python -m pip install transformers. Or set "
-                "pairs.type to hashed, which needs no package."
+                f"CLIP embeddings need {package('transformers', 'text')} Or set pairs.type to hashed, which needs no "
+                "package."
             ) from None
         folder = Path(self.weights).expanduser()
         name = str(folder) if folder.is_dir() else self.weights

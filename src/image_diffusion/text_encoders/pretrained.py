@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.weights import content_digest
+from image_diffusion.core.process.errors import package
 from image_diffusion.text_encoders.base import TextEncoder
 
 
@@ -36,8 +37,8 @@ class PretrainedText(Config):
             import transformers
         except ImportError:
             raise ValueError(
-                f"pairs.encoder.type is {self.type}, which needs the package transformers. Run: python -m pip install "
-                f"'image-diffusion[text]'. Or set it to hashed, which needs no package."
+                f"pairs.encoder.type is {self.type}, which needs {package('transformers', 'text')} Or set it to "
+                "hashed, which needs no package."
             ) from None
         folder = Path(self.weights).expanduser()
         name = str(folder) if folder.is_dir() else self.weights

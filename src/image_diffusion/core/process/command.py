@@ -112,4 +112,4 @@ def _on_package(error: Exception) -> str | None:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in ("", "image_diffusion") or package in sys.stdlib_module_names:
         return None
-    return f"The package {package} is needed and not installed. Run: python -m pip install {package}"
+    return f"The package {package} is needed and not installed. Install it: pip install {package}"

@@ -16,6 +16,11 @@ def log_line(line: str) -> None:
     sys.stderr.flush()
 
 
+def package(name: str, extra: str) -> str:
+    """Return the end of a message on a package that is not installed. extra: of this package, that brings it."""
+    return f"the package {name}. Install it: pip install 'image-diffusion[{extra}]'."
+
+
 @cache
 def log_line_once(line: str) -> None:
     """Write a line to stderr once in a process, however often it is called."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from image_diffusion.core.process.errors import package
 from image_diffusion.data.config import MOST_CHANNELS
 from image_diffusion.data.crop.stored import describe
 
@@ -121,7 +122,7 @@ def _numbers_of(series: TiffPageSeries) -> NDArray[Any]:
     page, compression = series.keyframe, series.keyframe.compression
     raise Undecided(
         f"this TIFF file (Compression {getattr(compression, 'name', compression)}, BitsPerSample {page.bitspersample}) "
-        "needs the package imagecodecs. Install it: pip install 'image-diffusion[arrays]'."
+        f"needs {package('imagecodecs', 'arrays')}"
     )
 
 
@@ -194,9 +195,7 @@ def _dicom(data: bytes, max_pixels: int) -> Stack:
         from pydicom import dcmread
         from pydicom.pixels import apply_modality_lut
     except ModuleNotFoundError:
-        raise Undecided(
-            "DICOM files need the package pydicom. Install it: pip install 'image-diffusion[arrays]'."
-        ) from None
+        raise Undecided(f"DICOM files need {package('pydicom', 'arrays')}") from None
     file = dcmread(io.BytesIO(data))
     if "SharedFunctionalGroupsSequence" in file or "PerFrameFunctionalGroupsSequence" in file:
         raise BadImage("an enhanced DICOM file, of which each frame may be rescaled: save it as classic DICOM or .npy")
@@ -218,9 +217,7 @@ def _nifti(data: bytes, start: bytes, max_pixels: int) -> Stack:
     try:
         import nibabel
     except ModuleNotFoundError:
-        raise Undecided(
-            "NIfTI files need the package nibabel. Install it: pip install 'image-diffusion[arrays]'."
-        ) from None
+        raise Undecided(f"NIfTI files need {package('nibabel', 'arrays')}") from None
     kind: Any = nibabel.Nifti1Image if start[344:348] == b"n+1\0" else nibabel.Nifti2Image
     header = kind.header_class.from_fileobj(io.BytesIO(start))
     shape = header.get_data_shape()

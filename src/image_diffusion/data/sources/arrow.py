@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import Stamp, stamp_of
+from image_diffusion.core.process.errors import package
 from image_diffusion.core.texts import class_name
 
 
@@ -73,7 +74,7 @@ def open_table(path: str | Path) -> ArrowTable:
     try:
         import pyarrow  # noqa: F401 - asked for here, so that planning does without it
     except ImportError:
-        raise ValueError(f"{path}: reading Parquet and Arrow needs the package pyarrow. Install it.") from None
+        raise ValueError(f"{path}: reading Parquet and Arrow needs {package('pyarrow', 'workflow')}") from None
     try:
         return _open(Path(path), stamp_of(Path(path)))
     except OSError as error:

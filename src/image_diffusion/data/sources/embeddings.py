@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from image_diffusion.core.files.atomic import Stamp, atomic_write, stamp_of
+from image_diffusion.core.process.errors import package
 from image_diffusion.data.sources.arrow import open_table
 from image_diffusion.data.sources.base import FewFiles, Listing
 
@@ -171,6 +172,6 @@ def write_columns(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ValueError("Captions of embeddings are Parquet, which needs the package pyarrow. Install it.") from None
+        raise ValueError(f"Captions of embeddings are Parquet, which needs {package('pyarrow', 'workflow')}") from None
     with atomic_write(path) as file:
         pyarrow.parquet.write_table(pyarrow.table({name: list(cells) for name, cells in columns.items()}), file)

@@ -45,7 +45,7 @@ class Inception(Config):
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
             raise ValueError(
-                f"The inception detector needs torch-fidelity ({error}): pip install torch-fidelity."
+                f"The inception detector needs torch-fidelity ({error}). Install it: pip install torch-fidelity."
             ) from None
         if self.weights is not None and not self.weights.is_file():
             raise ValueError(f"The Inception weights {self.weights} do not exist. See evaluate.detectors.")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.files.weights import content_digest, without_wrappers
+from image_diffusion.core.process.errors import package
 from image_diffusion.metrics.features.base import Detected
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -112,8 +113,8 @@ class Transformers(EncoderConfig):
             import transformers
         except ImportError:
             raise ValueError(
-                f"The detector {self.name} needs the package transformers. Run: python -m pip install transformers. "
-                "Detectors of torchvision need no further package."
+                f"The detector {self.name} needs {package('transformers', 'text')} Detectors of torchvision need no "
+                "further package."
             ) from None
         local = Path(self.weights).expanduser()
         where = str(local) if local.is_dir() else self.weights

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.process.errors import package
 from image_diffusion.nn.augmentation import AUGMENTATION
 from image_diffusion.objectives.alignment import PROJECTOR
 from image_diffusion.objectives.codec.adversarial import DISCRIMINATOR
@@ -48,7 +49,7 @@ def check_lora(network: nn.Module, lora: Lora) -> None:
     _layers(network, lora)
     matching(_parameters(network), lora.whole, "train.lora.whole", "parameter")
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("train.lora needs the package peft. Run: python -m pip install peft. Or leave train.lora out.")
+        raise ValueError(f"train.lora needs {package('peft', 'lora')} Or leave train.lora out.")
 
 
 def add_adapters(network: nn.Module, lora: Lora) -> None:

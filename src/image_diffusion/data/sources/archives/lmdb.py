@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from image_diffusion.core.files.atomic import Stamp, stamp_of
+from image_diffusion.core.process.errors import package
 from image_diffusion.core.texts import class_name
 from image_diffusion.data.sources.base import (
     FewFiles,
@@ -97,9 +98,7 @@ def _keys(folder: Path, source: str) -> list[bytes]:
     try:
         import lmdb  # here: planning does without it
     except ImportError:
-        raise ValueError(
-            f"{source}: reading LMDB needs the package lmdb. Install it: pip install 'image-diffusion[lsun]'."
-        ) from None
+        raise ValueError(f"{source}: reading LMDB needs {package('lmdb', 'lsun')}") from None
     try:
         with _open(folder) as database, database.begin() as transaction:
             return [bytes(key) for key in transaction.cursor().iternext(keys=True, values=False)]
