@@ -42,10 +42,10 @@ from image_diffusion.systems.diffusion.checks import (
 )
 from image_diffusion.systems.diffusion.conditioning import Conditions, VectorCondition
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
-from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
+from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.config import SeveralVectorPairs
