@@ -14,8 +14,10 @@ import torch
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.data.augment.operations import Augment
 from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.process.discrete import Discrete
+from image_diffusion.systems.base import check_augment
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -101,3 +103,10 @@ def test_the_detector_tells_dark_from_light(parts: Any) -> None:
     assert far > 10 * frechet_between(detector(dark[:150]).features, detector(dark[150:]).features).value
     assert detector.metric_name("fd") == "fd_thumbnails"
     assert detector.doubt is None and detector.identity["sha256"] is None
+
+
+def test_its_network_takes_no_augmentation(parts: Any) -> None:
+    train = types.SimpleNamespace(augment=Augment())
+    experiment: Any = types.SimpleNamespace(system=parts["systems.mixer"].MixerSystem(), train=train)
+    with pytest.raises(ValueError, match="network of a system of type mixer does not take it as a condition"):
+        check_augment(experiment)

@@ -14,7 +14,7 @@ from image_diffusion.objectives.flow_matching import FlowMatching, FlowMatchingO
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.parameterization import target, to_x0_and_eps
 from image_diffusion.samplers import Heun, image_streams
-from image_diffusion.systems.diffusion.denoiser_spec import Reading
+from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import check_pairs

@@ -17,8 +17,8 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Grid
 from image_diffusion.samplers import Guidance, Heun, guided
 from image_diffusion.samplers.guidance import times_between
-from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance
+from image_diffusion.systems.diffusion.reading import Reading
 
 NULL = {"label": torch.tensor(10)}
 

@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import digest, make_folder, remove_unfinished, sha256_file, write_json
 from image_diffusion.core.process.progress import Progress
+from image_diffusion.data.shards.manifest import PairKind
 from image_diffusion.data.shards.records import (
     FORMAT,
     Quarantined,
@@ -85,7 +86,7 @@ class PairSet(ABC):
     training images lack, which decides no number and is in no identity; None without numbers.
     """
 
-    kind: ClassVar[Literal["pairs", "captions", "features", "numbers", "images"]]
+    kind: ClassVar[PairKind]
     members: ClassVar[tuple[str, ...]] = ("npy",)
     parts: ClassVar[tuple[str, ...]] = ()
     made_from_pixels: ClassVar[bool] = False

@@ -52,6 +52,10 @@ class Statistics(Config):
     """Values that the codec's author gave in their place, where one did."""
 
 
+PairKind = Literal["pairs", "captions", "features", "numbers", "images"]
+"""Kind of the samples that the section `pairs` makes, which are read beside images or in place of them."""
+
+
 class Manifest(Config):
     """Manifest of a set of shards: their content, and what made it."""
 
@@ -59,7 +63,7 @@ class Manifest(Config):
 
     format: Literal[1]
     """Version of shards and manifest."""
-    kind: Literal["crops", "latents", "tokens", "pairs", "captions", "features", "numbers", "images"]
+    kind: Literal["crops", "latents", "tokens", PairKind]
     """Kind of a sample."""
     name: str
     """Name of the data set."""

@@ -43,10 +43,10 @@ from image_diffusion.systems.diffusion.checks import (
 )
 from image_diffusion.systems.diffusion.conditioning import Conditions, VectorCondition
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
-from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
+from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.config import SeveralVectorPairs
@@ -94,7 +94,6 @@ class DiffusionSystem(System):
     objective: Objective = Denoising()
     """Prediction of the network, and the weighting of its error."""
 
-    takes_augmentation: ClassVar[bool] = True
     takes_intervals: ClassVar[bool] = False
     """True if the network can be conditioned on intervals of time, as the objective mean_flow requires."""
 
@@ -130,8 +129,8 @@ class DiffusionSystem(System):
 
     @property
     def conditioning(self) -> Conditions:
-        """Return the condition of the network: the class of an image."""
-        return Conditions.written_as(LabelCondition())
+        """Return the condition of the network: the key `condition`, or the class of an image in a system without it."""
+        return Conditions.written_as(getattr(self, "condition", LabelCondition()))
 
     @property
     def reads_beside(self) -> tuple[str, ...]:
@@ -147,6 +146,7 @@ class DiffusionSystem(System):
 
     def check(self, experiment: Sections, others: Others) -> None:
         train, reading, condition = experiment.train, self.reading, self.conditioning
+        check_pairs(condition, self.reads_beside, experiment)
         classes = experiment.data.source.known_classes() if condition.takes_classes else None
         check_condition(condition, classes)
         check_objective(self.objective, self.process, train)
@@ -222,6 +222,7 @@ class VectorConditioned(Sparse, DiffusionSystem):
     is added to the channels of its input, an image."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"condition"})
+    takes_augmentation: ClassVar[bool] = True
 
     condition: VectorCondition = LabelCondition()
     """Condition of the network: a class, numbers, an image, or a list of some that all hold."""
@@ -230,11 +231,3 @@ class VectorConditioned(Sparse, DiffusionSystem):
         **DiffusionSystem.sections,
         "pairs": Section(SeveralVectorPairs, None, example="{type: numbers, columns: [age]}", optional=True),
     }
-
-    @property
-    def conditioning(self) -> Conditions:
-        return Conditions.written_as(self.condition)
-
-    def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, self.reads_beside, experiment)
-        super().check(experiment, others)

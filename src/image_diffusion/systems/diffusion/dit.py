@@ -28,8 +28,7 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.diffusion.base import NOT_IN_PREVIEWS, DiffusionSystem
-from image_diffusion.systems.diffusion.checks import check_pairs
-from image_diffusion.systems.diffusion.conditioning import AnyCondition, Conditions
+from image_diffusion.systems.diffusion.conditioning import AnyCondition
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section, all_but
@@ -60,6 +59,7 @@ class DiTSystem(DiffusionSystem):
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
 
+    takes_augmentation: ClassVar[bool] = True
     takes_intervals: ClassVar[bool] = True
     warm_start: ClassVar = WarmStart(
         class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",), new_layers=("interval_embedder.",)
@@ -69,17 +69,12 @@ class DiTSystem(DiffusionSystem):
     def reads_beside(self) -> tuple[str, ...]:
         return (*super().reads_beside, *(() if self.alignment is None else ("features",)))
 
-    @property
-    def conditioning(self) -> Conditions:
-        return Conditions.written_as(self.condition)
-
     def started_shape(self) -> tuple[int, int, int, int]:
         if not isinstance(self.condition, LabelCondition):
             raise ValueError("are conditioned on more than a class")
         return self.network.shape
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, self.reads_beside, experiment)
         if self.alignment is not None:
             self.alignment.check(self.network.shape.depth, self.objective)
             if experiment.train.augment is not None:

@@ -38,8 +38,8 @@ from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
 from image_diffusion.process.parameterization import clamp
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
-from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.paired_images import evaluate_paired
+from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.evaluation import EvaluationInputs, ImageEvaluation
 from image_diffusion.systems.interface import TrainedNetwork
 

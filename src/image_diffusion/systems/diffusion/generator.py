@@ -24,7 +24,7 @@ from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
-from image_diffusion.systems.diffusion.denoiser_spec import Reading
+from image_diffusion.systems.diffusion.reading import Reading
 
 if TYPE_CHECKING:
     from image_diffusion.systems.pictures import Pictures

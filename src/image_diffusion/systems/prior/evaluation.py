@@ -35,9 +35,9 @@ from image_diffusion.metrics.images.retrieval import retrieval, same_rows, sprea
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
-from image_diffusion.systems.prior.denoiser_spec import EmbeddingReading
 from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, check_guided
 from image_diffusion.systems.prior.inputs import caption_inputs, pair_batch
+from image_diffusion.systems.prior.reading import EmbeddingReading
 
 _EPOCH = 2**31 - 1  # no pass over the training data gets this number
 _KNOWN = 100_000  # training pairs among which the nearest caption is looked for, at most

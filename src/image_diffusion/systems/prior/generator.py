@@ -19,7 +19,7 @@ from image_diffusion.samplers.dalle2_ddim import LegacyDdim
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
-from image_diffusion.systems.prior.denoiser_spec import EmbeddingReading
+from image_diffusion.systems.prior.reading import EmbeddingReading
 
 
 class EmbeddingSampling(Config):

@@ -7,7 +7,7 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch
 from image_diffusion.data.encoded.pairs import IMAGE, TEXT, TOKENS
-from image_diffusion.systems.prior.denoiser_spec import Scaling
+from image_diffusion.systems.prior.reading import Scaling
 
 
 def caption_inputs(pairs: Tensor, token_encodings: bool) -> dict[str, Tensor]:

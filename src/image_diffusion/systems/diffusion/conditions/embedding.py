@@ -12,8 +12,8 @@ from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
+from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, of_folder, of_held_out
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.image_embeddings import held_out, of_folder, of_held_out
 from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column

@@ -14,9 +14,9 @@ from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
+from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, rows_of
 from image_diffusion.systems.diffusion.conditions.rows import numbers_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.image_embeddings import held_out, rows_of
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
 
