@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.files.atomic import atomic_folder
-from image_diffusion.core.types import IMAGE, NUMBERS, DataSpec
+from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import GROUPS, Attention, Double, Halve, ResidualBlock, Stage, UNet, UNetConfig
 from image_diffusion.networks.weights.dit_diffusers import prediction_type
 from image_diffusion.nn.positions import sinusoid
@@ -33,15 +33,14 @@ def check_unet(
     config: UNetConfig, spec: DataSpec, num_classes: int, conditions: Collection[str], is_array: bool
 ) -> None:
     """Raise ValueError for what UNet2DModel and DDPMPipeline do not have. num_classes: of the data. conditions: the
-    names of those beside the class. is_array: whether the images are arrays."""
+    names of those beside the class, or the kinds of their shards. is_array: whether the images are arrays."""
     levels = config.levels(spec)
     attended = {levels[resolution] for resolution in config.attention_resolutions} | {list(levels.values())[-1]}
     heads = {width // config.heads(width, upward) for width in attended for upward in (False, True)}
     first = next(iter(levels.values()))
     foreign = {
         "classes": num_classes > 0,
-        "conditions on images": IMAGE in conditions,
-        "conditions on numbers": NUMBERS in conditions,
+        **{f"conditions on {name.removesuffix('s')}s": True for name in sorted(conditions)},
         "arrays": is_array,
         f"images of {spec.channels} channels": spec.channels not in (1, 3, 4),
         "network.residual_resampling": config.residual_resampling,

@@ -31,20 +31,6 @@ from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pictures import check_crop, listed
 
-_CONDITIONS = {"captions": "text", "numbers": "numbers", "images": "image", "pairs": "embedding"}
-"""Condition that reads each kind of pairs."""
-_EXAMPLES = {
-    "pairs": "{type: hashed}",
-    "numbers": "{type: numbers, table: FILE.csv, columns: [age]}",
-    "images": "{type: images, path: FOLDER}",
-}
-_OTHERS = {
-    "small_images": "name a folder",
-    "conditions": "write some",
-    "embeddings": "name a prior: {experiment: NAME}",
-}
-"""Advice by the key of the section sample that is unset where no image is held out."""
-
 
 def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Sections) -> None:
     """Raise ValueError unless the section pairs provides exactly what training reads next to the images: sets of these
@@ -54,7 +40,7 @@ def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Section
         reader = "system.alignment is set" if missing == "features" else f"system.condition.type is {condition.type}"
         types = ", ".join(of_kind.type for of_kind in sets.values())
         mistake = f"pairs.type is {types}" if sets else "pairs is missing"
-        example = _EXAMPLES.get(missing, f"{{type: {missing}}}")
+        example = next((part.pairs_example for part in condition.parts if part.reads == missing), "{type: features}")
         advice = f"add a section, such as pairs: {example}" if not sets else f"add {example} to the list pairs"
         raise ValueError(f"{reader}, but {mistake}. It needs {missing}: {advice}.")
     if unread := next((kind for kind in sets if kind not in kinds), None):
@@ -63,7 +49,7 @@ def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Section
             "as {block: 1}."
             if unread == "features"
             else f"pairs has {unread}, but system.condition.type is {condition.type}: nothing reads them. Leave them "
-            f"out, or add {{type: {_CONDITIONS[unread]}}} to system.condition."
+            f"out, or add {{type: {sets[unread].condition}}} to system.condition."
         )
     condition.check_pairs(list(sets.values()), experiment.data)
 
@@ -304,11 +290,10 @@ def check_embeddings(condition: Conditions, experiment: Sections, prior: Section
     """Raise ValueError if there are no embeddings, numbers or images to sample from, or if the prior learned from other
     pairs."""
     if condition.draws(experiment.section("sample")) == "validation" and not experiment.data.has_validation:
-        key = next(iter(condition.drawing(experiment.section("sample"))))
-        advice = _OTHERS[key]
+        part, _ = condition.drawing(experiment.section("sample"))[0]
         raise ValueError(
-            f"sample.{key} is unset, so held-out images provide the {key}, but data has no held-out images. Set "
-            f"data.validation_fraction, or {advice}."
+            f"sample.{part.source_key} is unset, so held-out images provide the {part.source_key}, but data has no "
+            f"held-out images. Set data.validation_fraction, or {part.source_advice}."
         )
     if prior is None:
         return

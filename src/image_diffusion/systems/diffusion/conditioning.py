@@ -29,7 +29,8 @@ from image_diffusion.systems.diffusion.sampling_request import SamplingRequest, 
 from image_diffusion.systems.sampling import Column
 
 AnyImage = Annotated[ImageCondition | PairedImageCondition, Field(discriminator="source")]
-Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition | AnyImage
+_Vector = NumbersCondition | AnyImage
+Part = LabelCondition | TextCondition | EmbeddingCondition | _Vector
 
 
 def _fitting(value: Any) -> Any:
@@ -43,11 +44,8 @@ def _fitting(value: Any) -> Any:
 
 _EXAMPLE = "a part, such as {type: label}"
 
-NAMING = ("small_images", "conditions", "embeddings")
-"""Keys of the section sample that name what images are made of. A part is known by the first one that it uses."""
-
 OnePart = Annotated[Part, Field(discriminator="type")]
-OneVector = Annotated[LabelCondition | NumbersCondition | AnyImage, Field(discriminator="type")]
+OneVector = Annotated[LabelCondition | _Vector, Field(discriminator="type")]
 
 AnyCondition = Annotated[OneOrSeveral[OnePart], alone(_EXAMPLE), AfterValidator(_fitting)]
 """One part, or a list of parts that all hold. A list of one is the part alone."""
@@ -139,19 +137,18 @@ class Conditions:
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source that images are made of beside the settings. Raises ValueError for two sources."""
         drawing = self.drawing(settings)
-        if len(set(map(str, drawing.values()))) > 1:
-            unset = next(key for key, source in drawing.items() if source == "validation")
-            named = next(key for key, source in drawing.items() if source != "validation")
+        if len({str(source) for _, source in drawing}) > 1:
+            unset = next(part.source_key for part, source in drawing if source == "validation")
+            named = next(part.source_key for part, source in drawing if source != "validation")
             raise ValueError(
                 f"sample.{unset} is unset, so held-out images provide the {unset}, but sample.{named} names others. "
                 f"Set both, or none."
             )
-        return next(iter(drawing.values()), None)
+        return drawing[0][1] if drawing else None
 
-    def drawing(self, settings: SampleConfig) -> dict[str, SamplesOf | str]:
-        """Return the sources that images are made of beside the settings, by the key that names or leaves out each."""
-        sources = [(part, source) for part in self.parts if (source := part.draws(settings)) is not None]
-        return {next(key for key in NAMING if key in part.keys): source for part, source in sources}
+    def drawing(self, settings: SampleConfig) -> list[tuple[Part, SamplesOf | str]]:
+        """Return the parts that images are made of beside the settings, with the source of each."""
+        return [(part, source) for part in self.parts if (source := part.draws(settings)) is not None]
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source of the images of the part that is one."""

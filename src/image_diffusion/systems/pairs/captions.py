@@ -24,6 +24,7 @@ class CaptionPairs(BesideCrops):
     """Captions of the images, encoded once by a text encoder and stored next to the latents."""
 
     kind: ClassVar[str] = "captions"
+    condition: ClassVar[str] = "text"
     type: Literal["captions"] = "captions"
     """Encoded captions of the crops; for system.condition text."""
     captions: Captions = ClassCaptions()

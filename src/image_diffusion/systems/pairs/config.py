@@ -45,6 +45,7 @@ PARTS = ("image", "text")
 
 class _Pairs(PairSettings):
     kind: ClassVar[str] = "pairs"
+    condition: ClassVar[str] = "embedding"
     splits: Splits = Splits()
     """Shares of train, validation and test, by the hash of a pair's id."""
     dtype: Literal["float16", "float32"] = "float16"
@@ -161,22 +162,20 @@ class FilePairs(_Pairs):
         return StoredPairs(source, inputs.num_shards, text)
 
 
-EmbeddingPairs = Annotated[HashedPairs | ContrastivePairs | ClipPairs | FilePairs, Field(discriminator="type")]
+_Embedded = HashedPairs | ContrastivePairs | ClipPairs
+_Vector = NumberPairs | ImageFilePairs
+_Beside = CaptionPairs | _Vector | FeaturePairs
+
+EmbeddingPairs = Annotated[_Embedded | FilePairs, Field(discriminator="type")]
 """Pairs of an image embedding and a caption embedding, for training a prior."""
 
-ImagePairs = Annotated[
-    CaptionPairs | NumberPairs | ImageFilePairs | FeaturePairs | HashedPairs | ContrastivePairs | ClipPairs,
-    Field(discriminator="type"),
-]
+ImagePairs = Annotated[_Beside | _Embedded, Field(discriminator="type")]
 """Source of the conditions or features that an image network reads next to the images."""
 
-VectorPairs = Annotated[NumberPairs | ImageFilePairs, Field(discriminator="type")]
+VectorPairs = Annotated[_Vector, Field(discriminator="type")]
 """Source of the numbers or images that every image network can read next to the images."""
 
-PairsConfig = Annotated[
-    HashedPairs | ContrastivePairs | ClipPairs | FilePairs | CaptionPairs | NumberPairs | ImageFilePairs | FeaturePairs,
-    Field(discriminator="type"),
-]
+PairsConfig = Annotated[_Embedded | FilePairs | _Beside, Field(discriminator="type")]
 
 
 def _of_different_kinds(value: Any) -> Any:

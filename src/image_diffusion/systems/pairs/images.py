@@ -43,6 +43,7 @@ class ImageFilePairs(BesideCrops):
     """Images of another folder, cropped as those of the data set and stored next to them."""
 
     kind: ClassVar[str] = "images"
+    condition: ClassVar[str] = "image"
     dtype: ClassVar[Literal["uint8"]] = "uint8"
     """Data type of the stored images."""
     type: Literal["images"] = "images"

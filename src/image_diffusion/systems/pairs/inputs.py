@@ -39,6 +39,8 @@ class PairSettings(Config, ABC):
 
     kind: ClassVar[str]
     """Kind of the shards."""
+    condition: ClassVar[str | None] = None
+    """Type of the condition that reads them; None: no condition does."""
 
     @property
     def name(self) -> str:

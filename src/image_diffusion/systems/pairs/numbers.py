@@ -32,6 +32,7 @@ class NumberPairs(BesideCrops):
     """Numbers of the images, stored next to the latents."""
 
     kind: ClassVar[str] = "numbers"
+    condition: ClassVar[str] = "numbers"
     dtype: ClassVar[Literal["float32"]] = "float32"
     """Data type of the stored numbers."""
     type: Literal["numbers"] = "numbers"

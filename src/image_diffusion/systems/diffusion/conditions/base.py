@@ -66,7 +66,8 @@ class ServedFrom:
 
 
 class ConditionPart(Config, ABC):
-    """Part of the condition of a network: itself the condition, or one of several (`Conditions`)."""
+    """Part of the condition of a network: itself the condition, or one of several (`Conditions`). Its `type` is the
+    name of the condition in `DataSpec.conditions` and in the inputs of the network."""
 
     takes_classes: ClassVar[bool] = False
     """True if the part is the class of an image."""
@@ -74,6 +75,12 @@ class ConditionPart(Config, ABC):
     """Keys of the section sample that say what images are conditioned on."""
     reads: ClassVar[str | None] = None
     """Kind of the shards beside the images that it is read from; None: no shards are read."""
+    pairs_example: ClassVar[str]
+    """Set of the section `pairs` that provides these shards, as messages suggest it."""
+    source_key: ClassVar[str]
+    """Key of the section sample that names the source of `draws`."""
+    source_advice: ClassVar[str]
+    """Advice of messages where this key is unset and no images are held out."""
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings that do nothing or are missing. section: their name. pairs: the section

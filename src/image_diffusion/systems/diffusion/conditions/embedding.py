@@ -28,6 +28,9 @@ class EmbeddingCondition(ConditionPart):
 
     keys: ClassVar[frozenset[str]] = frozenset({"embeddings"})
     reads: ClassVar[str] = "pairs"
+    pairs_example: ClassVar[str] = "{type: hashed}"
+    source_key: ClassVar[str] = "embeddings"
+    source_advice: ClassVar[str] = "name a prior: {experiment: NAME}"
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         if settings.prompts is not None or settings.negative_prompt:

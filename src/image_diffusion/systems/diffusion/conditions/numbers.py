@@ -30,6 +30,9 @@ class NumbersCondition(ConditionPart):
 
     keys: ClassVar[frozenset[str]] = frozenset({"conditions"})
     reads: ClassVar[str] = "numbers"
+    pairs_example: ClassVar[str] = "{type: numbers, table: FILE.csv, columns: [age]}"
+    source_key: ClassVar[str] = "conditions"
+    source_advice: ClassVar[str] = "write some"
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings that do nothing, and for rows with names or values that do not fit."""

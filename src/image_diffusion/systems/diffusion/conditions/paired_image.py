@@ -42,6 +42,9 @@ class PairedImageCondition(ImagePart):
     """The image of the same name in the folder of the section pairs."""
 
     reads: ClassVar[str] = "images"
+    pairs_example: ClassVar[str] = "{type: images, path: FOLDER}"
+    source_key: ClassVar[str] = "small_images"
+    source_advice: ClassVar[str] = "name a folder"
     keeps_size: ClassVar[bool] = False
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:

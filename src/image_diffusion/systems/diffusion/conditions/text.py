@@ -32,6 +32,7 @@ class TextCondition(ConditionPart):
 
     keys: ClassVar[frozenset[str]] = frozenset({"prompts", "negative_prompt"})
     reads: ClassVar[str] = "captions"
+    pairs_example: ClassVar[str] = "{type: captions}"
 
     @field_validator("caption_weights")
     @classmethod
