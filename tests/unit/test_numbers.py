@@ -561,7 +561,7 @@ def test_what_does_not_fit_is_told_in_one_line_before_any_work(
 
 
 def test_a_table_names_no_class_where_the_network_takes_none(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("age,label\n40,3\n")
+    (tmp_path / "rows.csv").write_text("age,label,count\n40,3,5\n")
     synthesize = {"table": str(tmp_path / "rows.csv")}
     assert mistake(tmp_path, BOTH, synthesize=synthesize) == ""
     assert "synthesize.table names a label, but the network takes no classes. Leave it out, or add {type: label}" in (
