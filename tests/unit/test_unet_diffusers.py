@@ -155,6 +155,14 @@ def test_data_that_diffusers_does_not_have_are_refused(changes: dict[str, Any], 
             },
             "DDPMPipeline has no conditions on numbers",
         ),
+        (
+            {
+                "data": {"source": {"type": "folder", "path": "images", "classes": "none"}},
+                "system": {"condition": {"type": "image", "from": "pairs"}},
+                "pairs": {"type": "images", "path": "masks"},
+            },
+            "DDPMPipeline has no conditions on images",
+        ),
         ({"data": {"dtype": "uint16", "channels": 5}}, "has no classes and no arrays and no images of 5 channels"),
     ],
 )
