@@ -6,6 +6,7 @@ import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -665,6 +666,15 @@ def test_frames_of_dicom_need_a_decision() -> None:
     with pytest.raises(Undecided, match="3 x 20 x 24 numbers along the axes ZYX"):
         read(data, channels=1)
     assert read(data, channels=1, pages="first").shape == (1, 20, 24)
+
+
+def test_compressed_dicom_that_needs_another_package_stops_the_crop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, whole series of intact scans would be listed as damaged, and left out."""
+    pydicom = pytest.importorskip("pydicom", reason="the extra `arrays`")
+    path = pydicom.data.get_testdata_file("MR_small_jpeg_ls_lossless.dcm", download=False)
+    monkeypatch.setattr("pydicom.pixels.get_decoder", lambda _: SimpleNamespace(is_available=False))
+    with pytest.raises(Undecided, match=r"\(JPEG-LS Lossless .*\) needs the package gdcm\."):
+        read(Path(path).read_bytes(), channels=1, dtype="int16")
 
 
 def test_without_pydicom_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,13 +193,16 @@ def _dicom(data: bytes, max_pixels: int) -> Stack:
     modality LUT (PS3.3 C.7.6.3, C.11.1). The window is left out: it is for the eye."""
     try:
         from pydicom import dcmread
-        from pydicom.pixels import apply_modality_lut
+        from pydicom.pixels import apply_modality_lut, get_decoder
     except ModuleNotFoundError:
         raise Undecided(f"DICOM files need {package('pydicom', 'arrays')}") from None
     file = dcmread(io.BytesIO(data))
     if "SharedFunctionalGroupsSequence" in file or "PerFrameFunctionalGroupsSequence" in file:
         raise BadImage("an enhanced DICOM file, of which each frame may be rescaled: save it as classic DICOM or .npy")
     _check_pixels([file.Rows, file.Columns, int(file.get("NumberOfFrames", 1))], max_pixels)
+    syntax = file.file_meta.TransferSyntaxUID
+    if syntax.is_compressed and not get_decoder(syntax).is_available:
+        raise Undecided(f"this DICOM file ({syntax.name}) needs the package gdcm. Install it: pip install python-gdcm.")
     numbers, kind = file.pixel_array, file.PhotometricInterpretation
     if kind not in ("MONOCHROME1", "MONOCHROME2"):
         raise BadImage(f"not grey: a DICOM file of {kind}")
