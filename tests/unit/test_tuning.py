@@ -163,12 +163,17 @@ def test_a_wrong_name_is_told_before_any_work(tmp_path: Path, monkeypatch: pytes
         (tmp_path / f"{name}.yaml").write_text(to_yaml(raw))
     with pytest.raises(ValueError, match=r"finetune_demo.yaml: train.lr_factors has head.\*, which names no parameter"):
         load_all([tmp_path / "finetune_demo.yaml"])
-    raw["train"] = {**raw["train"], "lr_factors": {}, "lora": {}}
-    (tmp_path / "finetune_demo.yaml").write_text(to_yaml(raw))
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
-    with pytest.raises(ValueError, match=r"train.lora needs the package peft. Install it: pip install"):
-        load_all([tmp_path / "finetune_demo.yaml"])
+    absent = ("peft", "bitsandbytes")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
+    for key, value, message in (
+        ("lora", {}, "train.lora needs the package peft. Install it: pip install"),
+        ("optimizer", {"type": "adamw_8bit"}, "train.optimizer adamw_8bit needs the package bitsandbytes. Install it"),
+    ):
+        changed = raw | {"train": raw["train"] | {"lr_factors": {}, key: value}}
+        (tmp_path / "finetune_demo.yaml").write_text(to_yaml(changed))
+        with pytest.raises(ValueError, match=message):
+            load_all([tmp_path / "finetune_demo.yaml"])
 
 
 @pytest.mark.parametrize(

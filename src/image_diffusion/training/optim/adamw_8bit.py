@@ -3,12 +3,14 @@ arXiv:2110.02861), through the kernels of bitsandbytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from image_diffusion.core.process.errors import package
 from image_diffusion.training.optim.adam import MOMENTS, AdamW
 from image_diffusion.training.optim.base import FlatOptimizer, Piece, pieces
 from image_diffusion.training.parallel.flat_parameters import Flat, Vector
@@ -26,6 +28,12 @@ class AdamW8bit(AdamW):
 
     type: Literal["adamw_8bit"] = "adamw_8bit"  # type: ignore[assignment]
     """AdamW with moments of 8 bits, through the package bitsandbytes."""
+    looks_inside: ClassVar[bool] = True
+
+    def check(self, trained: Collection[str]) -> None:
+        """Raise ValueError if the package bitsandbytes is missing."""
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(f"train.optimizer adamw_8bit needs {package('bitsandbytes', 'adam8bit')} Or use adamw.")
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
         check_library(flat.values.device)

@@ -26,11 +26,11 @@ class OptimizerConfig(Config, ABC):
     """Values of `train.sharding` that it does not go with, and what it needs or keeps that they divide."""
 
     looks_inside: ClassVar[bool] = False
-    """True if it treats layers by their kind, so that it has something to `check`."""
+    """True if it has something to `check`."""
 
     def check(self, trained: Collection[str]) -> None:
-        """Raise ValueError if this optimizer has nothing to update. trained: weights that `nn.blocks.inner_matrices`
-        names and that are not frozen."""
+        """Raise ValueError if this optimizer has nothing to update, or lacks a package. trained: weights that
+        `nn.blocks.inner_matrices` names and that are not frozen."""
 
     @abstractmethod
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
