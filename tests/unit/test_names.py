@@ -62,8 +62,11 @@ def test_a_link_that_leads_out_is_refused_unless_the_content_is_checked(tmp_path
 READ_FROM_OTHERS: tuple[type[BaseModel], ...] = (Manifest,)
 """The models that are filled from JSON that may come from anywhere, with all models that they contain."""
 
-NO_FILES = {"name", "crops", "precision", "classes", "flags", "crop", "codec", "pairs", "passed_over", "channels"}
-"""Fields of text that names no file: titles, digests, names of classes, flags and channels, kinds of files,
+NO_FILES = {
+    *("name", "crops", "precision", "classes", "flags", "crop", "codec", "pairs", "passed_over", "channels"),
+    "missing_numbers",
+}
+"""Fields of text that names no file: titles, digests, names of classes, flags, channels and columns, kinds of files,
 identities that are only compared."""
 
 

@@ -8,6 +8,7 @@ from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.export.registry import check_export
 from image_diffusion.metrics.choice import check_measured
+from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.synthesis.request import TAKEN, check_count, read_table
 from image_diffusion.systems.base import (
     Others,
@@ -46,7 +47,7 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
-    if experiment.evaluate is not None:
+    if isinstance(experiment.evaluate, EvaluateConfig):
         check_evaluate(experiment)
     check_export(experiment, others)
     if experiment.synthesize is not None:
@@ -76,7 +77,7 @@ def check_evaluate(experiment: Experiment) -> None:
         return
     least, key = evaluate.least_samples, "num_samples"
     for section in ("sample", "sweep"):
-        count = getattr(experiment.section(section), key)
+        count = getattr(getattr(experiment, section), key, None)
         if count is not None and count < least:
             raise ValueError(
                 f"{section}.{key} is {count}, but evaluate needs at least {least} samples, two more than "
