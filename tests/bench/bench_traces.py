@@ -93,8 +93,8 @@ def main() -> None:
             answers[name] += called(network, images) / arguments.judges
     print("| Pictures | Number | Called upside down | 95 % interval |\n| --- | ---: | ---: | ---: |")
     for name, shares in answers.items():
-        low, high = mean_estimate(torch.from_numpy(shares), 0, 1).interval
-        print(f"| {name} | {len(shares):,} | {shares.mean():.1%} | {low:.1%} to {high:.1%} |")
+        interval = mean_estimate(torch.from_numpy(shares), 0, 1).interval or (0.0, 1.0)  # too few pictures
+        print(f"| {name} | {len(shares):,} | {shares.mean():.1%} | {interval[0]:.1%} to {interval[1]:.1%} |")
 
 
 if __name__ == "__main__":
