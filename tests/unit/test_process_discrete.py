@@ -14,18 +14,7 @@ from image_diffusion.process import Process, discrete
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.respacing import space_timesteps
-from image_diffusion.process.schedules import (
-    BetaSchedule,
-    Const,
-    Cosine,
-    Jsd,
-    Linear,
-    Quad,
-    Sigmoid,
-    Warmup10,
-    Warmup50,
-)
-from unions import known
+from image_diffusion.process.schedules import Const, Cosine, Jsd, Linear, Quad, Sigmoid, Warmup10, Warmup50
 
 SCHEDULES = [Linear(), Cosine(), Quad(), Quad(scaled=True), Warmup10(), Warmup50(), Const(), Jsd(), Sigmoid()]
 
@@ -146,7 +135,10 @@ def test_a_configuration_is_checked_without_its_tables(monkeypatch: pytest.Monke
             {"schedule": {"type": "quad", "beta_end": 0.5, "scaled": True}, "num_timesteps": 100},
             "got a maximum of 5.0 from quad(num_steps=100). Use num_steps >= 500.",
         ),
-        ({"schedule": {"type": "cosin"}}, f"Unknown process.schedule 'cosin'. {known(BetaSchedule)}"),
+        (
+            {"schedule": {"type": "cosin"}},
+            "Unknown process.schedule 'cosin'. Known: linear, cosine, quad, warmup10, warmup50, const, jsd, sigmoid.",
+        ),
         ({"respacing": 1001}, "asks for 1001 timesteps of a section that has 1000. Use at most 1000."),
         ({"respacing": [10, 600, 10]}, "asks for 600 timesteps of a section that has 333."),
         ({"respacing": "ddim600"}, 'no integer stride keeps 600 of 1000 timesteps. Use "600" for uneven strides.'),
@@ -156,7 +148,7 @@ def test_a_configuration_is_checked_without_its_tables(monkeypatch: pytest.Monke
         ({"respacing": "0"}, "keeps no timestep."),
         ({"num_timesteps": 0}, "process.num_timesteps is 0"),
         ({"schedule": {"type": "linear", "beta_strat": 1e-4}}, "Did you mean process.schedule.beta_start?"),
-        ({"type": "discreet"}, f"Unknown process 'discreet'. {known(Process)}"),
+        ({"type": "discreet"}, "Unknown process 'discreet'. Known: discrete, continuous, flow, edm."),
     ],
 )
 def test_what_people_are_told(data: dict[str, object], message: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import yaml
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.experiments.experiment import experiment_of, parse_experiment
 from image_diffusion.experiments.resolve import load_all
-from image_diffusion.systems import SYSTEMS, AnySystem
+from image_diffusion.systems import SYSTEMS
 from image_diffusion.systems.base import System
-from image_diffusion.systems.pairs.config import ImagePairs
-from unions import known
 
 DATA = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
 SMALL_DIT = {"type": "dit", "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
@@ -102,7 +99,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         ),
         (
             TEXT | {"pairs": {"type": "files"}},
-            f"Unknown pairs 'files'. {known(ImagePairs)}",
+            "Unknown pairs 'files'. Known: captions, numbers, images, features, hashed, contrastive, clip.",
         ),
         (TEXT | {"sample": {}}, "sample.prompts is missing: the network takes words"),
         (TEXT | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),
@@ -309,5 +306,5 @@ def test_a_system_answers_few_questions() -> None:
 
 
 def test_an_unknown_system_is_told_with_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match=re.escape(f"Unknown system 'vqgan'. {known(AnySystem)}")):
+    with pytest.raises(ValueError, match=r"Unknown system 'vqgan'\. Known: dit, iddpm, rin, autoencoder, dvae, prior"):
         parse_experiment({"data": DATA, "train": {"steps": 1}, "system": {"type": "vqgan"}}, "x")
