@@ -13,6 +13,7 @@ from pathlib import Path
 
 _ON_INCEPTION = {
     "fid": "fd",
+    "fid_infinity": "fd_infinity",
     "sfid": "spatial_fd",
     "kid": "kd",
     "rfid": "reconstruction_fd",
