@@ -27,7 +27,7 @@ def runs(*values: float, deviation: float | None = None) -> list[Measured]:
     return [Measured(value, deviation) for value in values]
 
 
-@pytest.mark.parametrize("metric", ["fid", "sfid", "fid_infinity", "inception_fd_infinity", "fd_dinov2", "inpipe_class_fd", "rfid"])
+@pytest.mark.parametrize("metric", ["fid", "sfid", "fid_infinity", "fd_dinov2", "inpipe_class_fd", "rfid"])
 def test_distances_are_compared_as_ratios(metric: str) -> None:
     assert is_ratio(metric)
 
