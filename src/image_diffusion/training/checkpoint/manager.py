@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -222,7 +222,7 @@ class State(Background):
             files: dict[str, Any] = read_json(path)
             return files
 
-        with _unwritten(step, self.folder, self.advice):
+        with _unwritten(step, self.folder, self.advice, self.assert_owner):
             whole = replace(checkpoint, split=self._split)
             self._good = write_checkpoint(
                 self.folder, whole, self.identity, environment(), self.assert_owner, self.token, others
@@ -299,11 +299,15 @@ def _owns(root: Path, token: str) -> bool:
 
 
 @contextmanager
-def _unwritten(step: int, folder: Path, advice: str = "") -> Iterator[None]:
-    """Say of an error of the disk what could not be written."""
+def _unwritten(
+    step: int, folder: Path, advice: str = "", assert_owner: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Say of an error of the disk what could not be written. assert_owner: raises first where another process has
+    become the owner, for that one removes what it finds unfinished."""
     try:
         yield
     except OSError as error:
+        assert_owner()
         raise OSError(
             f"The checkpoint of step {step:,} could not be written in {folder}: {error}. {room_at(folder)} "
             f"{advice} Make room and run the same command again."
