@@ -1,7 +1,7 @@
-"""The entries of a folder with their stamps, for a look at a million files: in C (`entries.c`), in two thirds of the
-time that Python takes.
+"""The entries of a folder with their stamps, for listing a million files: in C (`entries.c`), in two thirds of the time
+that Python takes.
 
-Installing the package compiles it where it finds a C compiler. Elsewhere Python looks, and finds the same.
+Installing the package compiles it if there is a C compiler. Otherwise Python lists the same entries.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class ZipArchive(FewFiles):
         folders = _folders(names)
         level = level_of(self.classes, self.path, lambda folder: folders.get(folder, set()), is_archive=True)
         listing = by_folder(members, level)
-        # Zips made by file managers often have a folder around all others: it is not the class, and a notice says so.
+        # Zips made by file managers often have a folder around all others: it is not the class; print a notice.
         looked_through = level > 1 and not isinstance(self.classes, Level)
         around = next(iter(folders[""]))
         notices = (f"{self.path}: the classes are the folders in {around}, which holds all others",)
