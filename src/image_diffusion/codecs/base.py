@@ -168,10 +168,10 @@ class CodecSettings(Config, ABC):
 
     @abstractmethod
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """Return the shapes that the data determine for a network. autoencoder: of the experiment that trains the
-        codec, where one does.
+        """Return the shapes that the data determine for a network. autoencoder: settings of the experiment that trains
+        the codec, if any.
 
-        Raises ValueError when the images do not fit, from what can be known without loading any weights.
+        Raises ValueError if the images do not fit, which is checked without loading weights.
         """
 
     @abstractmethod

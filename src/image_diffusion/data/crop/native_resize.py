@@ -17,7 +17,7 @@ from image_diffusion.core.native import library_path, load
 
 BYTES = {"L": 1, "RGB": 4}
 """Bytes of a pixel as Pillow holds it, of the modes that are resized here."""
-_COMPILED = library_path(__name__, "resize.compiled")  # by setup.py
+_COMPILED = library_path(__name__, "resize.compiled")  # compiled by setup.py
 _MOST = 2**31 - 1
 
 

@@ -33,7 +33,7 @@ class ClassCaptions(Config):
     table: ClassVar[None] = None
     """The table that is read; None: there is none."""
     template: str | tuple[str, ...] = "a photo of a {}"
-    """The caption, with {} for the name of the class; or a list of them."""
+    """Template of a caption, with {} for the name of the class; or a list of templates."""
 
     @field_validator("template")
     @classmethod
@@ -44,7 +44,7 @@ class ClassCaptions(Config):
         return value
 
     def read(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
-        """Return the captions of each sample. Raises ValueError without classes."""
+        """Return the captions of each sample. Raises ValueError if there are no classes."""
         if not classes:
             raise ValueError(
                 "pairs.captions.type is classes, but the data have no classes. Put images into class folders, or set "
@@ -64,9 +64,9 @@ class TableCaptions(Config):
     path: str = Field(min_length=1)
     """The table: `.csv` with a header line, or `.parquet`. An image may have several rows."""
     path_column: str = "path"
-    """Name of the column of images, named as in the data set: the path within its folder, or tar and key."""
+    """Name of the column of image names as in the data set: the path within its folder, or tar and key."""
     caption_column: str | tuple[str, ...] = "caption"
-    """Name of the column of captions; or a list of names, for several captions an image."""
+    """Name of the column of captions; or a list of names, for several captions per image."""
 
     @property
     def table(self) -> str:
@@ -83,12 +83,12 @@ class BesideCaptions(Config):
     """Captions that come with the images."""
 
     type: Literal["beside"] = "beside"
-    """For the sources folder and webdataset a `.txt` beside each image, a caption a line, or the key "caption" of a
-    `.json`, as img2dataset writes them; for the sources table and huggingface a column of the same data."""
+    """Captions in the source. folder and webdataset: a `.txt` next to each image, one caption per line, or the key
+    "caption" of a `.json`, as img2dataset writes them. table and huggingface: a column of the same data."""
     table: ClassVar[None] = None
     """The table that is read; None: there is none."""
     column: str | tuple[str, ...] = "caption"
-    """Name of that column; or a list of names, for several captions an image."""
+    """Name of the column of captions; or a list of names, for several captions per image."""
 
     def read(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
         """Return the captions of each sample. Raises ValueError for a source that has none, or one that cannot be

@@ -1,4 +1,4 @@
-"""Datasheet of a data set, to read before training on it: a page of numbers, and what somebody should look at.
+"""Datasheet of a data set, to read before training on it: a page of numbers and of findings to inspect.
 
 Everything comes from the records that `crop` wrote beside its shards: what it saw of each original, and of its crop.
 """

@@ -52,12 +52,11 @@ class Batches:
     """A rank's share of every global batch, endless or for a number of epochs.
 
     dataset: the shards to read. global_batch: examples per step on all ranks together. seed: of the run; decides order
-    and flips. rank, world_size: number of this process, and of processes. start: number of examples that all ranks have
-    consumed. flip_probability: probability that an example is mirrored. prefetch: number of batches to read ahead.
-    device: device of the examples, reached through reused page-locked memory if it is a GPU. epochs: number of passes;
-    the last batch may be smaller than the others, even empty on some ranks, but all ranks see the same number of
-    batches. balance_classes: whether all classes are equally frequent; a pass has the same number of examples either
-    way.
+    and flips. rank, world_size: as in torch.distributed. start: number of examples that all ranks have consumed.
+    flip_probability: probability that an example is mirrored. prefetch: number of batches to read ahead. device: device
+    of the examples, reached through reused page-locked memory if it is a GPU. epochs: number of passes; the last batch
+    may be smaller than the others, even empty on some ranks, but all ranks see the same number of batches.
+    balance_classes: whether all classes are equally frequent; a pass has the same number of examples either way.
     """
 
     dataset: Shards
@@ -137,7 +136,7 @@ class _Staging:
             buffer = torch.empty((len(samples) + 1, *dataset.shape), dtype=dataset.dtype, pin_memory=True)
             self._buffers.append((buffer, torch.cuda.Event()))
         buffer, copied = self._buffers[turn]
-        # The copy of this buffer's previous content must have finished; with prefetch + 1 buffers, it nearly always has.
+        # The copy of this buffer's previous content must have finished; with prefetch + 1 buffers it nearly always has.
         copied.synchronize()
         if len(buffer) < len(samples):
             buffer = torch.empty((len(samples), *dataset.shape), dtype=dataset.dtype, pin_memory=True)

@@ -1,13 +1,13 @@
 """Order of the samples: a full shuffle of every epoch that is a pure function of (seed, epoch), of all samples or of
 each class.
 
-The stream of samples is the epochs one after another. Step s takes the positions [s G, (s + 1) G) of the stream, G
-the global batch, and each rank its contiguous share of them. So every sample comes once an epoch whatever the batch,
-the number of processes and the number of samples; no tail is dropped or padded; and the state is one integer.
+The stream of samples is the epochs one after another. Step s takes the positions [s G, (s + 1) G) of the stream, G the
+global batch, and each rank its contiguous share of them. So every sample occurs once per epoch for any batch size,
+number of processes and number of samples; no tail is dropped or padded; and the state is one integer.
 
 With balanced classes the stream is rounds in place of epochs: a round shows every class once, and each class goes
-through its own samples, epoch after epoch. So every C examples hold each of C classes once, and no sample comes again
-before all others of its class have come.
+through its own samples, epoch after epoch. So every C examples hold each of C classes once, and no sample recurs before
+all others of its class have occurred.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Shards:
         self.num_samples = len(chosen)
         self._chosen = chosen
 
-        # A tar consists of blocks, and every array begins at the same offset in a block. So the concatenated shards are a
-        # table with a row for each block, most of them unused, and a gather is one selection of rows.
+        # A tar consists of blocks, and every array begins at the same offset in a block. So the consecutive shards are
+        # a table with a row for each block, most of them unused, and a gather is one selection of rows.
         self._region = Region([entry["bytes"] for entry in entries])
         self._missing = np.ones(len(entries), dtype=np.bool_)
         if isinstance(folder, Path) and inspection is not None:

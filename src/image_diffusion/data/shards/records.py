@@ -17,8 +17,7 @@ from image_diffusion.core.files.checksums import describe
 from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
 
 FORMAT = 1
-"""Version of the shards, records and manifests. Other versions are rewritten by their stage, and rejected by
-readers."""
+"""Version of the shards, records and manifests. Other versions are rewritten, and rejected by readers."""
 
 UNWANTED = "data.keep: "
 """Prefix of the reason for an image that `data.keep` leaves out."""

@@ -61,7 +61,7 @@ class Remote:
             (self.cache / sha256).unlink(missing_ok=True)
 
     def fetch(self, file: str, sha256: str, size: int | None = None) -> Path:
-        """Return the path of a file of the set on this machine, fetched unless it is present.
+        """Return the local path of a file of the set, which is fetched unless it is cached.
 
         sha256: of its content. size: its bytes, where they are known. Raises ValueError when it cannot be fetched, or
         is not what the manifest says it is.
