@@ -133,8 +133,8 @@ def _read(path: str, path_column: str, caption_columns: tuple[str, ...]) -> dict
 class Captioned:
     """The crops of a shard that have captions.
 
-    samples, captions, rows: of each its record, its captions, one at least, and its number in the whole set. missing:
-    crops without any. first_captions: of all crops of the shard; None for those without. sha256: of the shard.
+    samples, captions, rows: record, captions (at least one), and number in the whole set, of each crop. missing: crops
+    without captions. first_captions: of all crops of the shard; None for those without. sha256: of the shard.
     """
 
     samples: list[Sample]
@@ -146,7 +146,8 @@ class Captioned:
 
 
 class CaptionedCrops:
-    """Every shard of a set of crops, with captions. source: where captions come from that come with the images.
+    """Every shard of a set of crops, with captions. source: source of the images and of the captions that come with
+    them.
 
     shape: of a crop, [C, R, R]. held_out: whether the set keeps each crop from training, bool [N].
     """

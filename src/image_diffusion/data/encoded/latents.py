@@ -1,8 +1,8 @@
-"""Shards of crops -> shards of latents or of tokens, one tar in, one tar out.
+"""Encode shards of crops as shards of latents or tokens, one tar from each tar.
 
-For each image the codec's moments (mean and standard deviation) of the image and of its mirror image, so that
-training can draw a new latent and a new flip in every epoch without the codec. Of a discrete codec, when asked, the
-tokens of both instead: what a prior over tokens is trained on.
+For each image the codec's moments (mean and standard deviation) of the image and of its mirror image, so that training
+can draw a new latent and a new flip in every epoch without the codec. For a discrete codec with `tokens`, the tokens of
+both instead, on which a prior over tokens is trained.
 
 While a batch is encoded, the next is read and the one before is written, in three threads, so that a GPU waits for no
 file.
@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class Declares(Protocol):
-    """An `Encoder` whose author gave factors: the manifest keeps them beside the measured ones."""
+    """An `Encoder` with normalisation factors of its author, which the manifest stores next to the measured ones."""
 
     def declared(self) -> dict[str, Any]:
         """Return {"mean", "std"} of each channel, or one number each."""

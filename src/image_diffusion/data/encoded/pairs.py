@@ -1,11 +1,11 @@
 """Pairs of embeddings -> shards: one stored sample [2 + L, dim] is an image, its caption, and the caption's L tokens.
 Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images; or numbers of each
-image, [columns, 2]; or another image, [C, H, W]; or what a teacher sees in each image and in its mirror image,
-[D, h, w] twice.
+image, [columns, 2]; or another image, [C, H, W]; or a teacher's features of each image and of its mirror image, [D, h,
+w] twice.
 
-Rows of tokens that a caption does not have are zeros, as are captions that an image does not have. The shards, records
-and manifest are those of crops and latents; a pair's split follows from the hash of its id alone. What has no caption,
-or an embedding that nothing can be learned from, is left out and listed in quarantine.csv.
+Missing tokens and missing captions are rows of zeros. The shards, records and manifest are those of crops and latents;
+a pair's split follows from the hash of its id alone. Pairs without a caption, or with an embedding of zeros or
+non-finite numbers, are left out and listed in quarantine.csv.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ _PROMPTS = 1000
 class CaptionFacts:
     """Facts about the captions of a set of images.
 
-    count: number of images with a caption. column: of a table. per_image: the median. words: at least those of 19 in 20
-    captions. prompts: different captions of images that are evenly spread over the set.
+    count: number of images with a caption. column: of a table. per_image: the median. words: 95th percentile per
+    caption. prompts: different captions of evenly spaced images.
     """
 
     count: int
@@ -69,8 +69,8 @@ class Facts:
     classes. short_side: in pixels, at least that of nine in ten images. aspect: width over height, of the tenth and the
     ninetieth of a hundred images. channels: 1 for grey pictures, however they are stored. names: of the channels of
     arrays. dtype: of arrays; None for pictures. transparent: True if every picture has an alpha channel. several_pages:
-    True if a file has more pages than one, or is of a format that may. deep: the same of pictures that have 16 bits.
-    captions, masks: None without any. notices: lines of the source.
+    True if a file has several pages, or its format allows them. deep: the same for 16-bit pictures. captions, masks:
+    None if there are none. notices: lines of the source.
     """
 
     source: Images
