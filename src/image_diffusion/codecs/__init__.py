@@ -1,4 +1,4 @@
-"""Codecs: pixels <-> the space a network works in. One codec, one file; its name in `CodecConfig`."""
+"""Codecs: pixels <-> the space a network works in. Each codec has its own file and an entry in `CodecConfig`."""
 
 from typing import Annotated
 

@@ -26,8 +26,7 @@ N = TypeVar("N", bound=nn.Module)
 class LatentShape(Protocol):
     """Settings of an autoencoder's configuration that decide the shape of its latents.
 
-    latent_channels: of a latent. downsampling: number of pixels along an edge of the image for each element along an
-    edge of the latent.
+    latent_channels: channels of a latent. downsampling: ratio of the side of the image in pixels to that of the latent.
     """
 
     @property
@@ -39,7 +38,7 @@ class LatentShape(Protocol):
 
 @runtime_checkable
 class TokenShape(LatentShape, Protocol):
-    """Settings that decide the shape of the latents of an autoencoder that has tokens, num_tokens different ones."""
+    """Settings that decide the shape of the latents of an autoencoder with a codebook of num_tokens tokens."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -47,15 +46,15 @@ class TokenShape(LatentShape, Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """Parts of a codec that go with a model that leaves this package. settings: plain data. network: the network that
-    decodes, an autoencoder of diffusers or a network of our own; None: the codec has no network."""
+    """Parts of a codec that are exported with a model. settings: plain data. network: the decoding network, an
+    autoencoder of diffusers or of this package; None if the codec has none."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     network: nn.Module | None = None
 
 
 class Codec(Protocol):
-    """Codec: turns images into the inputs of a network's training, and samples back into images.
+    """Interface of a codec, which converts images to the inputs of a network, and samples back to images.
 
     An image is encoded once, to moments, which are stored; `draw` turns what was stored into x each time it is read,
     so that posterior noise is new in every epoch. The scale of a latent is applied in `draw` and `decode` only.
@@ -63,80 +62,79 @@ class Codec(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return plain data that distinguishes this codec from every other: latents of another identity are never used
-        with it."""
+        """Return plain data that identifies the codec: it is never used with latents of another identity."""
         ...
 
     @property
     def bounded(self) -> bool:
-        """True if x lies in [-1, 1], as pixels do: then samplers hold their predictions of it to that range."""
+        """True if x lies in [-1, 1], as pixels do, so that samplers clamp their predictions of x to this range."""
         ...
 
     def compile_encoder(self) -> None:
-        """Make `encode` faster with torch.compile, after the minutes that this takes."""
+        """Compile `encode` with torch.compile, which takes minutes."""
         ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images [B, C, H, W], as they are stored -> float32 [B, 2, c, h, w]: mean and standard deviation, not
-        scaled. [B, 1, c, h, w] for latents without a deviation."""
+        """Encode stored images [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation, unscaled. [B, 1,
+        c, h, w] for latents without a standard deviation."""
         ...
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
-        """Draw x, float32 [B, c, h, w], from the content of the shards."""
+        """Draw x, float32 [B, c, h, w], from stored moments or pixels."""
         ...
 
     def normalise(self, latent: Tensor) -> Tensor:
-        """A latent as it was encoded, float32 [B, c, h, w] -> x; pixels stay what they are."""
+        """Convert unscaled latents, float32 [B, c, h, w], to x. Pixels are unchanged."""
         ...
 
     def decode(self, x: Tensor) -> Tensor:
-        """Decode x, float32 [B, c, h, w] -> images [B, C, H, W], of the type they are stored in."""
+        """Decode x, float32 [B, c, h, w] -> images [B, C, H, W] of the stored type."""
         ...
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
-        """Return this codec with the decoder of another autoencoder of the same latents: a folder, or a name on the
-        Hub. Raises ValueError for a codec that takes none."""
+        """Return this codec with the decoder of another autoencoder with the same latents: a folder, or a name on the
+        Hub. Raises ValueError if the codec has no exchangeable decoder."""
         ...
 
     def packed(self) -> Packed:
-        """Return the parts that go with an exported model, for `unpacked`."""
+        """Return the parts to export with a model, from which `unpacked` rebuilds the codec."""
         ...
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:
-        """Rebuild the codec from its packed parts, to decode with."""
+        """Rebuild the codec from its packed parts, for decoding."""
         ...
 
 
 @runtime_checkable
 class Tokens(Protocol):
-    """Tokenizer: turns images into integers, and those back into images."""
+    """Interface of a tokenizer, which converts images to integers and back."""
 
     @property
     def codec(self) -> Codec:
-        """Return the codec whose tokens they are."""
+        """Return the codec of the tokens."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of different integers."""
+        """Return the size of the codebook."""
         ...
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return plain data that distinguishes these tokens from all others."""
+        """Return plain data that identifies the tokens."""
         ...
 
     def compile_encoder(self) -> None:
-        """Make `encode` faster with torch.compile."""
+        """Compile `encode` with torch.compile."""
         ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images [B, C, H, W], as they are stored -> int64 [B, h, w], from 0 to num_tokens - 1."""
+        """Encode stored images [B, C, H, W] -> int64 [B, h, w], from 0 to num_tokens - 1."""
         ...
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Decode tokens [B, h, w] -> images [B, C, H, W], of the type they are stored in."""
+        """Decode tokens [B, h, w] -> images [B, C, H, W] of the stored type."""
         ...
 
 
@@ -146,78 +144,78 @@ class CodecSettings(Config, ABC):
     @property
     @abstractmethod
     def name(self) -> str | None:
-        """Return the name of the folder of encoded data, beside the crops; None: nothing is encoded."""
+        """Return the name of the folder of encoded data, next to the crops; None if the codec encodes nothing."""
 
     @property
     def takes_arrays(self) -> bool:
-        """True if images may be arrays (data.dtype), and not pictures of 8 bits alone."""
+        """True if the codec supports arrays (data.dtype) as well as pictures of 8 bits."""
         return False
 
     @property
     def trained_by(self) -> str | None:
-        """Return the name of the experiment that trains the codec; None: it needs no training."""
+        """Return the name of the experiment that trains the codec; None if it needs no training."""
         return None
 
     @property
     def pixel_range(self) -> Literal["signed", "unit"]:
-        """Return the range of pixels that the autoencoder takes: [-1, 1], or [0, 1]."""
+        """Return the pixel range of the autoencoder's input: [-1, 1], or [0, 1]."""
         return "signed"
 
     @property
     def stores(self) -> Literal["crops", "latents", "tokens"]:
-        """Return the kind of shards that a network on the codec learns from."""
+        """Return the kind of shards on which a network with this codec is trained."""
         return "latents" if self.name is not None else "crops"
 
     @abstractmethod
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """Return the shapes that the data fix for a network. autoencoder: of the experiment that trains the codec,
-        where one does.
+        """Return the shapes that the data determine for a network. autoencoder: settings of the experiment that trains
+        the codec, if any.
 
-        Raises ValueError when the images do not fit, from what can be known without loading any weights.
+        Raises ValueError if the images do not fit, which is checked without loading weights.
         """
 
     @abstractmethod
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """Build the codec. weights: the folder of the experiment that trained it, where one did. scale: the result of
-        `scale_of` for the encoded data set; None while encoding. dtype: the type it computes in."""
+        """Build the codec. weights: folder of the experiment that trained it, if any. scale: result of `scale_of` for
+        the encoded data set; None while encoding. dtype: type of its computations."""
 
     def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> Tokens:
-        """Return the tokenizer of images. Raises ValueError for a codec that has none."""
+        """Return the tokenizer. Raises ValueError for a codec without tokens."""
         raise ValueError(f"encode.tokens is set, but the codec {self.name} has none. Leave encode.tokens out.")
 
     def scale_of(self, statistics: Mapping[str, Any] | None) -> Any:
-        """Return the scale of a data set, as plain data: for `build`, and kept in model.json.
+        """Return the scale of a data set as plain data, for `build` and model.json.
 
-        statistics: those of the latents in its manifest; of crops that are arrays their levels; None for pictures. By
-        default one over the standard deviation of all numbers.
+        statistics: of the latents, from the manifest; the levels for array crops; None for pictures. By default, the
+        scale is the inverse of the standard deviation of all numbers.
         """
         return None if statistics is None else 1.0 / statistics["global_std"]
 
     def encoded_by(self) -> Self:
-        """Return the settings that decide the latents: experiments that agree in these share them."""
+        """Return the settings that decide the latents: experiments with equal settings share latents."""
         return self
 
     @property
     def files(self) -> list[Path]:
-        """Return the files that are not ours and that the codec is read from: latents are made again when one
-        changes."""
+        """Return the external files of the codec: latents are encoded again when one changes."""
         return []
 
     def check_decoder(self, key: str, weights: str) -> None:
-        """Raise ValueError where the autoencoder that a key names cannot decode these latents. Nothing is loaded."""
+        """Raise ValueError if the autoencoder named by a configuration key cannot decode these latents. Loads no
+        weights."""
         raise ValueError(
             f"{key} is {weights}, but only the latents of a published autoencoder (codec.type diffusers or "
             f"stability_vae) have other decoders. Leave it out."
         )
 
     def advice(self, statistics: Mapping[str, Any]) -> str | None:
-        """Return advice on latents of which these statistics were measured; None: no advice."""
+        """Return advice on latents with these measured statistics; None if there is none."""
         return None
 
 
 def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
-    """Return the shapes that the data fix once images are latents. Raises ValueError when the resolution cannot be
-    divided."""
+    """Return the shapes that the data determine for a network on latents. Raises ValueError when the resolution is not
+    divisible."""
     size = divided(images.resolution, downsampling)
     if size is None:
         raise ValueError(
@@ -228,8 +226,8 @@ def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
 
 
 def sample_posterior(stored: Tensor, streams: Streams) -> Tensor:
-    """Draw latents, float32 [B, c, h, w], from their stored mean and deviation, [B, 2, c, h, w]; from [B, 1, c, h, w]
-    nothing is drawn: the latents are certain, or others have drawn them, once."""
+    """Draw latents, float32 [B, c, h, w], from their stored mean and standard deviation, [B, 2, c, h, w]. [B, 1, c, h,
+    w] are returned without a draw: they are deterministic, or were drawn once by another tool."""
     stored = stored.to(torch.float32)
     latent = stored[:, 0]
     if stored.shape[1] > 1:
@@ -239,20 +237,20 @@ def sample_posterior(stored: Tensor, streams: Streams) -> Tensor:
 
 def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, downsampling: int) -> Tensor:
     """Decode a batch [B, c, h, w] in slices of about a million pixels, for which a float32 autoencoder of Stable
-    Diffusion's size takes about 3 GiB. downsampling: pixels along an edge for each element of the latent."""
+    Diffusion's size takes about 3 GiB. downsampling: as in `LatentShape`."""
     pixels = downsampling**2 * latent.shape[2] * latent.shape[3]
     return torch.cat([decode(part) for part in latent.split(max(1, _PIXELS_AT_ONCE // pixels))])
 
 
 def layout_on(device: torch.device) -> torch.memory_format:
-    """Return the memory format of convolution weights on a device: on a GPU with channels innermost, as its tensor
-    cores read them; on a CPU unchanged. On a GPU the output of a convolution has the format of its weights, whatever
-    the format of its input."""
+    """Return the memory format of convolution weights on a device: channels last on a GPU, as its tensor cores read
+    them; unchanged on a CPU. On a GPU, the output of a convolution has the format of its weights, whatever the format
+    of its input."""
     return torch.channels_last if device.type == "cuda" else torch.preserve_format
 
 
 def placed(network: N, device: torch.device) -> N:
-    """An autoencoder where it is to encode and decode, in evaluation mode."""
+    """Return an autoencoder in evaluation mode on the device that encodes and decodes."""
     return network.to(device).to(memory_format=layout_on(device)).eval().requires_grad_(False)
 
 
@@ -274,17 +272,17 @@ def to_x(images: Tensor, levels: Levels | None) -> Tensor:
 
 
 def to_images(x: Tensor, levels: Levels | None) -> Tensor:
-    """Convert pixels in [-1, 1] -> pictures, uint8, or arrays of `levels.dtype`."""
+    """Convert pixels in [-1, 1] to uint8 pictures, or to arrays of `levels.dtype`."""
     return to_uint8(x) if levels is None else levels.restore(x)
 
 
 @dataclass(frozen=True)
 class ScaledCodec(Generic[N]):
-    """Base of the codecs whose latents are multiplied with one factor.
+    """Base of the codecs that multiply latents by one factor.
 
-    identity: says which weights these are. load: gives the network, in evaluation mode, on the device it is to run on;
-    called once, when an image is first encoded or decoded. scale: what a latent is multiplied with to become x, so that
-    x has a standard deviation near 1. levels: of the arrays that it was trained on; None for pictures.
+    identity: identifies the weights. load: returns the network in evaluation mode on its device; called once, when an
+    image is first encoded or decoded. scale: factor from a latent to x, chosen so that x has a standard deviation near
+    1. levels: of the arrays that the codec was trained on; None for pictures.
     """
 
     identity: dict[str, Any]
@@ -320,5 +318,5 @@ class ScaledCodec(Generic[N]):
 
 
 def packed_levels(levels: Levels | None) -> dict[str, Any]:
-    """Return the levels as a part of the settings of a packed codec; nothing for pictures."""
+    """Return the levels as settings of a packed codec; empty for pictures."""
     return {} if levels is None else {"levels": dump(levels)}

@@ -1,4 +1,4 @@
-"""Any autoencoder of diffusers as a codec: its latents, normalised by their statistics over the data set."""
+"""Any autoencoder of diffusers as a codec. Its latents are normalised by their statistics over the data set."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Diffusers(CodecSettings):
     weights: str
     """Path of a local folder in diffusers' layout, or name on the Hugging Face Hub."""
     subfolder: str | None = None
-    """Subfolder of the weights: vae, in the folder of a pipeline."""
+    """Subfolder of the weights: vae in the folder of a pipeline."""
     normalisation: Literal["measured", "declared"] = "measured"
-    """Normalisation of latents to mean 0 and standard deviation 1. measured: each channel by its own mean and deviation
-    over the data set. declared: by the factors that the autoencoder's author gives (scaling_factor, shift_factor,
-    latents_mean, latents_std), which published networks were trained with."""
+    """Normalisation of latents to mean 0 and standard deviation 1. measured: each channel by its mean and standard
+    deviation over the data set. declared: by the factors in the autoencoder's config.json (scaling_factor,
+    shift_factor, latents_mean, latents_std), with which published networks were trained."""
     pixels: Literal["signed", "unit"] = "signed"
-    """Range of pixels that the autoencoder takes: [-1, 1], as it was trained, or [0, 1], as EDM2 gives them to Stable
-    Diffusion's; latents of EDM2 decode to the right colours with unit alone."""
+    """Pixel range of the autoencoder's input. signed: [-1, 1], as in its training. unit: [0, 1], as EDM2 uses Stable
+    Diffusion's autoencoder; latents of EDM2 decode to the right colours only with unit."""
 
     @property
     def name(self) -> str:
@@ -66,8 +66,8 @@ class Diffusers(CodecSettings):
 
     @property
     def kind(self) -> Kind:
-        """Return the kind of autoencoder that its config.json describes. Raises ValueError when that is not to be had,
-        or of another class."""
+        """Return the kind of autoencoder in its config.json. Raises ValueError if the file is not available, or its
+        class is not supported."""
         return kind_of(settings_of(self.weights, self.subfolder, "codec.weights"), self.name)
 
     @property
@@ -78,7 +78,7 @@ class Diffusers(CodecSettings):
         return self.kind.spec(images)
 
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """Build the codec; its weights are loaded when first used. `weights` is its configuration's own."""
+        """Build the codec; its weights are loaded when first used. The argument `weights` is ignored."""
         return DiffusersCodec(self, scale, device, dtype)
 
     def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> VqTokens:
@@ -87,7 +87,7 @@ class Diffusers(CodecSettings):
         return VqTokens(DiffusersCodec(self, None, device, dtype), self.kind.num_tokens)
 
     def scale_of(self, statistics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return {"mean", "std"} that x is made with, and "declared", the same as the author gives them."""
+        """Return the factors {"mean", "std"} of x, and the author's factors under "declared"."""
         if statistics is None:
             return None
         declared = statistics.get("declared")
@@ -95,7 +95,7 @@ class Diffusers(CodecSettings):
             raise ValueError(f"The latents of {self.name} were encoded by another codec. Run encode again.")
         if self.normalisation == "declared":
             return {**declared, "declared": declared}
-        # A channel that never changes is left as it is.
+        # Do not scale a constant channel.
         std = [deviation if deviation > 0 else 1.0 for deviation in statistics["std"]]
         return {"mean": statistics["mean"], "std": std, "declared": declared}
 
@@ -121,10 +121,10 @@ class Diffusers(CodecSettings):
 
 @dataclass(frozen=True)
 class DiffusersCodec:
-    """An autoencoder and how its latents are normalised.
+    """An autoencoder and the normalisation of its latents.
 
-    scale: of `Diffusers.scale_of`; None while encoding: latents are then x. decoder: decodes in place of its own.
-    loaded: the autoencoder, if it is loaded already.
+    scale: from `Diffusers.scale_of`; None while encoding: x is then the latent. decoder: replaces the autoencoder's
+    own. loaded: the autoencoder, if it is already loaded.
     """
 
     settings: Diffusers
@@ -138,7 +138,7 @@ class DiffusersCodec:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return plain data that distinguishes this codec from every other: the content of its folder."""
+        """Return plain data that identifies the codec by the content of its folder."""
         content = content_of(self.settings.weights, self.settings.subfolder)
         return {"type": "diffusers", **content} | ({"pixels": "unit"} if self.settings.pixels == "unit" else {})
 
@@ -169,8 +169,8 @@ class DiffusersCodec:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 [B, C, H, W] -> float32 [B, 2, c, h, w], mean and deviation; [B, 1, c, h, w] where it is
-        certain."""
+        """Encode uint8 [B, C, H, W] -> float32 [B, 2, c, h, w], mean and deviation; [B, 1, c, h, w] if
+        deterministic."""
         return self.kind.encode(self.vae, self.pixels(images)).to(torch.float32)
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
@@ -202,18 +202,18 @@ class DiffusersCodec:
         return in_slices(lambda part: self.shown(self.kind.decode(self.vae, part)), latent, self.kind.downsampling)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Convert uint8 [B, C, H, W] -> the input of the autoencoder."""
+        """Convert uint8 [B, C, H, W] to the input of the autoencoder."""
         x = from_uint8(images.to(self.device))
         return ((x + 1) / 2 if self.settings.pixels == "unit" else x).to(self.dtype)
 
     def shown(self, decoded: Tensor) -> Tensor:
-        """Convert the output of the autoencoder -> uint8 [B, C, H, W]."""
+        """Convert the output of the autoencoder to uint8 [B, C, H, W]."""
         return to_uint8(2 * decoded.float() - 1 if self.settings.pixels == "unit" else decoded)
 
 
 @dataclass(frozen=True)
 class VqTokens:
-    """Codes of a VQModel, in place of latents. num_tokens: in its codebook."""
+    """Codes of a VQModel in place of latents. num_tokens: size of its codebook."""
 
     codec: DiffusersCodec
     num_tokens: int

@@ -29,7 +29,7 @@ _FAR = 0.2
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors that normalise latents to mean 0 and standard deviation 1: x = (latent - mean) / std.
+    """Factors to normalise latents to mean 0 and standard deviation 1: x = (latent - mean) / std.
 
     mean, std: of each channel, or one number for all.
     """
@@ -47,15 +47,14 @@ class Factors:
 
 
 def _like(x: Tensor, values: Sequence[float]) -> Tensor:
-    """Return a number for each channel, or one for all, as a tensor that fits x [B, c, h, w]."""
+    """Return one number for each channel, or one for all, as a tensor that broadcasts with x [B, c, h, w]."""
     return torch.tensor(values, dtype=x.dtype, device=x.device).view(-1, 1, 1)
 
 
 def as_declared(statistics: Mapping[str, Any], declared: Factors) -> tuple[float, float]:
-    """Return mean and standard deviation of all numbers of latents, once they are normalised by the factors that an
-    author declared.
+    """Return the mean and standard deviation of all numbers of latents after normalisation by the author's factors.
 
-    statistics: measured, {"mean", "std"} of each channel.
+    statistics: measured {"mean", "std"} of each channel.
     """
     mean, std = (np.asarray(statistics[name], np.float64) for name in ("mean", "std"))
     of_each = (mean - np.asarray(declared.mean)) / np.asarray(declared.std)
@@ -70,16 +69,16 @@ def far_off(mean: float, std: float) -> bool:
 
 
 class Kind:
-    """A class of autoencoders. settings: the config.json. where: its folder, for errors."""
+    """A class of autoencoders. settings: the config.json. where: its location, for errors."""
 
     source: ClassVar[str]
-    """Name of the class of diffusers, after that of its module in diffusers.models.autoencoders."""
+    """Module and name of the class in diffusers.models.autoencoders."""
     widths: ClassVar[str] = "block_out_channels"
-    """Key of the channels at each resolution."""
+    """Key of the config.json with the number of channels at each resolution."""
     scaling_factor: ClassVar[float] = 1.0
-    """Factor of latents that the class of diffusers has where the config.json names none, as old ones."""
+    """Default of diffusers for scaling_factor, which old config.json files lack."""
     resolution: int | None = None
-    """Resolution, the only one that it decodes to; None: any that the downsampling divides."""
+    """The only resolution that it decodes; None: any resolution that the downsampling divides."""
 
     def __init__(self, settings: Mapping[str, Any], where: str) -> None:
         self._settings, self._where = settings, where
@@ -93,8 +92,8 @@ class Kind:
         return self._settings[name]
 
     def spec(self, images: DataSpec) -> DataSpec:
-        """Return the shapes that the data fix for a network on these latents. Raises ValueError when the images do not
-        fit."""
+        """Return the shapes that the data determine for a network on these latents. Raises ValueError when the images
+        do not fit."""
         if images.channels != self.image_channels:
             raise ValueError(
                 f"data.channels is {images.channels}, but the autoencoder {self._where} reads {self.image_channels}. "
@@ -109,13 +108,13 @@ class Kind:
 
     @classmethod
     def network(cls) -> Any:
-        """Return the class in diffusers, which takes seconds to import."""
+        """Import and return the class of diffusers, which takes seconds."""
         module, name = cls.source.split(".")
         return getattr(importlib.import_module(f"diffusers.models.autoencoders.{module}"), name)
 
     def encode(self, vae: Any, images: Tensor) -> Tensor:
-        """Encode images in [-1, 1] -> [B, 2, c, h, w], mean and standard deviation; [B, 1, c, h, w] where it is
-        certain."""
+        """Encode images in [-1, 1] -> [B, 2, c, h, w], mean and standard deviation; [B, 1, c, h, w] if
+        deterministic."""
         latent: Tensor = vae.encode(images)[0]
         return latent[:, None]
 
@@ -125,8 +124,8 @@ class Kind:
         return images
 
     def declared(self, vae: Any) -> Factors:
-        """Return the factors that its author gives: diffusers' scaling_factor and shift_factor, or latents_mean and
-        latents_std (x = (latent - latents_mean) * scaling_factor / latents_std, as its pipelines have it)."""
+        """Return the author's factors in the config.json: scaling_factor and shift_factor, or latents_mean and
+        latents_std (x = (latent - latents_mean) * scaling_factor / latents_std, as in diffusers' pipelines)."""
         scaling = float(self._settings.get("scaling_factor") or self.scaling_factor)
         shift = float(self._settings.get("shift_factor") or 0.0)
         mean, std = self._settings.get("latents_mean"), self._settings.get("latents_std")
@@ -178,7 +177,7 @@ class KlFlux2(Kind):
 
 
 class Dc(Kind):
-    """Deep compression autoencoder (Chen et al. 2024): 32 pixels along an edge to one and more, without a posterior."""
+    """Deep compression autoencoder (Chen et al. 2024): downsampling by 32 or more, without a posterior."""
 
     source = "autoencoder_dc.AutoencoderDC"
     widths = "encoder_block_out_channels"
@@ -209,7 +208,7 @@ class Rae(Kind):
         return super().network()
 
     def encode(self, vae: Any, images: Tensor) -> Tensor:
-        return super().encode(vae, (images + 1) / 2)  # it reads [0, 1]
+        return super().encode(vae, (images + 1) / 2)  # the input is in [0, 1]
 
     def decode(self, vae: Any, latent: Tensor) -> Tensor:
         return super().decode(vae, latent) * 2 - 1
@@ -219,15 +218,15 @@ class Rae(Kind):
 
 
 class Tiny(Kind):
-    """TAESD and its kin: small and fast, for the latents of another autoencoder as its pipeline scales them."""
+    """TAESD and related models: small and fast, for the latents of another autoencoder as scaled by its pipeline."""
 
     source = "autoencoder_tiny.AutoencoderTiny"
     widths = "encoder_block_out_channels"
 
 
 class Vq(Kind):
-    """A vector-quantised autoencoder (van den Oord et al. 2017; Rombach et al. 2022). Its latents are those before
-    they are quantised, which decoding does; its codes are tokens."""
+    """A vector-quantised autoencoder (van den Oord et al. 2017; Rombach et al. 2022). The latents are not quantised;
+    decoding quantises them. The codes are tokens."""
 
     source = "vq_model.VQModel"
     scaling_factor = 0.18215
@@ -256,8 +255,7 @@ KINDS: dict[str, type[Kind]] = {kind.source.split(".")[1]: kind for kind in (Kl,
 
 
 def kind_of(settings: Mapping[str, Any], where: str) -> Kind:
-    """Return the kind of autoencoder that a config.json describes. Raises ValueError for a class that is none of
-    these."""
+    """Return the kind of autoencoder in a config.json. Raises ValueError for an unsupported class."""
     name = str(settings.get("_class_name"))
     if name not in KINDS:
         close = nearest(name, list(KINDS))
@@ -295,7 +293,7 @@ class Decoder:
 
 
 def check_decoder(key: str, weights: str, channels: int, downsampling: int) -> None:
-    """Raise ValueError where an autoencoder cannot decode latents of that shape, from its config.json alone."""
+    """Raise ValueError if the config.json of an autoencoder shows that it cannot decode latents of this shape."""
     other = kind_of(settings_of(weights, None, key), weights)
     if (other.channels, other.downsampling) != (channels, downsampling):
         raise ValueError(

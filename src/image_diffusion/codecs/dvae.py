@@ -1,4 +1,4 @@
-"""Latents of a discrete VAE: the embedding expected under its distribution over tokens. Or the tokens themselves."""
+"""Latents of a discrete VAE, the expected embedding under its distribution over tokens; or its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_diffusion.networks.dvae import DVAE
 
 @dataclass(frozen=True)
 class DVAECodec(ScaledCodec[DVAE]):
-    """A discrete VAE and its scale. A latent is certain: its standard deviation is stored as 0, and nothing is
+    """A discrete VAE and its scale. Latents are deterministic: their standard deviation is stored as 0, and nothing is
     drawn."""
 
     @torch.no_grad()
@@ -27,7 +27,7 @@ class DVAECodec(ScaledCodec[DVAE]):
         return stored[:, 0].to(torch.float32) * self.scale
 
     def with_decoder(self, weights: str, device: torch.device) -> DVAECodec:
-        """Raise ValueError: a discrete VAE has one decoder."""
+        """Raise ValueError: the decoder of a discrete VAE cannot be replaced."""
         raise ValueError(f"sample.decoder is {weights}, but a discrete VAE has one decoder only. Leave it out.")
 
     @torch.no_grad()
@@ -36,7 +36,7 @@ class DVAECodec(ScaledCodec[DVAE]):
         return to_images(self.network.decode((x / self.scale).to(weight.device, weight.dtype)), self.levels)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Convert images [B, C, H, W] -> the input of the network."""
+        """Convert images [B, C, H, W] to the input of the network."""
         weight = self.network.codebook.weight
         return to_x(images.to(weight.device), self.levels).to(weight.dtype)
 
@@ -45,7 +45,7 @@ class DVAECodec(ScaledCodec[DVAE]):
 class DVAETokens:
     """Most probable tokens of a discrete VAE, in place of latents.
 
-    codec: the discrete VAE. num_tokens: in its codebook.
+    codec: the discrete VAE. num_tokens: size of its codebook.
     """
 
     codec: DVAECodec

@@ -1,4 +1,4 @@
-"""Autoencoders that others trained: a folder in diffusers' layout, or a name on the Hugging Face Hub."""
+"""Pretrained autoencoders: a folder in diffusers' layout, or a name on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILES = (
     "diffusion_pytorch_model.bin",
     "diffusion_pytorch_model-*-of-*.bin",
 )
-"""Names of the files in which diffusers looks for weights, in this order."""
+"""Names of diffusers' files of weights, by priority."""
 
 
 def folder_of(weights: str, subfolder: str | None = None) -> Path | None:
@@ -29,9 +29,9 @@ def folder_of(weights: str, subfolder: str | None = None) -> Path | None:
 
 
 def settings_of(weights: str, subfolder: str | None, key: str) -> Mapping[str, Any]:
-    """Read the config.json of an autoencoder; of one on the Hub this file alone is fetched, once.
+    """Read the config.json of an autoencoder. From the Hub, only this file is downloaded, once.
 
-    key: of the configuration, which errors name. Raises ValueError when it is neither here nor to be had.
+    key: configuration key, for errors. Raises ValueError when the file is neither present nor available.
     """
     folder = folder_of(weights, subfolder)
     where = f"{weights}/{subfolder}" if subfolder else weights
@@ -61,7 +61,7 @@ def settings_of(weights: str, subfolder: str | None, key: str) -> Mapping[str, A
 def load_pretrained(
     network: Any, weights: str, subfolder: str | None, device: torch.device, dtype: torch.dtype, key: str
 ) -> Any:
-    """Load an autoencoder of a class of diffusers, in evaluation mode. Raises ValueError when it is not available."""
+    """Load an autoencoder of a diffusers class in evaluation mode. Raises ValueError when it is not available."""
     place = str(folder_of(weights) or weights)
     try:
         vae = network.from_pretrained(place, torch_dtype=dtype, subfolder=subfolder)
@@ -71,8 +71,8 @@ def load_pretrained(
 
 
 def content_of(weights: str, subfolder: str | None) -> dict[str, Any]:
-    """Return plain data that distinguishes these weights from all others: of a folder by its content, wherever it lies;
-    of a name on the Hub by the name. Raises ValueError for a folder without weights."""
+    """Return plain data that identifies the weights: the content of a folder, whatever its path; or the name on the
+    Hub. Raises ValueError for a folder without weights."""
     folder = folder_of(weights, subfolder)
     if folder is None:
         return {"weights": weights, "subfolder": subfolder}
@@ -86,7 +86,7 @@ def content_of(weights: str, subfolder: str | None) -> dict[str, Any]:
 
 
 def files_of(weights: str, subfolder: str | None = None) -> list[Path]:
-    """Return the files that such an autoencoder is read from; none for a name on the Hub."""
+    """Return the files of a local autoencoder; none for a name on the Hub."""
     folder = folder_of(weights, subfolder)
     return [] if folder is None else [folder / "config.json", *_weights_in(folder)]
 

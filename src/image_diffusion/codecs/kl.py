@@ -18,8 +18,8 @@ from image_diffusion.core.random.streams import Streams
 
 @dataclass(frozen=True)
 class KlCodec(ScaledCodec[Any]):
-    """An `AutoencoderKL`, which takes seconds to import, and its scale (0.18215 for the SD VAE). decoder: decodes in
-    place of the autoencoder's own."""
+    """An `AutoencoderKL`, which takes seconds to import, and its scale (0.18215 for the SD VAE). decoder: replaces the
+    autoencoder's own."""
 
     decoder: Decoder | None = None
 

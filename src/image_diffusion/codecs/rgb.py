@@ -1,4 +1,4 @@
-"""No codec: the network works on pixels in [-1, 1], read straight from the crops, which are pictures or arrays."""
+"""Codec of pixels: the network works on the crops, pictures or arrays, scaled to [-1, 1]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from image_diffusion.core.types import DataSpec
 
 
 class Rgb(CodecSettings):
-    """Codec of pixels. The codec and its configuration are one thing, since it has nothing to load."""
+    """Codec of pixels. It is its own configuration, since it loads nothing."""
 
     type: Literal["rgb"] = "rgb"
     """Pixels, scaled to [-1, 1]."""
@@ -52,7 +52,7 @@ class Rgb(CodecSettings):
         return {"type": "rgb"}
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """Return the shapes that the data fix for a network: pixels stay unchanged."""
+        """Return the shapes that the data determine for a network, which are those of the crops."""
         return images
 
     def compile_encoder(self) -> None:
@@ -77,7 +77,7 @@ class Rgb(CodecSettings):
         return to_images(x, self._levels)
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
-        """Raise ValueError: pixels are not decoded."""
+        """Raise ValueError: pixels have no decoder."""
         raise ValueError(f"sample.decoder is {weights}, but the codec rgb decodes nothing. Leave it out.")
 
     def packed(self) -> Packed:

@@ -20,14 +20,14 @@ _SAME = 1e-6
 
 
 class StabilityVae(CodecSettings):
-    """Stable Diffusion 1's autoencoder: 8 pixels along an edge to one, 4 channels. Any other: codec.type diffusers."""
+    """Stable Diffusion 1's autoencoder: downsampling by 8, 4 channels. For any other, use codec.type diffusers."""
 
     type: Literal["stability_vae"] = "stability_vae"
     """Stable Diffusion's pretrained autoencoder."""
     weights: str = "stabilityai/sd-vae-ft-ema"
     """Name on the Hugging Face Hub, or path of a local folder in diffusers' layout."""
     scale: float = Field(0.18215, gt=0)
-    """Factor that latents are multiplied with, so that their standard deviation is near 1."""
+    """Factor by which latents are multiplied, so that their standard deviation is near 1."""
 
     @property
     def name(self) -> str:
@@ -38,8 +38,8 @@ class StabilityVae(CodecSettings):
         return files_of(self.weights)
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """Return the shapes that the data fix for a network on these latents. Raises ValueError when the images do not
-        fit, or a local folder holds another autoencoder than Stable Diffusion 1's."""
+        """Return the shapes that the data determine for a network on these latents. Raises ValueError when the images
+        do not fit, or a local folder holds an autoencoder other than Stable Diffusion 1's."""
         if images.channels != 3:
             raise ValueError(f"data.channels is {images.channels}, but the codec stability_vae reads RGB. Set it to 3.")
         folder = folder_of(self.weights)
@@ -48,8 +48,7 @@ class StabilityVae(CodecSettings):
         return latent_spec(images, _CHANNELS, _DOWNSAMPLING)
 
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """Build the codec; its weights are loaded when first used. `weights` and `scale` are its configuration's
-        own."""
+        """Build the codec; its weights are loaded when first used. The arguments `weights` and `scale` are ignored."""
 
         def load() -> Any:
             vae = load_pretrained(Kl.network(), self.weights, None, device, dtype, "codec.weights")
@@ -82,7 +81,7 @@ class StabilityVae(CodecSettings):
         )
 
     def _check(self, settings: Mapping[str, Any], scale_is_chosen: bool) -> None:
-        """Raise ValueError for another autoencoder: one factor is all that this codec scales latents with."""
+        """Raise ValueError for another autoencoder, since this codec scales latents by a single factor."""
         kind = kind_of(settings, self.weights)
         if isinstance(kind, Kl) and (kind.channels, kind.downsampling) == (_CHANNELS, _DOWNSAMPLING):
             declared = kind.declared(None)

@@ -1,4 +1,4 @@
-"""Tokens of a discrete codec, as the space that a network works in."""
+"""Tokens of a discrete codec as the space in which a network works."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class TokensOf(CodecSettings):
     """Tokens of a discrete VAE that another experiment trains, or of a published VQModel."""
 
     type: Literal["tokens"] = "tokens"
-    """Tokens, for the system tokens."""
+    """Tokens, for `system.type: tokens`."""
     of: Annotated[Trained | Diffusers, Field(discriminator="type")]
-    """Codec of the tokens: {type: trained, experiment: …}, a discrete VAE, or {type: diffusers, weights: …}."""
+    """Codec of the tokens: {type: trained, experiment: …} for a discrete VAE, or {type: diffusers, weights: …}."""
 
     @property
     def name(self) -> str:
-        """Return the name of the folder of the tokens: that in which a discrete VAE's own experiment leaves them
+        """Return the name of the folder of the tokens, the one that a discrete VAE's own experiment writes
         (encode.tokens)."""
         return tokens_of(self.of.name)
 
@@ -50,8 +50,8 @@ class TokensOf(CodecSettings):
         return self.of.files
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """Return the shapes that the data fix for a network: tokens have as many channels as there are different
-        tokens. Raises ValueError for a codec without tokens."""
+        """Return the shapes that the data determine for a network: the number of channels is the size of the codebook.
+        Raises ValueError for a codec without tokens."""
         match self.of:
             case Trained():
                 if not isinstance(autoencoder, TokenShape):
@@ -75,7 +75,7 @@ class TokensOf(CodecSettings):
         return self.of.tokens(weights, device, dtype)
 
     def encoded_by(self) -> Any:
-        """Return the codec itself: an experiment that asks it for its tokens gets the same."""
+        """Return the settings of the codec, which also decide the tokens that its own experiment encodes."""
         return self.of.encoded_by()
 
 
@@ -109,7 +109,7 @@ class TokenCodec:
         return self.tokens.decode(x)
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
-        """Raise ValueError: tokens have one decoder."""
+        """Raise ValueError: the decoder of tokens cannot be replaced."""
         raise ValueError(f"sample.decoder is {weights}, but tokens have one decoder only. Leave it out.")
 
     def packed(self) -> Packed:
@@ -126,5 +126,5 @@ class TokenCodec:
 
 
 def tokens_of(codec: str) -> str:
-    """Return the name of the folder of the tokens of a codec whose latents lie in a folder of this name."""
+    """Return the name of the folder of a codec's tokens, from that of the folder of its latents."""
     return f"{codec}-tokens"

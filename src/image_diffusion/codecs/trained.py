@@ -1,4 +1,4 @@
-"""A codec that another experiment trains: its weights folder is the codec."""
+"""A codec that another experiment trains and writes to its weights folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from image_diffusion.networks.dvae import DVAE, DVAEConfig
 
 
 class Trained(CodecSettings):
-    """Codec trained by an experiment whose system is an autoencoder."""
+    """Codec trained by another experiment, whose system is an autoencoder."""
 
     type: Literal["trained"] = "trained"
     """A codec trained by another experiment."""
     experiment: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    """Name of that experiment."""
+    """Name of the experiment that trains the codec."""
     scale: float | None = Field(None, gt=0)
-    """Factor that latents are multiplied with; unset: one over the standard deviation of the encoded data set."""
+    """Factor of latents; unset: the inverse of the standard deviation of the encoded data set."""
 
     @property
     def name(self) -> str:
@@ -49,10 +49,9 @@ class Trained(CodecSettings):
         return latent_spec(images, autoencoder.latent_channels, autoencoder.downsampling)
 
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """Build the codec in a weights folder. Raises ValueError when the folder holds something else than an
-        autoencoder.
+        """Build the codec in a weights folder. Raises ValueError when the folder does not hold an autoencoder.
 
-        scale: of the encoded data set, used when the configuration names none; None while encoding.
+        scale: of the encoded data set, used if the configuration sets none; None while encoding.
         """
         if weights is None:
             raise ValueError(f"The codec of experiment {self.experiment} needs its weights folder.")
@@ -78,7 +77,8 @@ class Trained(CodecSettings):
         )
 
     def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> DVAETokens:
-        """Return the tokens of the discrete VAE in a weights folder. Raises ValueError when it holds something else."""
+        """Return the tokens of the discrete VAE in a weights folder. Raises ValueError when the folder holds another
+        network."""
         codec = self.build(weights, None, device, dtype)
         if weights is None or not isinstance(codec, DVAECodec):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Data section: which images, and how they are prepared for training."""
+"""Configuration section `data`: the source of the images and their preparation for training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Range = Literal["file", "measured"] | tuple[float, float]
 
 
 def _width(low: float, high: float) -> float:
-    """Return high - low in float32: 0 if they are the same number there, infinite or NaN if they have none."""
+    """Return high - low in float32: 0 if both round to the same number, infinite or NaN if one is out of range."""
     return c_float(c_float(high).value - c_float(low).value).value
 
 
@@ -66,51 +66,51 @@ class DataConfig(Sparse):
     resolution: Resolution
     """Side of a crop in pixels; or [height, width]."""
     dtype: DType | None = None
-    """Type of the numbers of images that are arrays, kept as they are: 12 bits in uint16, Hounsfield units in int16.
-    Unset: images are pictures, read with 8 bits a channel."""
+    """Type of the numbers of array images, which keep their values: 12 bits in uint16, Hounsfield units in int16.
+    Unset: images are pictures, read with 8 bits per channel."""
     channels: Channels = 3
-    """Channels of a crop. Of pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Of arrays: their number, up
-    to 64; or their names, [dapi, actin], by which they are chosen where the files have names, and else all of them in
-    order; or the names of some by place, {0: dapi, 3: actin}."""
+    """Channels of a crop. Pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Arrays: the number of channels,
+    up to 64; or their names, [dapi, actin], which select channels if the files name them, and otherwise name all
+    channels in order; or the names of selected channels by index, {0: dapi, 3: actin}."""
     axes: str | None = Field(default=None, pattern=r"^[A-Z]{2,8}$")
-    """Axes of arrays, a letter each: C channel, Y row, X column; of any other axis the first is taken with `pages`.
-    Unset: as the file states, or as the number of channels leaves no doubt."""
+    """Axes of arrays, one letter each: C channel, Y row, X column; `pages` selects along any other axis. Unset: as the
+    file states, or as follows from the number of channels."""
     crop: AnyCrop = AdmCrop()
     """Method that gives an image the shape of a crop."""
     background: tuple[int, int, int] | None = None
-    """RGB colour, 0 to 255, of bars, and of the background of transparent pixels when the crops have no alpha channel.
-    Unset: white, and an error when every image has an alpha channel."""
+    """RGB colour, 0 to 255, of bars, and of the background behind transparent pixels if the crops have no alpha
+    channel. Unset: white, and an error if every image has an alpha channel."""
     range: Range | dict[str, Range] | None = None
-    """Numbers of black and white in images of more than 8 bits. file: 0 and what the file states, or else the largest
-    number of its type. [low, high]: these two, in grey images; what lies outside is clipped. Unset: as file, and an
-    error where that is doubtful: the images use a small part of the range, or 8 and 16 bits are mixed. Of arrays, the
-    numbers that the network sees as -1 and 1, for all channels or for each by its name. measured: nearly the least and
-    the greatest number of each channel (quantiles 0.0001 and 0.9999); this is the default. file: the least and the
-    greatest number of the type."""
+    """Values of black and white in pictures of more than 8 bits. file: 0 and the value that the file states, or else
+    the largest value of its type. [low, high]: these two, in grey images; values outside are clipped. Unset: as file,
+    with an error if the range is doubtful: the images use a small part of it, or 8 and 16 bits are mixed. For arrays:
+    the values that the network sees as -1 and 1, for all channels or for each by name. measured (default): quantiles
+    0.0001 and 0.9999 of each channel, close to its minimum and maximum. file: the minimum and maximum of the type."""
     pages: Literal["first", "all"] | None = None
-    """Pages that are taken of a file of several: of a TIFF, and of arrays the places along axes such as Z and T. first:
-    the first. all: of arrays, each as an image; all of a file are in one split. Unset: such a file is an error."""
+    """Pages to read from a file with several: the pages of a TIFF, or the indices along array axes such as Z and T.
+    first: the first page. all: for arrays, each page is an image; all pages of a file share a split. Unset: an
+    error."""
     profile: Literal["ignore", "convert"] = "ignore"
-    """Treatment of a colour profile other than sRGB. ignore: the numbers of the file are taken as sRGB, as ADM, DiT and
-    EDM2 do. convert: to sRGB."""
+    """Treatment of a colour profile other than sRGB. ignore: read the values in the file as sRGB, as ADM, DiT and EDM2
+    do. convert: convert to sRGB."""
     min_side: int = Field(default=1, ge=1)
     """Images whose shorter side is less than this many pixels are quarantined."""
     max_pixels: int = Field(default=90_000_000, ge=1)
     """Images of more pixels than this are quarantined before they are decoded."""
     max_bad_fraction: float = Field(default=0.1, ge=0, le=1)
-    """The largest share of the files that may be quarantined; above it the stage stops."""
+    """Largest share of the files that may be quarantined; above it, the stage stops."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the images kept for validation, chosen by the hash of their content: stable when images are added. Those
-    of which a near duplicate is trained on are trained on, too."""
+    """Share of the images kept for validation, chosen by the hash of their content: stable when images are added. An
+    image with a near duplicate in the training split is moved to the training split."""
     held_out: list[str] = Field(default_factory=list, max_length=100)
-    """Patterns of the names of images that are kept for validation, in place of a share: `[val/*]` for a folder `val`
-    in the source. `*` matches any characters, "/" among them."""
+    """Name patterns of the images that are kept for validation, in place of a share: `[val/*]` for a folder `val` in
+    the source. `*` matches any characters, including "/"."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """Treatment of images whose crops are the same byte for byte. drop: the first by name stays, whatever the class of
-    the others; those are listed in quarantine.csv."""
+    """Treatment of images with byte-identical crops. drop: keep the first by name, whatever the classes of the others,
+    which are listed in quarantine.csv."""
     keep: str | None = Field(default=None, max_length=1000)
-    """Rule over the values beside the images: columns of a table, of Parquet or Hugging Face files, keys of a `.json`
-    beside each image. Images of which it does not hold, or which lack a value, are not read; they are listed in
+    """Filter rule over the metadata of the images: columns of a table, of Parquet or Hugging Face files, or keys of a
+    `.json` file next to each image. Images that fail the rule or lack a value are not read; they are listed in
     quarantine.csv. Example: `aesthetic > 5 and width >= 256 and language in ("en", "de")`."""
     num_shards: int = Field(default=16, ge=1, le=99_999)
     """Number of shards. An image's path decides its shard, so changing one image rewrites one shard."""
@@ -211,7 +211,7 @@ class DataConfig(Sparse):
 
     @property
     def channel_names(self) -> tuple[str, ...]:
-        """Return the names of the channels of arrays; numbers from 0 where they have no others."""
+        """Return the names of the channels of arrays; numbers from 0 if the configuration gives no names."""
         if isinstance(self.channels, int):
             return tuple(map(str, range(self.channels)))
         return tuple(self.channels.values() if isinstance(self.channels, dict) else self.channels)
@@ -222,7 +222,7 @@ class DataConfig(Sparse):
         return height_width(self.resolution)
 
     def crop_identity(self) -> dict[str, Any]:
-        """Return everything that decides the pixels of a crop. Crops of another identity are never mixed with these."""
+        """Return all settings that decide the pixels of a crop. Crops with different identities are never mixed."""
         changed = {
             "range": list(self.range) if isinstance(self.range, tuple) and self.dtype is None else None,
             "dtype": self.dtype,
@@ -244,5 +244,5 @@ class DataConfig(Sparse):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the configuration as a file has it."""
+    """Return a configuration value as it is written in a file: a tuple as a list."""
     return list(value) if isinstance(value, tuple) else value

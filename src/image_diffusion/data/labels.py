@@ -1,4 +1,4 @@
-"""Labels of the pixels of an image, such as a mask: the numbers or colours of a file -> 0, 1, 2 and so on."""
+"""Pixel labels of an image, such as a mask: the numbers or colours in a file -> 0, 1, 2 and so on."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class LabelDecoder:
-    """Decoder of images whose pixels are labels (`crop.image.Decode`). values: of each label in turn, 256 at most."""
+    """Decoder of images whose pixels are labels (`crop.image.Decode`). values: of each label, at most 256."""
 
     values: Sequence[Value]
 
     def __call__(self, image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.Image, set[str], list[int]]:
-        """Return the numbers of the labels upright, as an image of mode P. Raises BadImage for other values."""
+        """Return the label numbers as an upright image of mode P. Raises BadImage for other values."""
         image.load()
         image = ImageOps.exif_transpose(image)
         are_colours = isinstance(self.values[0], tuple)

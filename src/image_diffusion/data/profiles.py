@@ -9,9 +9,9 @@ import numpy as np
 from PIL import Image, ImageCms
 
 _MODES = {"L": "L", "LA": "L", "RGB": "RGB", "RGBA": "RGB", "P": "RGB", "PA": "RGB", "CMYK": "CMYK"}
-"""The mode in which a profile speaks of an image, by the mode of the image."""
+"""Mode of an image in its profile, by the mode of the image."""
 _TOLERANCE = 3
-"""Levels of 255 that profiles which are called sRGB differ from it at most."""
+"""Maximum difference from sRGB of profiles that are named sRGB, in levels of 255."""
 
 
 def is_other(image: Image.Image, profile: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Captions -> numbers. One text encoder, one file; its name in `TextEncoderConfig`."""
+"""Text encoders of captions. Each text encoder has its own file and an entry in `TextEncoderConfig`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -15,9 +15,9 @@ TextEncoderConfig = Annotated[HashedText | ClipText | SiglipText | T5Text | Auto
 
 
 def encoder_of(pairs: Mapping[str, Any], device: torch.device) -> TextEncoder:
-    """Rebuild the text encoder of captions. pairs: the content of their manifest.
+    """Rebuild the text encoder that encoded the captions. pairs: from their manifest.
 
-    Raises ValueError if the encoder loaded now is another one.
+    Raises ValueError if the loaded encoder has another identity.
     """
     config = parse(TextEncoderConfig, pairs["encoder"], "model.json: pairs: encoder")
     encoder: TextEncoder = config.build(device, pairs["num_tokens"])

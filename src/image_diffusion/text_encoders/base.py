@@ -1,4 +1,4 @@
-"""Interface of a text encoder, and the empty caption that all of them share."""
+"""Interface of a text encoder, and the encoding of the empty caption, which all encoders share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_BATCH = 64  # captions encoded at a time
+_BATCH = 64  # captions per batch
 
 
 class TextEncoder(Protocol):

@@ -81,7 +81,7 @@ class Clip:
         """Encode N captions -> embeddings [N, dim] and encodings [N, num_tokens, dim], rows of zeros after the last
         token.
 
-        Captions longer than the model reads are cut."""
+        Captions longer than the model's context are truncated."""
         device = next(self._model.parameters()).device
         read = self._tokenizer(
             captions, padding="max_length", truncation=True, max_length=self._length, return_tensors="pt"

@@ -23,7 +23,7 @@ from image_diffusion.text_encoders.base import TextEncoder
 
 _SEED = 0
 VERSION = 1
-"""Part of the identity: raise it when the embeddings change."""
+"""Version in the identity: increase it when the embeddings change."""
 
 
 class HashedText(Config):
@@ -35,7 +35,7 @@ class HashedText(Config):
     """Dimension of an embedding."""
 
     def build(self, device: torch.device, num_tokens: int) -> TextEncoder:
-        """Build the encoder. device: ignored, because the computation is trivial."""
+        """Build the encoder. device: ignored, since the computation is trivial."""
         return HashingText(self.dim, num_tokens, context=True)
 
 
@@ -67,7 +67,7 @@ class HashingText:
         return texts, tokens
 
     def _directions(self, words: list[str]) -> Tensor:
-        """Return standard normal numbers [number of words, dim] that the words alone decide."""
+        """Return standard normal numbers [number of words, dim], a function of only the words."""
         keys = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "little", signed=True) for word in words]
         sample = torch.tensor(keys, dtype=torch.int64)
         return Streams(_SEED, torch.zeros_like(sample), sample).normal("word", (self.dim,))

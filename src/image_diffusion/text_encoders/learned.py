@@ -26,8 +26,7 @@ FILE = "text.safetensors"
 class LearnedText:
     """Text encoder of captions -> embeddings of norm 1, as in `TextEncoder`. Read with `read_text`.
 
-    words: the vocabulary, in the order of its numbers. Other words are ignored, and a caption of only such words is
-    zeros.
+    words: the vocabulary, in numerical order. Other words are ignored, and a caption of only such words is zeros.
     """
 
     def __init__(self, tower: TextTower, words: Sequence[str], identity: dict[str, Any]) -> None:
@@ -48,8 +47,8 @@ class LearnedText:
 
 
 def word_numbers(captions: Sequence[str], words: Sequence[str], length: int) -> Tensor:
-    """Return the numbers of the words of each caption, int64 [N, length]: from 1, in the order of `words`, those that
-    are not among them left out; 0 behind the last one, of `length` at most."""
+    """Return the word numbers of each caption, int64 [N, length]: from 1, in the order of `words`, without unknown
+    words, truncated to `length`, and padded with 0."""
     number = {word: i for i, word in enumerate(words, 1)}
     numbers = torch.zeros(len(captions), length, dtype=torch.int64)
     for row, caption in enumerate(captions):
@@ -59,14 +58,14 @@ def word_numbers(captions: Sequence[str], words: Sequence[str], length: int) -> 
 
 
 def write_text(folder: Path, tower: TextTower, words: Sequence[str], image: str) -> None:
-    """Write the file of a tower. image: the sha256 of the image encoder that shares its space."""
+    """Write the file of a text encoder. image: sha256 of the image encoder that shares its space."""
     tensors = {name: value.cpu().contiguous() for name, value in tower.state_dict().items()}
-    described = json.dumps({"words": list(words), "image": image})  # one entry: several would have no order
+    described = json.dumps({"words": list(words), "image": image})  # one entry: the order of several would be undefined
     write_bytes(folder / FILE, save(tensors, {"encoder": described}))
 
 
 def read_text(folder: Path, num_tokens: int, device: torch.device) -> LearnedText:
-    """Read the encoder of a folder. Raises ValueError where its file is missing or is not a file of an encoder."""
+    """Read the encoder in a folder. Raises ValueError if its file is missing or invalid."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{path} does not exist. It is the text encoder of the model; copy it beside the weights.")

@@ -1,4 +1,4 @@
-"""Text encoders of the package transformers, by the name or the folder of their weights."""
+"""Text encoders of the package transformers, given by the name or the folder of their weights."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PretrainedText(Config):
     model_class: ClassVar[str]
     """Class of transformers."""
     has_pooler: ClassVar[bool] = False
-    """True if the model pools its hidden states to a caption's embedding; else that is the mean of its tokens."""
+    """True if the model pools its hidden states to a caption's embedding; otherwise, that is the mean of the tokens."""
     max_length: ClassVar[int | None] = None
-    """Tokens that the model always reads; None: as many as are stored."""
+    """Number of tokens that the model always reads; None: the number of stored tokens."""
     attends_to_padding: ClassVar[bool] = False
     """True if the model was trained without an attention mask, so that it reads the padding too."""
 
@@ -45,7 +45,7 @@ class PretrainedText(Config):
         try:
             model = getattr(transformers, self.model_class).from_pretrained(name)
             tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # of the Hub, of files, of what the tokenizer needs: each raises its own
+        except Exception as error:  # the Hub, files and the tokenizer raise different exceptions
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(
                 f"The text encoder '{self.weights}' could not be loaded: {reason} Without access to the Hugging Face "
@@ -133,7 +133,7 @@ class TransformerText:
         device = next(self._model.parameters()).device
         read = self._tokenizer(
             captions,
-            padding="max_length",  # always as many, so that no caption depends on those beside it
+            padding="max_length",  # a fixed length, so that no caption depends on the others in the batch
             truncation=True,
             max_length=self._length,
             return_attention_mask=True,

@@ -1,9 +1,9 @@
-"""Augmentation as a condition: a network that has learnt its parameters draws images without it, as they are zero in
-sampling.
+"""Augmentation as a condition: the network is given the parameters of the augmentation; at zero, their value in
+sampling, it generates images without augmentation.
 
 Karras et al. 2022, "Elucidating the design space of diffusion-based generative models" (arXiv:2206.00364), appendix
-F.2: the operations, their order and strengths, and the labels. Brightness, contrast and saturation, which that leaves
-out, are those of ADA: Karras et al. 2020, "Training generative adversarial networks with limited data"
+F.2: the operations, their order and strengths, and the labels. Brightness, contrast and saturation, which that paper
+omits, are those of ADA: Karras et al. 2020, "Training generative adversarial networks with limited data"
 (arXiv:2006.06676), appendix B. The transposition makes the eight symmetries of a square complete.
 """
 
@@ -24,19 +24,19 @@ from image_diffusion.data.augment.warp import Affine, warp
 from image_diffusion.data.shards.loader import mirrored
 
 NUM_LABELS = 13
-"""Number of labels of an image, zeros where nothing was done to it."""
+"""Number of augmentation labels of an image; zeros for operations that were not applied."""
 _COLORS = "brightness", "contrast", "saturation"
 
 
 class Augment(Config):
-    """Augmentation of the training images, whose parameters are a condition of the network, zero in sampling. The
-    horizontal flip of `train.flip_probability` is one of its operations, and then a condition too."""
+    """Augmentation of the training images. Its parameters are a condition of the network, zero in sampling, and include
+    the horizontal flip of `train.flip_probability`."""
 
     probability: float = Field(0.12, ge=0, le=1)
-    """Probability of each operation below, for each on its own. 0: the horizontal flip is the only one, as for
+    """Probability of each operation below, drawn independently. 0: only the horizontal flip is applied, as for
     latents."""
     vertical_flip: bool = True
-    """Flip upside down, in half of the cases."""
+    """Flip vertically, in half of the cases."""
     transpose: bool = False
     """Exchange rows and columns, in half of the cases: with both flips, the eight symmetries of a square."""
     scale: float = Field(0.2, ge=0)
@@ -44,27 +44,27 @@ class Augment(Config):
     rotation: float = Field(180.0, ge=0, le=180)
     """Largest angle of a rotation to either side, in degrees."""
     anisotropy: float = Field(0.2, ge=0)
-    """Standard deviation of the binary logarithm of the factor by which an image is stretched in some direction, and
-    shrunk across it."""
+    """Standard deviation of the binary logarithm of the factor by which an image is stretched in a random direction and
+    shrunk perpendicular to it."""
     shift: float = Field(0.125, ge=0)
     """Standard deviation of a shift along either axis, as a share of the side."""
     brightness: float = Field(0.0, ge=0)
-    """Standard deviation of what is added to pixels in [-1, 1]: 0.2 in ADA. Grey or RGB."""
+    """Standard deviation of the offset that is added to pixels in [-1, 1]: 0.2 in ADA. Grey or RGB."""
     contrast: float = Field(0.0, ge=0)
     """Standard deviation of the binary logarithm of the factor of pixels in [-1, 1]: 0.5 in ADA. Grey or RGB."""
     saturation: float = Field(0.0, ge=0)
-    """Standard deviation of the binary logarithm of the factor of the difference from grey: 1 in ADA. RGB."""
+    """Standard deviation of the binary logarithm of the factor of the difference from grey: 1 in ADA. Only RGB."""
 
     until: float = Field(0.75, gt=0, le=1)
-    """Share of the steps in which images are augmented. In the others, the horizontal flip is the only operation: a
-    training that is too short to learn the condition forgets the rest (measured in docs/choosing.md)."""
+    """Share of the training steps, from the first on, with augmentation. The remaining steps apply only the horizontal
+    flip, so that a training too short to learn the condition forgets the augmentation (see docs/choosing.md)."""
 
     def at(self, done: float) -> Augment:
-        """Return the augmentation of a step, before which a share of the training is done."""
+        """Return the augmentation of the step at which the share `done` of the training is completed."""
         return self if done < self.until else self.model_copy(update={"probability": 0.0})
 
     def check(self, stored: str, channels: int, size: Size) -> None:
-        """Raise ValueError for operations that the data do not allow. stored: crops, latents, …; channels, size: of a
+        """Raise ValueError for operations that the data do not allow. stored: crops, latents, …. channels, size: of a
         crop."""
         if stored != "crops" and self.probability > 0:
             raise ValueError(
@@ -84,7 +84,7 @@ class Augment(Config):
                 )
 
     def draw(self, streams: Streams, flip_probability: float) -> Draws:
-        """Draw the operations on each sample of a batch. flip_probability: with which they were mirrored when read."""
+        """Draw the operations on each sample of a batch. flip_probability: of the reader's flip."""
 
         def event(name: str, share: float = 1.0) -> Tensor:
             return streams.event(f"augment/{name}", self.probability * share * bool(getattr(self, name)))
@@ -109,7 +109,7 @@ class Augment(Config):
         )
 
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return pixels [B, C, H, W] in [-1, 1] after their operations. They come with their horizontal flip."""
+        """Return pixels [B, C, H, W] in [-1, 1] after their operations; the reader has applied the horizontal flip."""
         if self.vertical_flip:
             x = torch.where(_columns(draws.vertical_flip), x.flip(2), x)
         if self.transpose:
@@ -132,16 +132,17 @@ class Augment(Config):
             grey = x.mean(1, keepdim=True)
             factor = _columns(torch.exp2(self.saturation * draws.saturation)).float()
             changed = (grey + (x - grey) * factor).clamp(-1, 1)
-            # Unchanged samples keep their bits, which grey + (x - grey) would round.
+            # Keep the bits of unchanged samples, which grey + (x - grey) would round.
             x = torch.where(_columns(draws.saturation).ne(0), changed, x)
         return x
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Operations on the samples of a batch, [B] each: bool for flips, otherwise float64, and 0 where nothing is done.
+    """Operations on the samples of a batch, [B] each: bool for flips, otherwise float64; 0 if an operation is not
+    applied.
 
-    rotation, direction: angles in radians. All others: standard normal, in multiples of the strength.
+    rotation, direction: angles in radians. The other numbers are standard normal, in multiples of the strength.
     """
 
     horizontal_flip: Tensor
@@ -158,8 +159,8 @@ class Draws:
     saturation: Tensor
 
     def labels(self) -> Tensor:
-        """Return the labels that the network is given, float32 [B, NUM_LABELS]. Angles come as points of a circle,
-        which has no end."""
+        """Return the labels that condition the network, float32 [B, NUM_LABELS]. Angles are encoded by cosine and sine,
+        which have no discontinuity."""
         columns = [
             self.horizontal_flip,
             self.vertical_flip,
@@ -179,10 +180,9 @@ class Draws:
 
 
 def augmented(batch: Batch, augment: Augment, flip_probability: float) -> Batch:
-    """Return a batch whose x is augmented, and whose cond says how. flip_probability: with which its samples were
-    mirrored when they were read.
+    """Return a batch with augmented `x` and the augmentation labels in `cond`. flip_probability: of the reader's flip.
 
-    Raises ValueError where something goes with the images that is not moved with them.
+    Raises ValueError if the batch has features or an image condition, to which the augmentation is not applied.
     """
     if batch.features is not None or IMAGE in batch.cond:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Affine maps of images: one matrix for each image, and one resampling for all that the matrix stands for."""
+"""Affine maps of images: the operations on each image are one matrix, applied by one resampling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Affine:
-    """Affine maps of images about their centre, float64 [B] each. They are applied in the order of the fields.
+    """Affine maps of images about their centre, float64 [B] each. The maps are applied in the order of the fields.
 
-    log2_scale: of the factor by which the image grows. rotation: in radians. log2_stretch: of the factor by which it
-    grows along `direction`, an angle in radians, and shrinks across. shift_x, shift_y: as shares of width and height.
+    log2_scale: binary logarithm of the enlargement. rotation: angle in radians. log2_stretch: binary logarithm of the
+    factor of the stretch along `direction`, an angle in radians; the image shrinks across. shift_x, shift_y: shares of
+    width and height.
     """
 
     log2_scale: Tensor
@@ -26,7 +27,7 @@ class Affine:
 
     @property
     def moves(self) -> Tensor:
-        """True for the images that do not stay as they are, bool [B]."""
+        """True for the images that the maps change, bool [B]."""
         changes = (self.log2_scale, self.rotation, self.log2_stretch, self.shift_x, self.shift_y)
         return torch.stack(changes).ne(0).any(0)
 
@@ -39,8 +40,8 @@ class Affine:
 
 
 def warp(x: Tensor, maps: Affine) -> Tensor:
-    """Return images [B, C, H, W] after their maps: bicubic, mirrored at the edges, and held to [-1, 1]. An image that
-    stays in its place keeps its bits. The batch around an image changes no bit of it.
+    """Return images [B, C, H, W] after their maps: bicubic, reflected at the edges, and clamped to [-1, 1]. An image
+    with the identity map keeps its bits. The result for an image does not depend on the rest of the batch.
     """
     height, width = x.shape[-2:]
     ratio = width / height
@@ -67,5 +68,5 @@ def _turn(angle: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the products of matrices [B, 2, 2], each by itself."""
+    """Return the products of matrices [B, 2, 2], batch element by batch element."""
     return left[:, :, :1] * right[:, :1, :] + left[:, :, 1:] * right[:, 1:, :]

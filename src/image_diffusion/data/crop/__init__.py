@@ -1,4 +1,4 @@
-"""Crops: methods that make an image a square, or several. One way, one file; its name in `AnyCrop`."""
+"""Methods that cut one or more crops from an image. Each method has its own file and an entry in `AnyCrop`."""
 
 from typing import Annotated
 

@@ -29,8 +29,8 @@ class AdmCrop(Config):
     def crops(
         self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
-        """Return the centre of an image, [H, W] or [H, W, C] of its own mode."""
-        from image_diffusion.data.crop.centre_crop import centre_crop  # Pillow is not for those who only plan
+        """Return the centre of an image, [H, W] or [H, W, C] in the image's mode."""
+        from image_diffusion.data.crop.centre_crop import centre_crop  # imported here: planning needs no Pillow
 
         return [centre_crop(image, resolution)]
 

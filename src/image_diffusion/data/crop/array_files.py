@@ -1,8 +1,7 @@
 """Files of arrays: `.npy`, `.npz`, TIFF, DICOM, NIfTI, and what Pillow reads without loss.
 
-A file is read as numbers of its own type, with the axes, the names of the channels and the size of a pixel that it
-states. Numbers keep their meaning: the rescaling that DICOM and NIfTI state is applied, and files in which 0 is white
-are inverted.
+Numbers are read in the type of the file, with its axes, channel names and pixel size, as far as they are stated. The
+rescaling of DICOM and NIfTI is applied, and files in which 0 is white are inverted.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ _MICROMETRES = {
 """Units of length by their names in OME-XML, ImageJ and NIfTI. Both signs of micro occur."""
 _PROJECTED, _LINEAR_METRE = 1, 9001
 """Values of GTModelTypeGeoKey and ProjLinearUnitsGeoKey (GeoTIFF 1.1)."""
-_NIFTI_HEADER = 540  # bytes, of version 2; version 1 has fewer
+_NIFTI_HEADER = 540  # bytes of a header of version 2; version 1 has fewer
 
 
-class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of the program
+class BadImage(Exception):  # noqa: N818 - a property of a file, not a failure of the program
     """Raised for a file that gives no crop, with the reason in a few words."""
 
 
 class Undecided(ValueError):  # noqa: N818 - likewise
-    """Raised for a file that needs a person to decide how it is read. The stage stops."""
+    """Raised for a file whose reading the user has to decide. The stage stops."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def read_stack(data: bytes, max_pixels: int, pages: str | None) -> Stack:
 
 def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
     """Read a TIFF, its axes as OME, ImageJ or the tags state them."""
-    from tifffile import TiffFile  # not for pictures
+    from tifffile import TiffFile  # imported here: pictures do not need it
 
     with TiffFile(io.BytesIO(data)) as file:
         if len(file.series) > 1 and pages != "first":
@@ -99,7 +98,7 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         if page.photometric == 3:
             raise BadImage("a palette: its numbers are names of colours")
         _check_pixels(series.shape, max_pixels)
-        if series.kind == "ome" and any(page is None for page in series):  # of which asarray makes zeros
+        if series.kind == "ome" and any(page is None for page in series):  # asarray would return zeros for it
             raise BadImage("planes that its OME-XML names are not in the file: save all channels in one file")
         numbers, axes, missing = _numbers_of(series), series.axes, _missing(page)
         if page.photometric == 0:
@@ -112,7 +111,7 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
 
 
 def _numbers_of(series: TiffPageSeries) -> NDArray[Any]:
-    """Return the numbers of a TIFF. Raises Undecided where tifffile needs another package to decode them."""
+    """Return the numbers of a TIFF. Raises Undecided if tifffile needs another package to decode them."""
     try:
         return series.asarray()
     except (ImportError, NotImplementedError, ValueError) as error:
@@ -155,7 +154,7 @@ def _names_in_ome(pixels: Element) -> tuple[str, ...]:
 
 
 def _names_in_imagej(file: TiffFile, series: TiffPageSeries) -> tuple[str, ...]:
-    """Return the labels of the planes, where each plane is a channel."""
+    """Return the labels of the planes if each plane is a channel."""
     labels = (file.imagej_metadata or {}).get("Labels")
     if series.axes != "CYX" or not isinstance(labels, list):  # a single label is a str
         return ()
@@ -190,7 +189,7 @@ def _size(*sides: tuple[Any, str]) -> tuple[float, float] | None:
 
 def _dicom(data: bytes, max_pixels: int) -> Stack:
     """Read a DICOM file: stored numbers, inverted where 0 is white, then rescaled by slope and intercept or the
-    modality LUT (PS3.3 C.7.6.3, C.11.1). The window is left out: it is for the eye."""
+    modality LUT (PS3.3 C.7.6.3, C.11.1). The window is ignored, since it is for display."""
     try:
         from pydicom import dcmread
         from pydicom.pixels import apply_modality_lut, get_decoder
@@ -246,7 +245,7 @@ def _inflated(data: bytes, count: int) -> bytes:
 
 
 def _picture(data: bytes, max_pixels: int) -> Stack:
-    """Read what Pillow reads, with every bit of its numbers."""
+    """Read a file with Pillow, without loss of bits."""
     with Image.open(io.BytesIO(data)) as image:
         _check_pixels(image.size, max_pixels)
         stored = describe(image, data)
@@ -272,7 +271,7 @@ def _inverted(numbers: NDArray[Any], bits: int) -> NDArray[Any]:
 
 
 def _check_pixels(shape: Sequence[int], max_pixels: int) -> None:
-    """Judge an image by its header, before anything is decoded."""
+    """Raise BadImage by the size in the header, before the image is decoded."""
     if np.prod(shape, dtype=np.float64) > MOST_CHANNELS * max_pixels:
         sides = " x ".join(map(str, shape))
         raise BadImage(f"too large: {sides} numbers, more than {MOST_CHANNELS} channels of max_pixels = {max_pixels}")

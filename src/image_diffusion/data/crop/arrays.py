@@ -19,7 +19,7 @@ from image_diffusion.data.config import WHITE, Channels, DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 
 _EXACT = 2**24
-"""Integers up to here are numbers of float32."""
+"""Integers up to this value are exact in float32."""
 _UPRIGHT: dict[int, Callable[[NDArray[Any]], NDArray[Any]]] = {
     1: lambda a: a,
     2: lambda a: a[:, :, ::-1],
@@ -30,15 +30,15 @@ _UPRIGHT: dict[int, Callable[[NDArray[Any]], NDArray[Any]]] = {
     7: lambda a: a.transpose(0, 2, 1)[:, ::-1, ::-1],
     8: lambda a: a.transpose(0, 2, 1)[:, ::-1],
 }
-"""By the tag Orientation of TIFF (revision 6.0): what puts an array [C, H, W] upright."""
+"""Function that puts an array [C, H, W] upright, by the tag Orientation of TIFF (revision 6.0)."""
 _TURNED = (5, 6, 7, 8)
-"""Orientations of which rows become columns."""
+"""Orientations that exchange rows and columns."""
 
 
 @dataclass(frozen=True)
 class Arrays:
     """Images of a file, one or more: [C, H, W] each, upright. format: of the file. pixel_size: height and width of a
-    pixel in micrometres, where the file states them."""
+    pixel in micrometres; None if the file does not state them."""
 
     images: list[NDArray[Any]]
     format: str
@@ -46,10 +46,10 @@ class Arrays:
 
 
 def read_array(data: bytes, config: DataConfig) -> Arrays:
-    """Return the chosen channels of the image of a file, or of every page, as numbers of `config.dtype`.
+    """Return the configured channels of the image, or of each page, of a file as `config.dtype`.
 
-    Raises BadImage for numbers or channels that the configuration does not allow, Undecided for axes that nothing
-    states. Other exceptions mean that the file is damaged.
+    Raises BadImage for numbers or channels that the configuration does not allow, Undecided for unknown axes. Other
+    exceptions mean that the file is damaged.
     """
     assert config.dtype is not None
     stack = read_stack(data, config.max_pixels, config.pages)
@@ -66,8 +66,8 @@ def read_array(data: bytes, config: DataConfig) -> Arrays:
 
 
 def crops_of_array(pixels: NDArray[Any], config: DataConfig, data: bytes) -> list[NDArray[Any]]:
-    """Return the crops of an array [C, H, W]: each channel is scaled as a picture is, in float32, and held to its own
-    least and greatest number, since bicubic filters overshoot."""
+    """Return the crops of an array [C, H, W]: each channel is scaled like a picture, in float32, and clipped to its own
+    minimum and maximum, since bicubic filters overshoot."""
     channels = []
     for channel in pixels:
         image = Image.fromarray(channel.astype(np.float32))
@@ -79,8 +79,8 @@ def crops_of_array(pixels: NDArray[Any], config: DataConfig, data: bytes) -> lis
 
 
 def _decided(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
-    """Return the numbers of a file and a letter for each axis. Of others than channels, rows and columns the first
-    place is taken, or all, as the configuration says."""
+    """Return the numbers of a file and a letter for each axis. Along axes other than channels, rows and columns, the
+    first index or all are kept, as `pages` states."""
     numbers = stack.numbers
     shape = " x ".join(map(str, numbers.shape))
     count = None if isinstance(config.channels, dict) else config.num_channels
@@ -107,7 +107,7 @@ def _decided(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
 
 
 def _pages(numbers: NDArray[Any], axes: str) -> Iterator[NDArray[Any]]:
-    """Yield an image [C, H, W] for each place along the axes other than channels, rows and columns."""
+    """Yield an image [C, H, W] for each index along the axes other than channels, rows and columns."""
     if "C" not in axes:
         numbers, axes = numbers[np.newaxis], "C" + axes
     others = [number for number, axis in enumerate(axes) if axis not in "CYX"]
@@ -116,8 +116,8 @@ def _pages(numbers: NDArray[Any], axes: str) -> Iterator[NDArray[Any]]:
 
 
 def _axes_by_count(shape: tuple[int, ...], count: int | None) -> str | None:
-    """Return the axes of an array whose file states none, where the number of its channels leaves one answer. count:
-    None where some of the channels are chosen, so that their number is not known."""
+    """Return the axes of an array whose file states none; None unless the number of channels decides them. count:
+    number of channels; None if the configuration selects some, so that their number is unknown."""
     if len(shape) == 2:
         return "YX"
     fitting = [axes for axes in ("CYX", "YXC") if len(shape) == 3 and shape[axes.index("C")] == count]
@@ -125,8 +125,8 @@ def _axes_by_count(shape: tuple[int, ...], count: int | None) -> str | None:
 
 
 def _chosen(names: tuple[str, ...], count: int, channels: Channels, expected: int) -> list[int]:
-    """Return the places of the chosen channels in a file. names: of its channels, where it states them. count: of
-    these. channels, expected: the configured ones and their number."""
+    """Return the indices of the configured channels in a file. names: of the file's channels, if stated. count: number
+    of the file's channels. channels, expected: the configured channels and their number."""
     if isinstance(channels, dict):
         places = list(channels)
         if max(places) >= count:
@@ -146,7 +146,7 @@ def _chosen(names: tuple[str, ...], count: int, channels: Channels, expected: in
 
 
 def _place(name: str, names: tuple[str, ...]) -> int | None:
-    """Return the place of a name, of which letters may be small or large where no other is the same; None without."""
+    """Return the index of a name in `names`, ignoring case if there is no exact match; None if it is missing."""
     if name in names:
         return names.index(name)
     folded = [other.casefold() for other in names]
@@ -154,8 +154,7 @@ def _place(name: str, names: tuple[str, ...]) -> int | None:
 
 
 def _as_type(pixels: NDArray[Any], dtype: str, missing: float) -> NDArray[Any]:
-    """Convert numbers without loss. Raises BadImage for numbers that the type does not hold, and for those that are
-    declared as missing."""
+    """Convert numbers without loss. Raises BadImage for numbers that the type cannot hold, and for missing data."""
     if pixels.size == 0 or np.iscomplexobj(pixels) or pixels.dtype.kind not in "biuf":
         raise BadImage(f"no numbers: {pixels.dtype} of {' x '.join(map(str, pixels.shape))}")
     with np.errstate(over="ignore"):

@@ -1,8 +1,8 @@
 """The ADM centre crop: any image -> a crop of a stated size.
 
 Dhariwal and Nichol 2021 (guided-diffusion, also DiT and EDM2): halve with a box filter while the shorter side is at
-least twice the target, scale bicubically so that the shorter side equals the target, cut out the centre. Of a rectangle
-"the shorter side" is the one that is shorter as a multiple of the target's.
+least twice the target, scale bicubically so that the shorter side equals the target, cut out the centre. For a
+rectangular target, "the shorter side" is the one with the smaller ratio to the target's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _is_twice(width: int, height: int, rows: int, columns: int) -> bool:
 
 
 def halve(image: Image.Image, resolution: int | Size) -> Image.Image:
-    """Halve the image with a box filter while both its sides are at least twice those of the crop. Labels (mode P) stay
-    as they are: they have no mean, and one resize takes the pixel in the middle, where several would drift."""
+    """Halve the image with a box filter while both its sides are at least twice those of the crop. Labels (mode P) are
+    unchanged: they have no mean, and one nearest-neighbour resize does not shift them, as several would."""
     if image.mode == "P":
         return image
     rows, columns = height_width(resolution)

@@ -21,7 +21,7 @@ _KNOWN = "names, numbers, 'texts', < <= > >= == !=, in (one, of, these), and, or
 
 
 class MissingValue(Exception):  # noqa: N818 - the image is left out, which is no failure
-    """Raised where an image has no value under a name that the rule asks for."""
+    """Raised if an image has no value under a name in the rule."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _look_up(values: Values, name: str) -> Any:
 
 
 def _compared(compare: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:
-    """Compare two numbers, or texts that are numbers, as the cells of a CSV are; other texts as texts."""
+    """Compare two values as numbers if both are numbers or texts of numbers, such as CSV cells; otherwise as texts."""
     try:
         numbers = float(left), float(right)
     except (TypeError, ValueError):
@@ -109,7 +109,7 @@ def _compared(compare: Callable[[Any, Any], bool], left: Any, right: Any) -> boo
 
 
 def _truth(value: Any, name: str) -> bool:
-    """Return the truth of a value that stands alone: true, false, or how tables write them."""
+    """Return the truth value of a condition without comparison: true, false, or their spelling in a table."""
     booleans = {"true": True, "false": False, "1": True, "0": False}
     boolean = booleans.get(str(value).lower())
     if boolean is None:

@@ -39,11 +39,11 @@ FORMATS = (
 """Formats that are read, by Pillow's names: all of them decode without running another program. JPEG includes MPO."""
 
 READER = 2
-"""Version of the treatment of files. Shards that an earlier version wrote are cropped again."""
+"""Version of the reader of files. Shards of an earlier version are cropped again."""
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _ORIENTATION = 0x0112
 _TGA_DESCRIPTOR = 17
-"""Place of the byte whose low four bits are the bits of opacity of a pixel (Truevision TGA 2.0)."""
+"""Offset of the byte whose low four bits are the number of alpha bits of a pixel (Truevision TGA 2.0)."""
 _CORE: Any = Image.core  # type: ignore[attr-defined]
 _BLOCK = 2**31 - 4096
 """Largest block of memory that Pillow uses, in bytes."""
@@ -104,7 +104,7 @@ def crop_image(data: bytes, config: DataConfig, decode: Decode | None = None) ->
         raise
     except UnidentifiedImageError:
         raise BadImage(_not_read(data)) from None
-    except Exception as error:  # decoders raise nearly anything when they are fed damaged files
+    except Exception as error:  # decoders raise nearly any exception for damaged files
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
     crops = config.crop.crops(upright, config.size, config.background or WHITE, data)
     channels_last = [crop[:, :, None] if crop.ndim == 2 else crop for crop in crops]
@@ -130,7 +130,7 @@ def _crop_array(data: bytes, config: DataConfig) -> Crop:
 
 
 def _check_size(size: tuple[int, int], config: DataConfig) -> None:
-    """Judge an image by its header, before anything is decoded."""
+    """Raise BadImage by the size in the header, before the image is decoded."""
     width, height = size
     if width * height > config.max_pixels:
         raise BadImage(f"too large: {width} x {height} pixels, more than max_pixels = {config.max_pixels}")
@@ -142,7 +142,7 @@ def _check_size(size: tuple[int, int], config: DataConfig) -> None:
 
 
 def _not_read(data: bytes) -> str:
-    """Return the reason why Pillow finds none of `FORMATS` in a file."""
+    """Return the reason why Pillow does not recognise a file as one of `FORMATS`."""
     try:
         with Image.open(io.BytesIO(data)) as image:  # of any format; nothing is decoded
             return f"a format that is not read ({image.format}); known: {', '.join(FORMATS)}"
@@ -201,8 +201,8 @@ def _last_pixel(image: Image.Image) -> tuple[int, ...]:
 
 
 def _has_more(image: Image.Image, data: bytes, chosen: str | None) -> bool:
-    """True if a file holds more than the image that is taken. Raises Undecided for pages of a TIFF: they may be a
-    stack, channels or a document."""
+    """True if a file holds more images than the one that is read. Raises Undecided for a TIFF of several pages: they
+    may be a stack, channels or a document."""
     if not getattr(image, "is_animated", False):
         return False
     if image.format != "TIFF":
@@ -225,5 +225,5 @@ def _as_8bit(image: Image.Image, stored: Stored, limits: tuple[float, float] | N
 
 
 def _is_turned(image: Image.Image) -> bool:
-    """True if Exif data or XMP, wherever Pillow finds them, say that an image is to be turned or mirrored."""
+    """True if Exif or XMP metadata state an orientation by which the image has to be turned or mirrored."""
     return image.getexif().get(_ORIENTATION, 1) in range(2, 9)

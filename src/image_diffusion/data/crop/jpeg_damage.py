@@ -1,4 +1,4 @@
-"""JPEG: pixels that a decoder made up."""
+"""Detection of JPEG files whose pixels a decoder partly invented."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 _SCAN = 0xDA
 FILLED = "its data end too early or have a hole, and decoders fill the rest"
-"""Description of a file of which `is_filled` holds."""
+"""Message for a file for which `is_filled` is true."""
 _END = 0xD9
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _RESTART = re.compile(rb"\xff([\xd0-\xd7])")
@@ -19,9 +19,9 @@ _RESTART_INTERVAL = b"\xff\xdd\0\4"
 """Start of the segment that announces restart markers."""
 _END_OF_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _HOLE = bytes(512)
-"""A sector of a disk that was never written, or was lost."""
+"""Disk sector of zeros, which was never written or was lost."""
 _NOISE = b"\0" + hashlib.sha512(b"noise").digest().replace(b"\xff", b"\xfe")
-"""Bytes that stand for coefficients, not for a marker."""
+"""Bytes that decode as coefficients and contain no marker."""
 
 
 def is_filled(data: bytes, last_pixel: Sequence[int]) -> bool:

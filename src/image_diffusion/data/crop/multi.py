@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _NEARLY = 0.1
-"""Share of a side: so much is cut off rather than shown in one more square, which would be nearly the one before."""
+"""Share of a side that is cut off instead of adding one more crop, which would nearly repeat the one before it."""
 
 
 class MultiCrop(AdmCrop):
-    """Scale as ADM's crop does, then cut out crops spread evenly over the longer side, from one end to the other:
-    for square crops one of a square image, two of one of 3 : 2, three of a panorama of 3 : 1. All of them are in one
-    split."""
+    """Scale as ADM's crop does, then cut out crops that are evenly spaced along the longer side, from one end to the
+    other. Square crops: one from a square image, two from an image of 3 : 2, three from a panorama of 3 : 1. All crops
+    of an image are in one split."""
 
     type: Literal["multi"] = "multi"  # type: ignore[assignment]
     """Several crops along the longer side of an image."""
     max_crops: int = Field(4, ge=2, le=64)
-    """Crops of an image at most; of a longer one parts between them are lost."""
+    """Maximum number of crops per image; in longer images, the parts between the crops are lost."""
 
     def identity(self) -> dict[str, Any]:
         """Return the plain data that decide the pixels."""
@@ -36,9 +36,9 @@ class MultiCrop(AdmCrop):
     def crops(
         self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
-        """Return the crops of an image from left to right or top to bottom, each [H, W] or [H, W, C] of its own
+        """Return the crops of an image from left to right or top to bottom, each [H, W] or [H, W, C] in the image's
         mode."""
-        import numpy as np  # neither is for those who only plan
+        import numpy as np  # imported here: planning needs neither
         from PIL.Image import Resampling
 
         from image_diffusion.data.crop.centre_crop import halve

@@ -1,5 +1,5 @@
-"""Pillow's resize, compiled with wider instructions and for the part that a crop keeps (`resize.c`): the same bytes,
-sooner.
+"""Pillow's resize, compiled with wider instructions and only for the part that a crop keeps (`resize.c`): the same
+bytes, faster.
 
 Installing the package compiles it where it finds a C compiler. Elsewhere, and for other modes, Pillow resizes.
 """
@@ -17,7 +17,7 @@ from image_diffusion.core.native import library_path, load
 
 BYTES = {"L": 1, "RGB": 4}
 """Bytes of a pixel as Pillow holds it, of the modes that are resized here."""
-_COMPILED = library_path(__name__, "resize.compiled")  # by setup.py
+_COMPILED = library_path(__name__, "resize.compiled")  # compiled by setup.py
 _MOST = 2**31 - 1
 
 
@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL | None:
 
 
 class Pixels:
-    """The pixels of an image, at first where Pillow has them. Needs the library and one of the modes.
+    """The pixels of an image, initially in Pillow's memory. Needs the library and one of the modes.
 
     Raises ValueError for an image that lies in several blocks of memory.
     """
@@ -51,9 +51,9 @@ class Pixels:
         self._at: int = loaded.shared_pixels(array)
 
     def resize(self, size: tuple[int, int], is_bicubic: bool, box: tuple[int, int, int, int]) -> NDArray[np.uint8]:
-        """Scale to a size (width, height), by a box filter where not bicubically, and keep a box (left, top, width,
-        height) of that. Returns it, too, as [height, width], or [height, width, 3] of RGB. Raises ValueError for sizes
-        beyond 32 bits."""
+        """Scale to a size (width, height), bicubically or by a box filter, and keep a box (left, top, width, height) of
+        it. Returns it, too, as [height, width], or [height, width, 3] of RGB. Raises ValueError for sizes beyond 32
+        bits."""
         if max(size) > _MOST:
             raise ValueError(f"an image of {size[0]} x {size[1]} pixels is beyond 32 bits")
         _, _, width, height = box

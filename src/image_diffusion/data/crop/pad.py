@@ -1,4 +1,4 @@
-"""Keep the whole image, with bars where it has another shape than the crop."""
+"""Keep the whole image and add bars if its aspect ratio differs from the crop's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Pad(Config):
-    """Scale bicubically, so that the whole image just fits into the crop, and fill up with `data.background`, or with
-    nothing where the crops have an alpha channel. Nothing is cut off, and a model learns the bars."""
+    """Scale bicubically, so that the whole image just fits into the crop, and fill the rest with `data.background`, or
+    with transparent pixels if the crops have an alpha channel. Nothing is cut off, and a model learns the bars."""
 
     type: Literal["pad"] = "pad"
     """The whole image, with bars (letterbox)."""
@@ -29,9 +29,9 @@ class Pad(Config):
     def crops(
         self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
-        """Return the whole of an image, [H, W] or [H, W, C] of its own mode."""
+        """Return the whole image with its bars, [H, W] or [H, W, C] in the image's mode."""
         import numpy as np
-        from PIL import Image as Pillow  # Pillow is not for those who only plan
+        from PIL import Image as Pillow  # imported here: planning needs no Pillow
         from PIL import ImageColor
 
         width, height = self.scaled_size(*image.size, resolution)

@@ -1,4 +1,4 @@
-"""Several parts of every image, of random place, size and shape: torchvision's RandomResizedCrop, drawn once."""
+"""Several random parts of every image: torchvision's RandomResizedCrop, drawn once."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Range = tuple[float, float]
 
 
 class RandomResizedCrop(Config):
-    """Cut out a part of random area, shape and place, and scale it with antialiasing (Szegedy et al. 2015, in
-    the form of torchvision's RandomResizedCrop). The parts of an image follow from `seed` and its bytes, so they are
-    the same whenever and wherever it is cropped; of each image there are `num_crops`, all in one split."""
+    """Cut out parts of random area, aspect ratio and position, and scale them with antialiasing (Szegedy et al. 2015,
+    as in torchvision's RandomResizedCrop). `seed` and the bytes of the file decide the parts, so they are reproducible
+    on any machine. Each image has `num_crops` parts, all in one split."""
 
     type: Literal["random_resized"] = "random_resized"
-    """Several random parts of every image, stored."""
+    """Several random parts of every image, drawn once and stored."""
     has_one_scale: ClassVar = False
     """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
     num_crops: int = Field(4, ge=1, le=64)
-    """Parts of each image: the data set has num_crops times as many examples as images."""
+    """Number of parts of each image: the data set has num_crops times as many examples as images."""
     scale: Range = (0.08, 1.0)
-    """Smallest and largest area of a part, as a share of the image's."""
+    """Smallest and largest area of a part, as a share of the image's area."""
     ratio: Range = (3 / 4, 4 / 3)
-    """Narrowest and widest part, width over height, before it takes the shape of the crop."""
+    """Smallest and largest aspect ratio of a part, width over height, before it is scaled to the shape of the crop."""
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = "bilinear"
-    """The filter, by torchvision's name."""
+    """Resampling filter, named as in torchvision."""
     seed: int = Field(0, ge=0)
-    """Seed of the parts."""
+    """Random seed of the parts."""
 
     @field_validator("scale", "ratio")
     @classmethod
@@ -62,9 +62,9 @@ class RandomResizedCrop(Config):
     def crops(
         self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
-        """Return parts of an image, each [H, W] or [H, W, C] of its own mode. data: its file, which they are drawn
-        from."""
-        import numpy as np  # neither is for those who only plan
+        """Return parts of an image, each [H, W] or [H, W, C] in the image's mode. data: bytes of the file, which seed
+        the draw."""
+        import numpy as np  # imported here: planning needs neither
         from PIL.Image import Resampling
 
         draw = np.random.default_rng([self.seed, *hashlib.sha256(data).digest()])
@@ -76,8 +76,8 @@ class RandomResizedCrop(Config):
     def box(self, width: int, height: int, draw: np.random.Generator) -> tuple[int, int, int, int]:
         """Return the left, top, right and bottom of a part, in pixels.
 
-        As RandomResizedCrop.get_params: the area is uniform, the logarithm of the shape too; where ten of them do not
-        fit into the image, it is the centre, as near to the whole as `ratio` allows.
+        As in RandomResizedCrop.get_params: the area and the logarithm of the aspect ratio are uniform. If ten draws do
+        not fit into the image, the part is the largest one in the centre that `ratio` allows.
         """
         low, high = self.ratio
         for _ in range(_ATTEMPTS):

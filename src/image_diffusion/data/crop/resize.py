@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class ResizeCrop(Config):
-    """Scale with antialiasing, so that the shorter side equals the resolution, and cut out the centre: the bytes of
-    `Resize(resolution)` and `CenterCrop(resolution)` of torchvision.transforms on a Pillow image, as
-    recurrent-interface-network-pytorch and DALLE-pytorch use them."""
+    """Scale with antialiasing, so that the shorter side equals the resolution, and cut out the centre. The bytes are
+    those of torchvision's `Resize(resolution)` and `CenterCrop(resolution)` on a Pillow image, as in
+    recurrent-interface-network-pytorch and DALLE-pytorch."""
 
     type: Literal["resize"] = "resize"
     """torchvision's Resize and CenterCrop."""
     has_one_scale: ClassVar = True
     """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = "bilinear"
-    """The filter, by Resize's name. OpenAI's DALL-E scales by lanczos."""
+    """Resampling filter, named as in torchvision's Resize. OpenAI's DALL-E uses lanczos."""
 
     def identity(self) -> dict[str, Any]:
         """Return the plain data that decide the pixels."""
@@ -32,9 +32,9 @@ class ResizeCrop(Config):
     def crops(
         self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
-        """Return the centre of an image, [H, W] or [H, W, C] of its own mode."""
+        """Return the centre of an image, [H, W] or [H, W, C] in the image's mode."""
         import numpy as np
-        from PIL.Image import Resampling  # Pillow is not for those who only plan
+        from PIL.Image import Resampling  # imported here: planning needs no Pillow
 
         width, height = self.scaled_size(*image.size, resolution)
         if image.size != (width, height):

@@ -1,4 +1,4 @@
-"""Numbers that an image file holds: their depth, and which of them are black and white."""
+"""Values in an image file: their depth, and the values of black and white."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits, all of them grey."""
 QUANTILE = 0.999
-"""Quantile of the values of an image that measures how much of its range it uses: a few hot pixels do not decide."""
+"""Quantile that measures the used range of an image, robust to a few hot pixels."""
 _BITS, _PHOTOMETRIC, _SUBFILE, _MAX_SAMPLE, _SMAX_SAMPLE = 258, 262, 254, 281, 341
 """Tags of TIFF (revision 6.0)."""
 _COPY_OR_MASK = 0b101
@@ -24,7 +24,7 @@ _COPY_OR_MASK = 0b101
 
 @dataclass(frozen=True)
 class Stored:
-    """Description of the pixels of a file, by its header.
+    """Description of the pixels of a file, from its header.
 
     bits: of a channel, at least 8. white: the number in the file that is white where 0 is black; None where no number
     is agreed on, as for floating-point pixels. decoded_white: what Pillow makes of it. is_stated: whether
@@ -57,8 +57,8 @@ class Stored:
     def scaled(self, image: Image.Image, limits: tuple[float, float] | None) -> Image.Image:
         """Scale a decoded image of one of the modes `WIDE` to 8 bits, rounded to nearest; what lies outside is clipped.
 
-        limits: the numbers of black and white in place of the file's. Raises ValueError where neither is known, and for
-        numbers that the file's range does not hold.
+        limits: the values of black and white in place of the file's. Raises ValueError if neither is known, and for
+        numbers outside the file's range.
         """
         numbers = np.asarray(image)
         if limits is None:
@@ -109,7 +109,7 @@ def _is_16bit(image: Image.Image) -> bool:
     """True if the channels in a file have 16 bits each, by Pillow's name of their layout."""
     layout = image.tile[0][3] if isinstance(image, ImageFile.ImageFile) and image.tile else ""
     raw = layout[0] if isinstance(layout, tuple) else layout
-    return isinstance(raw, str) and ";16" in raw and raw != "BGR;16"  # the last: 16 bits of a whole pixel
+    return isinstance(raw, str) and ";16" in raw and raw != "BGR;16"  # BGR;16 has 16 bits for a whole pixel
 
 
 def _maxval(image: Image.Image) -> int:

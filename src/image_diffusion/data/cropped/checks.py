@@ -13,12 +13,12 @@ from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.shards.records import Quarantined, ShardRecord
 
 _HALF, DARK = 2**15, 2**13
-"""Images of 16 bits that use no number from the first on have some other range; from the second on, they are nearly
-black in this one."""
+"""Limits for 16-bit images: with all values below the first, their range is probably smaller; with all values below the
+second, they are nearly black in the 16-bit range."""
 
 
 def check_rejects(bad: Sequence[Quarantined], total: int, max_bad_fraction: float, table: Path) -> None:
-    """Raise ValueError when too many of the files gave no crop. table: where they are listed."""
+    """Raise ValueError when too many of the files gave no crop. table: path of the table that lists them."""
     if not total:
         raise ValueError("The source holds no images. Its tars must hold files like 0001.jpg.")
     if not bad:
@@ -37,7 +37,8 @@ def check_rejects(bad: Sequence[Quarantined], total: int, max_bad_fraction: floa
 
 
 def check_alpha(records: Sequence[ShardRecord], channels: int, has_background: bool) -> None:
-    """Raise ValueError when the crops keep alpha but no image has any, or would lose that of all images unasked."""
+    """Raise ValueError when only the crops have alpha, or when only the images, all of them, have alpha and
+    `data.background` is not set."""
     transparent = sum("alpha" in sample.flags for record in records for sample in record.samples)
     total = sum(record.num_samples for record in records)
     keeps_alpha = channels in (2, 4)
@@ -54,9 +55,9 @@ def check_alpha(records: Sequence[ShardRecord], channels: int, has_background: b
 
 
 def check_range(records: Sequence[ShardRecord], is_decided: bool = False) -> None:
-    """Raise ValueError when it is doubtful which numbers of images of more than 8 bits are black and white.
+    """Raise ValueError when the values of black and white are doubtful in images of more than 8 bits.
 
-    is_decided: `data.range: file` is set. Images that it makes nearly black are then named on the terminal.
+    is_decided: whether `data.range: file` is set; it logs a warning if the images are then nearly black.
     """
     images = [sample for record in records for sample in (*record.samples, *record.dropped) if sample.view == 0]
     values = np.array([image.values for image in images if image.values])

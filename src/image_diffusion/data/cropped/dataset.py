@@ -48,7 +48,8 @@ from image_diffusion.data.sources.changes import remember
 class Cropped:
     """Result of a run of `crop_dataset`.
 
-    manifest: what it wrote. num_written: shards that were not up to date. records: of every shard, in order.
+    manifest: the manifest that it wrote. num_written: number of shards that were not up to date. records: of every
+    shard, in order.
     """
 
     manifest: dict[str, Any]
@@ -87,7 +88,7 @@ def crop_dataset(
     `max_bad_fraction` of its files give no crop.
     """
     plan = plan_crops(config)
-    if plan.listing.unit == "image":  # before any work; the names inside tars are known afterwards
+    if plan.listing.unit == "image":  # checked before cropping; the names in remote tars are known only afterwards
         held_out_by_name([item.name for item in plan.listing.items], config.held_out)
     for notice in plan.notices():
         log_line(f"crop: {notice}.")
@@ -136,7 +137,7 @@ def _cropper(config: DataConfig, plan: CropPlan, output: Path) -> ShardCropper:
 def _crop_missing(
     cropper: ShardCropper, plan: CropPlan, finished: dict[int, ShardRecord], processes: int
 ) -> tuple[list[ShardRecord], set[int]]:
-    """Crop the shards that are not finished; return the records of all, in order, and which were written."""
+    """Crop the unfinished shards; return the records of all shards, in order, and the numbers of those written."""
     records, written = dict(finished), set[int]()
     with Progress("crop", len(plan.listing.items), plan.listing.unit) as progress:
         progress.advance(sum(len(items) for shard, items in plan.tasks if shard in finished))
@@ -150,8 +151,8 @@ def _crop_missing(
 def _crop_without(
     duplicates: dict[str, str], cropper: ShardCropper, plan: CropPlan, records: list[ShardRecord], processes: int
 ) -> set[int]:
-    """Crop again the shards that hold duplicates, or leave out images that are none any more, and replace their
-    records; return which were written."""
+    """Crop again the shards that hold duplicates, or omit images that are no longer duplicates, and replace their
+    records; return the numbers of the written shards."""
     drops = {
         record.shard: {row.path for row in (*record.samples, *record.dropped) if row.path in duplicates}
         for record in records

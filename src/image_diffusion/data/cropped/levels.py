@@ -16,17 +16,17 @@ from image_diffusion.data.shards.records import ShardRecord, tar_path
 from image_diffusion.data.shards.tar_layout import Layout
 
 QUANTILES = 0.0001, 0.9999
-"""Quantiles of the numbers of a channel that are its measured range: a few hot pixels do not decide."""
-_HALF = 2**16  # values that half of the bits of float32 may have
-_AT_ONCE = 64  # crops
-_SAME_SIZE = 0.01  # relative difference of the sizes of pixels, which rounded sides of scaled images have
+"""Quantiles of a channel that are its measured range, robust to a few hot pixels."""
+_HALF = 2**16  # number of values of half of the bits of float32
+_AT_ONCE = 64  # crops that are read at a time
+_SAME_SIZE = 0.01  # relative tolerance of pixel sizes, for the rounded sides of scaled images
 
 _Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
 """Numbers, ascending, and how often each occurs."""
 
 
 def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Sequence[ShardRecord]) -> Levels:
-    """Return the levels of a set of shards in a folder. Raises ValueError for a channel of one number alone."""
+    """Return the levels of a set of shards in a folder. Raises ValueError for a constant channel."""
     assert config.dtype is not None
     names = config.channel_names
     ranges = config.range if isinstance(config.range, dict) else dict.fromkeys(names, config.range)
@@ -49,7 +49,7 @@ def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Se
 
 
 def _stated(chosen: Range, dtype: str) -> tuple[float, float] | None:
-    """Return the range that the configuration states for a channel; None: it is measured."""
+    """Return the range that the configuration states for a channel; None if it has to be measured."""
     if chosen == "file":
         limits = np.iinfo(dtype)
         return float(limits.min), float(limits.max)
@@ -57,7 +57,7 @@ def _stated(chosen: Range, dtype: str) -> tuple[float, float] | None:
 
 
 def _pixel_size(records: Sequence[ShardRecord]) -> tuple[float, float] | None:
-    """Return the size of a pixel of all crops; None where an image states none, or the sizes differ."""
+    """Return the pixel size of all crops; None if an image states none, or the sizes differ."""
     sizes = [sample.pixel_size for record in records for sample in record.samples]
     if not any(sizes):
         return None
@@ -73,7 +73,8 @@ def _pixel_size(records: Sequence[ShardRecord]) -> tuple[float, float] | None:
 
 
 def _measured(name: str, values: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:
-    """Return the quantiles of numbers that occur so often; the least and the greatest where the quantiles are equal."""
+    """Return the quantiles of a channel, or its minimum and maximum if the quantiles are equal. counts: of each
+    value."""
     used = np.flatnonzero(counts)
     least, most = values[used[0]], values[used[-1]]
     if least == most:
@@ -89,8 +90,7 @@ def _measured(name: str, values: NDArray[np.float64], counts: NDArray[np.int64])
 def _counted(
     folder: Path, layout: Layout, records: Sequence[ShardRecord], stated: Sequence[tuple[float, float] | None]
 ) -> list[_Counts]:
-    """Return the numbers that may occur in each channel, ascending, and how often each does. stated: range of each
-    channel; None: it is measured."""
+    """Return the possible numbers of each channel, ascending, and their counts. stated: ranges; None: measured."""
     dtype, channels = np.dtype(layout.dtype), layout.shape[0]
     if dtype.kind == "f":
         return _counted_floats(folder, layout, records, stated)
@@ -106,8 +106,9 @@ def _counted(
 def _counted_floats(
     folder: Path, layout: Layout, records: Sequence[ShardRecord], stated: Sequence[tuple[float, float] | None]
 ) -> list[_Counts]:
-    """Return the same of float32. Numbers are counted by the upper half of their bits; then each number, where the
-    upper half is that of an end of the range or of the quantiles. Of others the least with that half stands for all."""
+    """Return the result of `_counted` for float32. Numbers are counted by the upper half of their bits. If this is the
+    half of a quantile or of an end of the range, they are counted exactly; otherwise, the least number with this half
+    represents all."""
     upper = np.zeros((layout.shape[0], _HALF), np.int64)
     for pixels in _arrays(folder, layout, records):
         for channel, counts in enumerate(upper):
@@ -125,13 +126,13 @@ def _counted_floats(
 
 
 def _ordered_bits(numbers: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Return the bits of numbers so that greater numbers have greater ones, [n]; those of -0 are those of 0."""
+    """Return the bits of numbers as integers of the same order, [n]; -0 is mapped like 0."""
     bits = (numbers + np.float32(0)).ravel().view(np.uint32)
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
 
 
 def _numbers_of(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
-    """Return the numbers that have these ordered bits."""
+    """Return the numbers of which `_ordered_bits` returns these bits."""
     plain = np.where(bits >> 31, bits & np.uint32(2**31 - 1), ~bits)
     return plain.view(np.float32).astype(np.float64)
 
@@ -146,8 +147,8 @@ def _halves_of_ends(counts: NDArray[np.int64], stated: tuple[float, float] | Non
 
 
 def _merged(upper: NDArray[np.int64], exact: Mapping[int, NDArray[np.int64]]) -> _Counts:
-    """Return numbers that occur, and their counts. upper: counts of each upper half of bits. exact: those of the lower
-    halves, by the upper one."""
+    """Return the numbers that occur and their counts. upper: counts by upper half of bits. exact: by lower half, for
+    some upper halves."""
     upper = upper.copy()
     upper[list(exact)] = 0
     lower = np.arange(_HALF, dtype=np.uint32)
@@ -159,7 +160,7 @@ def _merged(upper: NDArray[np.int64], exact: Mapping[int, NDArray[np.int64]]) ->
 
 
 def _arrays(folder: Path, layout: Layout, records: Sequence[ShardRecord]) -> Iterator[NDArray[Any]]:
-    """Yield the crops of each shard, [n, C, H, W], where they lie in its file."""
+    """Yield the crops of each shard in batches, [n, C, H, W], read from its tar."""
     offset = layout.offsets()[layout.members[0]]
     for record in records:
         if record.num_samples:

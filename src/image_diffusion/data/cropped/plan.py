@@ -19,15 +19,15 @@ from image_diffusion.data.sources.base import FileGroup, HasValues, Item, Listin
 Task = tuple[int, list[Item]]
 """A shard's number, and its images."""
 
-_KINDS = 8  # of files passed over, shown on the terminal
+_KINDS = 8  # kinds of ignored files that are shown on the terminal
 
 
 @dataclass(frozen=True)
 class CropPlan:
     """Images of a source and their shards.
 
-    files: of the source. listing: of its images, without those that `data.keep` excludes. tasks: in the order of the
-    shards. digest: of the names and stamps of the files, and of the settings.
+    files: of the source. listing: images of the source, without `excluded`, those that `data.keep` excludes. tasks: in
+    the order of the shards. digest: of the names and stamps of the files, and of the settings.
     """
 
     files: list[FileGroup]
@@ -37,7 +37,7 @@ class CropPlan:
     digest: str
 
     def notices(self) -> list[str]:
-        """Return lines for the terminal about the layout, and about the files that are passed over."""
+        """Return lines for the terminal about the layout and the ignored files."""
         listing, notices = self.listing, list(self.listing.notices)
         if listing.passed_over:
             most = list(listing.kinds_passed_over().items())[:_KINDS]
@@ -57,10 +57,9 @@ def plan_crops(config: DataConfig) -> CropPlan:
 
 
 def _filtered(source: Source, listing: Listing, keep: str | None) -> tuple[Listing, list[Quarantined]]:
-    """Return the listing without the images that a rule leaves out, and these with the reason.
+    """Return the listing without the images that a rule excludes, and these images with the reason.
 
-    Raises ValueError where the source has none of the values that the rule asks for, where they cannot be compared, or
-    where no image is left.
+    Raises ValueError if the source lacks the values in the rule, if they cannot be compared, or if no image is left.
     """
     if keep is None:
         return listing, []
@@ -91,13 +90,13 @@ def _filtered(source: Source, listing: Listing, keep: str | None) -> tuple[Listi
 
 
 def write_note(path: Path, plan: CropPlan, output: Path, tasks: Sequence[Task]) -> None:
-    """Note which shards a part has written to `output`, and of which files."""
+    """Write a note of the shards that a part has written to `output`, with the digest of the plan."""
     shards = {str(shard): stamp_of(tar_path(output, shard)) for shard, _ in tasks}
     write_json(path, {"of": plan.digest, "shards": shards})
 
 
 def records_of_parts(notes: Sequence[Path], plan: CropPlan, output: Path) -> dict[int, ShardRecord]:
-    """Return the records of the unchanged shards that parts have made of the same files, by number."""
+    """Return the records of the shards that parts wrote by the same plan and that are unchanged since, by number."""
     records = {}
     for note in map(read_json, notes):
         for shard, stamp in note["shards"].items() if note["of"] == plan.digest else ():

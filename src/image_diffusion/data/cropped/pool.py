@@ -1,4 +1,4 @@
-"""Crop several shards at once, in processes."""
+"""Crop several shards in parallel processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from image_diffusion.data.cropped.shard import ShardCropper
 from image_diffusion.data.shards.records import ShardRecord
 from image_diffusion.data.sources.base import Item
 
-_POLL_S = 0.5  # between looks at the count of the pool
-_done: Synchronized[int] | None = None  # in a process of the pool: how many items all of them have done
+_POLL_S = 0.5  # between reads of the pool's count
+_done: Synchronized[int] | None = None  # in a process of the pool: number of items that all processes have done
 
 
 def crop_shards(
@@ -44,7 +44,7 @@ def crop_shards(
             for future in futures:
                 while True:
                     wait([future], _POLL_S)
-                    count = done.get_obj().value  # without its lock, which a process may have taken into its grave
+                    count = done.get_obj().value  # without its lock, which a killed process may hold forever
                     progress.advance(count - reported)
                     reported = count
                     if future.done():
@@ -56,21 +56,21 @@ def crop_shards(
 
 
 def _pool(processes: int) -> tuple[ProcessPoolExecutor, Synchronized[int]] | None:
-    """Start processes that crop, and a count of the items that all of them have done."""
+    """Start the processes that crop, with a shared count of the items that they have done."""
     if processes <= 1:
         return None
     try:
         spawn = multiprocessing.get_context("spawn")
         done: Synchronized[int] = spawn.Value("q", 0)
         return ProcessPoolExecutor(processes, spawn, _initialize, (mark(), done)), done
-    except OSError as error:  # what they share lies in /dev/shm
+    except OSError as error:  # shared memory is in /dev/shm
         reason = "several share memory in /dev/shm, which this machine does not give"
         print(f"crop: one process crops, since {reason}: {error}.", file=sys.stderr)
         return None
 
 
 def _initialize(parent: str, done: Synchronized[int]) -> None:
-    """Bind a process of the pool to the one that started it, and to the count of all of them."""
+    """Set up a process of the pool: end it with its parent process, and share the pool's count."""
     global _done
     _done = done
     end_with(parent.split())
@@ -79,7 +79,7 @@ def _initialize(parent: str, done: Synchronized[int]) -> None:
 def _crop_shard(
     cropper: ShardCropper, shard: int, items: list[Item], drop: Set[str] | None
 ) -> tuple[ShardRecord, bool]:
-    """Write a shard in a process of the pool, which counts with all others."""
+    """Write a shard in a process of the pool and add its items to the shared count."""
     done = _done
     assert done is not None
 

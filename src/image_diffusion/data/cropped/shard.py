@@ -89,7 +89,7 @@ class ShardCropper:
             sha256, size, num_samples = write_shard(self.output, shard, self.layout, chunks())
         every = _measured(samples, greys)
         samples, dropped = [sample for sample in every if sample.key], [sample for sample in every if not sample.key]
-        # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
+        # The hash is of the bytes that were cropped, since an image may have changed in the meantime.
         hashes = content_hashes(every, bad)
         states = [hashes[item.name] if item.name in hashes else self.source.state_of(item) for item in items]
         versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
@@ -109,8 +109,8 @@ class ShardCropper:
         return record, True
 
     def _cropped(self, name: str, read: Callable[[], bytes]) -> tuple[str, Crop] | Quarantined:
-        """Return the sha256 of an image file and its crops, or why it gives none. Raises ValueError for one that a
-        person has to decide about."""
+        """Return the sha256 of an image file and its crops, or the reason why it has none. Raises ValueError for a file
+        whose reading the user has to decide."""
         try:
             data = read()
         except OSError as error:
@@ -136,7 +136,7 @@ def content_hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dic
 
 
 def _measured(samples: Sequence[Sample], greys: Sequence[NDArray[np.uint8]]) -> list[Sample]:
-    """Return the samples with the measurements that their crops in grey give, computed of all of them at once."""
+    """Return the samples with measurements of their grey crops, which are computed for all samples together."""
     if not samples:
         return []
     pixels = np.stack(greys)

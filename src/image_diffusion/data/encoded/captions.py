@@ -33,7 +33,7 @@ class ClassCaptions(Config):
     table: ClassVar[None] = None
     """The table that is read; None: there is none."""
     template: str | tuple[str, ...] = "a photo of a {}"
-    """The caption, with {} for the name of the class; or a list of them."""
+    """Template of a caption, with {} for the name of the class; or a list of templates."""
 
     @field_validator("template")
     @classmethod
@@ -44,7 +44,7 @@ class ClassCaptions(Config):
         return value
 
     def read(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
-        """Return the captions of each sample. Raises ValueError without classes."""
+        """Return the captions of each sample. Raises ValueError if there are no classes."""
         if not classes:
             raise ValueError(
                 "pairs.captions.type is classes, but the data have no classes. Put images into class folders, or set "
@@ -64,9 +64,9 @@ class TableCaptions(Config):
     path: str = Field(min_length=1)
     """The table: `.csv` with a header line, or `.parquet`. An image may have several rows."""
     path_column: str = "path"
-    """Name of the column of images, named as in the data set: the path within its folder, or tar and key."""
+    """Name of the column of image names as in the data set: the path within its folder, or tar and key."""
     caption_column: str | tuple[str, ...] = "caption"
-    """Name of the column of captions; or a list of names, for several captions an image."""
+    """Name of the column of captions; or a list of names, for several captions per image."""
 
     @property
     def table(self) -> str:
@@ -83,12 +83,12 @@ class BesideCaptions(Config):
     """Captions that come with the images."""
 
     type: Literal["beside"] = "beside"
-    """For the sources folder and webdataset a `.txt` beside each image, a caption a line, or the key "caption" of a
-    `.json`, as img2dataset writes them; for the sources table and huggingface a column of the same data."""
+    """Captions in the source. folder and webdataset: a `.txt` next to each image, one caption per line, or the key
+    "caption" of a `.json`, as img2dataset writes them. table and huggingface: a column of the same data."""
     table: ClassVar[None] = None
     """The table that is read; None: there is none."""
     column: str | tuple[str, ...] = "caption"
-    """Name of that column; or a list of names, for several captions an image."""
+    """Name of the column of captions; or a list of names, for several captions per image."""
 
     def read(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
         """Return the captions of each sample. Raises ValueError for a source that has none, or one that cannot be
@@ -133,8 +133,8 @@ def _read(path: str, path_column: str, caption_columns: tuple[str, ...]) -> dict
 class Captioned:
     """The crops of a shard that have captions.
 
-    samples, captions, rows: of each its record, its captions, one at least, and its number in the whole set. missing:
-    crops without any. first_captions: of all crops of the shard; None for those without. sha256: of the shard.
+    samples, captions, rows: record, captions (at least one), and number in the whole set, of each crop. missing: crops
+    without captions. first_captions: of all crops of the shard; None for those without. sha256: of the shard.
     """
 
     samples: list[Sample]
@@ -146,7 +146,8 @@ class Captioned:
 
 
 class CaptionedCrops:
-    """Every shard of a set of crops, with captions. source: where captions come from that come with the images.
+    """Every shard of a set of crops, with captions. source: source of the images and of the captions that come with
+    them.
 
     shape: of a crop, [C, R, R]. held_out: whether the set keeps each crop from training, bool [N].
     """

@@ -1,4 +1,4 @@
-"""Import latents that others have encoded as shards of latents, as `encoding` writes them: no image is read."""
+"""Import latents of other tools as shards, in the format of `data.encoded.latents`, without reading images."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from image_diffusion.data.sources.latents import Encoded, LatentSource
 
 @dataclass(frozen=True)
 class Import:
-    """The latents of a source, and the set of shards that is made of them.
+    """Import of the latents of a source as a set of shards.
 
-    spec: of the latents, as codec and data.resolution give it. codec: decodes them; nothing is encoded by it.
+    spec: shape of the latents, from codec and data.resolution. codec: the codec of the latents, used only to decode.
     """
 
     data: DataConfig
@@ -51,7 +51,7 @@ class Import:
     listing: Listing = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a source that is not whole, or holds latents of another shape."""
+        """Raise ValueError for a source that is incomplete, or holds latents of another shape."""
         object.__setattr__(self, "files", list(self.source.file_groups()))
         object.__setattr__(self, "listing", self.source.listing())
         self._stored(self.listing.items[0])
@@ -63,15 +63,15 @@ class Import:
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of a shard: the places of a latent, and of that of its mirror image."""
+        """Return the layout of a shard, with a latent of each image and, if available, of its mirror image."""
         shape = self.source.num_moments, self.spec.channels, *self.spec.size
         members = ("npy", "flip.npy") if self.source.has_mirror_images else ("npy",)
         return Layout(members, shape, self.settings.dtype, labelled=bool(self.listing.classes))
 
     def write_shards(self, part: tuple[int, int] = (0, 1)) -> int:
-        """Write the shards of one part, those with `number % n == i` of part (i, n), unless they hold what they should;
-        returns how many were written. Raises ValueError for a latent that cannot be read, is of another shape, or has
-        a number that is not finite."""
+        """Write the shards of one part, those with `number % n == i` of part (i, n), unless they are up to date;
+        returns the number of written shards. Raises ValueError for a latent that cannot be read, is of another shape,
+        or has a number that is not finite."""
         shards = by_shard(self.listing.items, self.data.num_shards)
         mine, written = range(part[0], len(shards), part[1]), 0
         with Progress("encode: import", sum(len(shards[shard]) for shard in mine), self.listing.unit) as progress:
@@ -143,8 +143,8 @@ class Import:
         write_record(self.output, record)
 
     def _stored(self, item: Item) -> tuple[list[NDArray[np.generic]], Encoded]:
-        """Return a latent as it is stored, and as it was. Raises ValueError for one that has another shape or is not
-        finite."""
+        """Return the arrays of a latent in the stored type, and the latent as it was read. Raises ValueError for a
+        latent that has another shape or is not finite."""
         encoded, shape = self.source.encoded(item), self.layout.shape
         stored = []
         for array in encoded.arrays:
@@ -154,7 +154,7 @@ class Import:
                     f"{self.data.resolution} and the codec give {list(shape[1:])} (channels, height, width). Set "
                     f"data.resolution and codec to those that they were encoded with."
                 )
-            with np.errstate(over="ignore"):  # told below, by name
+            with np.errstate(over="ignore"):  # reported below, with the name of the latent
                 stored.append(array.astype(self.settings.dtype))
             if not np.isfinite(stored[-1]).all():
                 raise ValueError(
@@ -165,7 +165,7 @@ class Import:
 
 
 class _Digest:
-    """Digest of what decides the bytes of a shard: how latents are stored, and the name, content and class of each."""
+    """Digest of the bytes of a shard: the storage format, and the name, content and class of each latent."""
 
     def __init__(self, task: Import) -> None:
         stored = {"dtype": task.settings.dtype, "shape": list(task.layout.shape), "read": task.source.settings()}

@@ -1,8 +1,8 @@
-"""Shards of crops -> shards of latents or of tokens, one tar in, one tar out.
+"""Encode shards of crops as shards of latents or tokens, one tar from each tar.
 
-For each image the codec's moments (mean and standard deviation) of the image and of its mirror image, so that
-training can draw a new latent and a new flip in every epoch without the codec. Of a discrete codec, when asked, the
-tokens of both instead: what a prior over tokens is trained on.
+For each image the codec's moments (mean and standard deviation) of the image and of its mirror image, so that training
+can draw a new latent and a new flip in every epoch without the codec. For a discrete codec with `tokens`, the tokens of
+both instead, on which a prior over tokens is trained.
 
 While a batch is encoded, the next is read and the one before is written, in three threads, so that a GPU waits for no
 file.
@@ -54,22 +54,22 @@ class EncodeConfig(Config):
     """Encoding of images. The codec itself is a section of its own."""
 
     dtype: Literal["float16", "float32"] = "float16"
-    """Type in which moments are stored. float16 rounds a latent 50 times finer than the smallest noise of DiT's
+    """Data type of stored moments. The rounding of float16 is 50 times smaller than the smallest noise of DiT's
     process."""
     precision: Precision = "tf32"
-    """Precision in which the codec computes. tf32: float32, but a GPU rounds the factors of products to 10 bits, which
-    is several times faster; a latent then errs by 0.1 %. bf16 is twice as fast again, and errs by 1 %."""
+    """Precision of the codec's computations. tf32: float32 with matrix factors rounded to 10 bits on a GPU, several
+    times faster, with an error of 0.1 % in a latent. bf16: twice as fast again, with an error of 1 %."""
     tokens: bool = False
-    """In the experiment that trains a discrete VAE: also store its data set as tokens, one integer for each position,
-    from which a prior over tokens can be trained."""
+    """For the experiment that trains a discrete VAE: also store the data set as tokens, one integer per position, on
+    which a prior over tokens can be trained."""
     compile: bool = False
-    """Compile the codec with torch.compile: worth its minute or two for large sets."""
+    """Compile the codec with torch.compile, which takes a minute or two and pays off for large data sets."""
     batch_size: int = Field(default=32, ge=1)
-    """Images encoded at a time."""
+    """Number of images per batch of the codec."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the precision as a type of torch."""
+        """Return the torch dtype of the precision."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
 
@@ -96,7 +96,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class Declares(Protocol):
-    """An `Encoder` whose author gave factors: the manifest keeps them beside the measured ones."""
+    """An `Encoder` with normalisation factors of its author, which the manifest stores next to the measured ones."""
 
     def declared(self) -> dict[str, Any]:
         """Return {"mean", "std"} of each channel, or one number each."""
@@ -131,7 +131,7 @@ def encode_shards(
                 task.encode(shard, sum(counts[:shard]), output, progress.advance)
                 written += 1
                 continue
-            if record.samples != (samples := read_record(crops, shard).samples):  # of files with equal pixels
+            if record.samples != (samples := read_record(crops, shard).samples):  # for files with equal pixels
                 write_record(output, replace(record, samples=samples))
             progress.advance(counts[shard])
     return written
@@ -252,7 +252,7 @@ class _Task:
             prefetch(self._encode(read), 1, "codec") as encoded,
         ):
             chunks = self._chunks(encoded, crop, sums, count)
-            head = list(islice(chunks, 1))  # its shape is the shape of them all
+            head = list(islice(chunks, 1))  # all batches have its shape
             shape = head[0][0]["npy"].shape[1:] if head else ()
             dtype = _stored_dtype(self.codec, self.settings)
             layout = Layout(_MEMBERS, shape, dtype, labelled=self.source.num_classes > 0)
@@ -304,7 +304,7 @@ class _Task:
     def _stored(self, moments: Tensor, crop: ShardRecord, rows: range) -> NDArray[np.generic]:
         """Return moments [B, 2, c, h, w] or tokens [B, h, w] as they are stored. Raises ValueError when one is not
         finite."""
-        with np.errstate(over="ignore"):  # told below, by name
+        with np.errstate(over="ignore"):  # reported below, with the name of the sample
             stored: NDArray[np.generic] = moments.numpy().astype(_stored_dtype(self.codec, self.settings))
         finite = np.isfinite(stored).reshape(len(stored), -1).all(axis=1)
         if not finite.all():

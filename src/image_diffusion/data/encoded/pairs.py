@@ -1,11 +1,11 @@
 """Pairs of embeddings -> shards: one stored sample [2 + L, dim] is an image, its caption, and the caption's L tokens.
 Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images; or numbers of each
-image, [columns, 2]; or another image, [C, H, W]; or what a teacher sees in each image and in its mirror image,
-[D, h, w] twice.
+image, [columns, 2]; or another image, [C, H, W]; or a teacher's features of each image and of its mirror image, [D, h,
+w] twice.
 
-Rows of tokens that a caption does not have are zeros, as are captions that an image does not have. The shards, records
-and manifest are those of crops and latents; a pair's split follows from the hash of its id alone. What has no caption,
-or an embedding that nothing can be learned from, is left out and listed in quarantine.csv.
+Missing tokens and missing captions are rows of zeros. The shards, records and manifest are those of crops and latents;
+a pair's split follows from the hash of its id alone. Pairs without a caption, or with an embedding of zeros or
+non-finite numbers, are left out and listed in quarantine.csv.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from image_diffusion.data.shards.tar_layout import Layout
 from image_diffusion.data.shards.writer import Chunk, chunk_samples, write_shard
 
 IMAGE, TEXT, TOKENS = 0, 1, 2
-"""Rows of a stored pair: the image's embedding, the caption's, and from here on those of its tokens."""
+"""Row indices in a stored pair: the image's embedding, the caption's embedding, and the first token's embedding."""
 
 
 class Splits(Config):
@@ -56,7 +56,7 @@ class Splits(Config):
     validation: float = Field(0.15, ge=0, lt=1)
     """Share of pairs for validation during training."""
     test: float = Field(0.1, ge=0, lt=1)
-    """Share of pairs for the test at the end."""
+    """Share of pairs for the final test."""
 
     @model_validator(mode="after")
     def _whole(self) -> Splits:
@@ -69,7 +69,7 @@ class Splits(Config):
         return self
 
     def trains(self, ids: Sequence[str]) -> NDArray[np.bool_]:
-        """True if the pair with this id, a hexadecimal hash, is learnt from, for each id, [N]."""
+        """Return whether each id, a hexadecimal hash, is that of a pair in the training split, [N]."""
         content = np.array([int(identity[:16], 16) for identity in ids], dtype=np.uint64)
         return content >= share_of_hashes(self.validation + self.test)
 
@@ -77,13 +77,13 @@ class Splits(Config):
 class PairSet(ABC):
     """Maker of the pairs of a set, a shard at a time.
 
-    kind: of the shards. identity: plain data; together with what a shard is made from it decides every number. shape:
-    of one pair, its last number the dimension of an embedding. parts: what the first rows of a pair are, none of which
-    may be zeros; the others are tokens, and captions beyond the first. members: arrays of this shape that are stored of
-    each. num_shards: of the set. num_rows: what pairs are made of, those that lack something included. carried:
-    names of files in the folder of the set that go with what is learnt from it. made_from_pixels: whether `made_from`
-    is a digest of the pixels of crops, without the ids of their images. missing_numbers: columns of numbers that some
-    training images lack, which decides no number and is in no identity; None without numbers.
+    kind: of the shards. identity: plain data that, together with `made_from`, decide the numbers of a shard. shape: of
+    one pair; its last entry is the dimension of an embedding. parts: names of the first rows of a pair, none of which
+    may be zeros; the others are tokens, and captions after the first. members: names of the arrays of this shape in a
+    sample. num_shards: of the set. num_rows: number of candidate pairs, including incomplete ones. carried: names of
+    files in the folder of the set that belong to models trained on it. made_from_pixels: whether `made_from` is a
+    digest of the pixels of crops, without the ids of their images. missing_numbers: columns of numbers that some
+    training images lack, which are not part of the identity; None without numbers.
     """
 
     kind: ClassVar[PairKind]
@@ -99,15 +99,15 @@ class PairSet(ABC):
 
     @abstractmethod
     def samples(self, shard: int) -> list[Sample]:
-        """Return the pairs of a shard; the hash of each one's id stands in `sha256`. Raises ValueError."""
+        """Return the pairs of a shard, with the hash of each pair's id in `sha256`. Raises ValueError."""
 
     @abstractmethod
     def missing(self, shard: int) -> list[Quarantined]:
-        """Return the rows that would be pairs of the shard, but lack something."""
+        """Return the incomplete pairs of a shard, which are left out, with the reason."""
 
     @abstractmethod
     def made_from(self, shard: int) -> str:
-        """Return a digest of the inputs from which its numbers are read or computed."""
+        """Return a digest of the inputs from which the numbers of a shard are read or computed."""
 
     @abstractmethod
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32] | NDArray[np.uint8]:
@@ -133,7 +133,7 @@ def write_pairs(
     layout = Layout(pairs.members, pairs.shape, dtype, labelled=False)
     make_folder(output)
     remove_unfinished(output)
-    (output / "manifest.json").unlink(missing_ok=True)  # while shards change, nobody may take the set for whole
+    (output / "manifest.json").unlink(missing_ok=True)  # while shards change, the set is incomplete
     records, indices, written = [], [], 0
     with Progress("embed", pairs.num_rows, "pair") as progress:
         for shard in range(pairs.num_shards):
@@ -192,7 +192,7 @@ def _judge(bad: list[Quarantined], good: int, max_bad_fraction: float, output: P
 def _reusable(pairs: PairSet, shard: int, made_from: str, output: Path) -> ShardRecord | None:
     """Return the record of a shard that is already as it should be; None when it must be written.
 
-    Where crops are of other files with equal pixels, the record is written with their ids.
+    If the crops are now of other files with equal pixels, the record is rewritten with their ids.
     """
     record = reusable_record(output, shard, made_from)
     if record is None or not pairs.made_from_pixels:
@@ -201,7 +201,7 @@ def _reusable(pairs: PairSet, shard: int, made_from: str, output: Path) -> Shard
     images = {(sample.path, sample.view, sample.sha256) for sample in samples}
     if images.issuperset((sample.path, sample.view, sample.sha256) for sample in record.samples):
         return record
-    if len(samples) != len(record.samples):  # some were left out: which ones, their paths need not tell
+    if len(samples) != len(record.samples):  # some were left out, and their paths do not identify them
         return None
     record = replace(record, samples=samples, quarantined=pairs.missing(shard))
     write_record(output, record)
@@ -229,7 +229,7 @@ def _chunks(
     bad: list[Quarantined],
     count: Callable[[int], None],
 ) -> Iterator[Chunk]:
-    """Yield the pairs of a shard, some at a time; notes each as a sample or as bad, and has it counted."""
+    """Yield the pairs of a shard in batches, append each to `samples` or `bad`, and report the progress to `count`."""
     candidates, size = pairs.samples(shard), min(256, chunk_samples(layout))
     members = layout.members
     for start in range(0, len(candidates), size):
@@ -241,7 +241,7 @@ def _chunks(
                 f"Pairs of {candidates[start].path} have shape {list(rows.shape[2:])}, not {list(layout.shape)}: the "
                 f"embeddings of images, captions and tokens must have one dimension. Use those of one model."
             )
-        with np.errstate(over="ignore"):  # told below, by name
+        with np.errstate(over="ignore"):  # reported below, with the name of the pair
             stored = rows.astype(layout.dtype)
         faults = _faults(stored, rows, candidates[start:stop], pairs.parts)
         for sample, fault in zip(candidates[start:stop], faults, strict=True):
@@ -257,8 +257,8 @@ def _chunks(
 def _faults(
     stored: NDArray[np.generic], rows: NDArray[np.generic], samples: list[Sample], parts: tuple[str, ...]
 ) -> list[str | None]:
-    """Return the fault of each pair; None for a pair without one. Raises ValueError for a number too large for what is
-    stored."""
+    """Return the fault of each pair; None for a pair without one. Raises ValueError for a number too large for the
+    stored type."""
     n, dim = len(stored), stored.shape[-1]
     flat, plain = stored.reshape(n, -1, dim), rows.reshape(n, -1, dim)
     finite, plain_finite = np.isfinite(flat).all(axis=2), np.isfinite(plain).all(axis=2)  # [n, R]

@@ -1,4 +1,4 @@
-"""Pictures for people, beside the manifests: samples of the crops, and reconstructions from the latents."""
+"""Overview pictures next to the manifests: samples of the crops, and reconstructions from the latents."""
 
 from __future__ import annotations
 

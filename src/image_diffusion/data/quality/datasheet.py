@@ -1,4 +1,4 @@
-"""Datasheet of a data set, to read before training on it: a page of numbers, and what somebody should look at.
+"""Datasheet of a data set, to read before training on it: a page of numbers and of findings to inspect.
 
 Everything comes from the records that `crop` wrote beside its shards: what it saw of each original, and of its crop.
 """
@@ -124,10 +124,10 @@ def describe_images(
 
 
 def strangest(samples: Sequence[Sample], detail: NDArray[np.float64]) -> list[tuple[int, str]]:
-    """Return the numbers of the images that are least like the others, the strangest first, and what is strange in
-    each.
+    """Return the numbers of the most unusual images, the strangest first, and the unusual measure of each.
 
-    By how many times its usual deviation (the median, times 1.4826) a measure of an image is off the median.
+    The score is the distance of a measure from its median, in units of 1.4826 times its median absolute deviation, plus
+    0.1.
     """
     logarithms: dict[str, tuple[str, str, list[float]]] = {
         "aspect": ("tall", "wide", [np.log(sample.size[0] / sample.size[1]) for sample in samples]),
@@ -147,7 +147,7 @@ def strangest(samples: Sequence[Sample], detail: NDArray[np.float64]) -> list[tu
 
 
 class _Findings:
-    """Findings that somebody should look at: kind, number, a sentence and examples, where they exist."""
+    """Findings to inspect: kind, number, a sentence, and examples if there are any."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
@@ -193,7 +193,7 @@ def _counted(values: Any) -> dict[str, int]:
 
 
 def _quantiles(values: NDArray[Any]) -> list[float]:
-    """Return the least, 5 %, median, 95 % and the most; empty without values."""
+    """Return the minimum, 5 %, median, 95 % and maximum; empty without values."""
     values = np.asarray(values, dtype=np.float64)
     return [round(float(value), 4) for value in np.quantile(values, (0, 0.05, 0.5, 0.95, 1))] if len(values) else []
 

@@ -31,7 +31,8 @@ from image_diffusion.data.shards.records import Quarantined, ShardRecord, index_
 from image_diffusion.data.shards.tar_layout import Layout, read_array
 
 RADIUS = 10
-"""Bits of 63 in which the looks of near duplicates may differ. Of 4,000 crops of CIFAR-10, 2 pairs of 100,000 do."""
+"""Number of bits of 63 in which the views of near duplicates may differ. In 4,000 crops of CIFAR-10, 2 of 100,000 pairs
+are that close."""
 CORRELATION = 0.95
 """Correlation that near duplicates have at least, once they lie over each other, -1 to 1. Saved as JPEG of quality 60,
 scaled by 0.9, trimmed by 5 % or mirrored, 99 of 100 images reach 0.95; of 4,000 crops of CIFAR-10 none did that were
@@ -39,18 +40,18 @@ not the same picture."""
 FAINT = 2.0
 """Standard deviation of the grey values, 0 to 255, below which a crop is too faint to compare."""
 TOO_MANY = 30
-"""Number of others, on average, whose looks nearly agree with those of an image: above it, looks distinguish
-nothing."""
+"""Maximum average number of images whose views nearly agree with those of an image; above it, views cannot tell images
+apart."""
 CROWDED = 5e-4
-"""Share of all pairs whose looks nearly agree although they are other pictures: above it, where these are most of the
-agreeing pairs, looks distinguish nothing."""
+"""Maximum share of all pairs whose views nearly agree although the pictures differ; above it, if these are most of the
+agreeing pairs, views cannot tell images apart."""
 
 _TRIMMED = 0.95
 _SIDE, _BITS = 32, 8
 _SHARED = 2
 _PORTION = 1 << 21
 _GREYS_KEPT, _OVERLAYS_KEPT = 500_000, 4_000  # 500 MB, 160 MB
-_VIEWS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2))  # windows down and across: 0 the whole, 1 the start, 2 the end
+_VIEWS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2))  # vertical and horizontal window: 0 the whole, 1 the start, 2 the end
 _MIRROR = np.packbits(np.tile(np.arange(_BITS) % 2 == 1, _BITS)).view(">u8")[0].astype(np.uint64)
 
 Looks = NDArray[np.uint64]
@@ -59,13 +60,13 @@ Pair = tuple[int, int]
 
 
 def pixel_hash(pixels: NDArray[Any]) -> str:
-    """Return a hash that crops of the same bytes share, and of one shape no others: 32 hexadecimal digits."""
+    """Return a hash of the bytes of a crop, 32 hexadecimal digits, which is unique among crops of the same shape."""
     return hashlib.sha256(pixels.data).hexdigest()[:32]
 
 
 def image_views(greys: NDArray[np.uint8]) -> list[str]:
-    """Return the appearance of many crops in grey, [n, 32, 32], as texts for a record; empty where one is too faint to
-    say."""
+    """Return the views of grey crops [n, 32, 32] as texts for a record, one per crop; empty for a crop that is too
+    faint."""
     windows = _windows()
     every = (windows @ greys.astype(np.float64) @ windows.T).reshape(-1, 3, _BITS, 3, _BITS)  # windows down and across
     signs = np.stack([every[:, down, :, across] > 0 for down, across in _VIEWS], axis=1).reshape(-1, len(_VIEWS), 64)
@@ -75,8 +76,8 @@ def image_views(greys: NDArray[np.uint8]) -> list[str]:
 
 
 def grey(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Convert a crop [C, H, W] to grey, [32, 32]. Of a picture red, green and blue as in ITU-R BT.601, without its
-    alpha; of an array the mean of its channels (`_eight_bits`)."""
+    """Convert a crop [C, H, W] to grey, [32, 32]: a picture by the weights of ITU-R BT.601, without its alpha; an array
+    by the mean of its channels (`_eight_bits`)."""
     pixels = _eight_bits(pixels)
     small = [_small(channel) for channel in (pixels[:3] if len(pixels) > 2 else pixels[:1])]
     if len(small) == 1:
@@ -96,15 +97,15 @@ def _eight_bits(pixels: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def sharpness(pixels: NDArray[Any]) -> float:
-    """Return the mean difference of horizontal neighbours in every second row of a crop's green or only channel, 0 to
-    255; of an array in that of `_eight_bits`."""
+    """Return the mean difference of horizontal neighbours in every second row of a crop, 0 to 255: in the green or only
+    channel of a picture, in the grey of an array (`_eight_bits`)."""
     pixels = _eight_bits(pixels)
     rows = pixels[1 if len(pixels) > 2 else 0, ::2].astype(np.int16)
     return round(float(np.abs(rows[:, 1:] - rows[:, :-1]).mean()), 3) if rows.shape[1] > 1 else 0.0
 
 
 def groups(keys: Iterable[str]) -> list[list[int]]:
-    """Return the places of equal keys, of each that occurs more than once; empty keys are equal to none."""
+    """Return the indices of each key that occurs more than once; empty keys are ignored."""
     places: dict[str, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -117,11 +118,11 @@ def near_duplicates(
     of: Iterable[int] | None = None,
     processes: int = 1,
 ) -> list[tuple[int, int, float]] | None:
-    """Return the near duplicates among crops, (first, second, correlation), first < second, in their order; None where
-    so many look alike, as handwritten digits do, that looks distinguish nothing.
+    """Return the near duplicates among crops, (first, second, correlation), first < second, sorted; None if so many
+    look alike, as handwritten digits do, that views cannot tell them apart.
 
-    texts: what `look` says of each; those without a look are compared with none. crop: the pixels [C, H, W] of one, by
-    its place. of: compare only these with all; unset: all with all. processes: how many threads compare.
+    texts: views of each crop, from `image_views`; crops without views are skipped. crop: function from the index of a
+    crop to its pixels [C, H, W]. of: compare only these with all; unset: all with all. processes: number of threads.
     """
     seen = np.array([place for place, text in enumerate(texts) if text], dtype=np.int64)
     queries = np.arange(len(seen)) if of is None else np.flatnonzero(np.isin(seen, list(of)))
@@ -143,7 +144,7 @@ def near_duplicates(
 
 
 def chains(pairs: Iterable[Pair]) -> list[list[int]]:
-    """Return the places that pairs connect, directly or by others, each sorted."""
+    """Return the connected components of the pairs, each sorted."""
     root: dict[int, int] = {}
 
     def find(place: int) -> int:
@@ -161,8 +162,8 @@ def chains(pairs: Iterable[Pair]) -> list[list[int]]:
 
 
 def straddling(pairs: Sequence[Pair], held_out: Iterable[int]) -> list[int]:
-    """Return the held-out samples that a pair connects, directly or by others held out, with one that is not;
-    sorted."""
+    """Return the held-out samples that pairs connect, directly or through other held-out samples, with a sample that is
+    not held out; sorted."""
     apart = set(held_out)
     before = len(apart) + 1
     while len(apart) < before:
@@ -251,7 +252,7 @@ def _stretch(share: float, start: float, side: int) -> NDArray[np.float64]:
 
 
 def _small(channel: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Scale a channel [H, W] to 32 x 32: the mean of what each pixel covers."""
+    """Scale a channel [H, W] to 32 x 32 by the mean of the area of each pixel."""
     if channel.shape == (_SIDE, _SIDE):
         return channel
     image = Image.fromarray(channel)
@@ -290,8 +291,7 @@ def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> flo
 
 
 def same_crops(records: Iterable[ShardRecord]) -> dict[str, str]:
-    """Return the images whose crops are those of another, byte for byte, and the first by name of those, which
-    stays."""
+    """Return the images whose crops equal those of another image byte for byte, with the first such image by name."""
     samples = sorted(
         (sample for record in records for sample in (*record.samples, *record.dropped)), key=lambda sample: sample.path
     )
@@ -304,7 +304,7 @@ def same_crops(records: Iterable[ShardRecord]) -> dict[str, str]:
 
 
 def dropped_rows(records: Iterable[ShardRecord], same: Mapping[str, str]) -> list[Quarantined]:
-    """Return the samples that were left out as duplicates, for the table. same: what `same_crops` found."""
+    """Return the table rows of the samples that were left out as duplicates. same: result of `same_crops`."""
     return [
         Quarantined(sample.path, f"the same crop as {same[sample.path]}", sample.sha256)
         for record in records
@@ -314,9 +314,9 @@ def dropped_rows(records: Iterable[ShardRecord], same: Mapping[str, str]) -> lis
 
 
 def held_out_by_name(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
-    """Return the places of the names that one of the patterns matches, sorted.
+    """Return the indices of the names that match one of the patterns, sorted.
 
-    Raises ValueError for a pattern that matches no name, and where patterns match all of them.
+    Raises ValueError for a pattern that matches no name, and if the patterns match all names.
     """
     held_out: set[int] = set()
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Facts about a folder of images that decide how a model is trained on it, from its listing and some of its files."""
+"""Facts about a folder of images, from its listing and some of its files, which decide the training of a model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from image_diffusion.data.sources.table import Table, read_columns
 T = TypeVar("T")
 
 Images = Folder | Table | ZipArchive
-"""Sources that a path names."""
+"""Sources that `source_of` returns for a path."""
 READ = 64
-"""Images that are read. Their shares have a standard error of about six percent."""
+"""Number of images that are read. Shares of them have a standard error of about six percent."""
 _TEXT_TABLES = (".csv", ".tsv", ".jsonl")
 _TABLES = (*_TEXT_TABLES, ".parquet")
 _LABELS = ("label", "class", "category")
@@ -41,17 +41,17 @@ _PAGED = frozenset({".tif", ".tiff"})
 _DEEP = _PAGED | {".png", ".pgm", ".ppm", ".pnm", ".jp2", ".j2k"}
 """Endings of pictures that may have several pages, and 16 bits."""
 _TYPES: dict[str, DType] = {"bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16"}
-"""Type of the crops by that of the numbers in a file; of all others float32."""
+"""Data type of the crops by that of the file; float32 for all others."""
 _PROMPTS = 1000
-"""Captions that are kept as prompts."""
+"""Maximum number of captions that are kept as prompts."""
 
 
 @dataclass(frozen=True)
 class CaptionFacts:
     """Facts about the captions of a set of images.
 
-    count: number of images with a caption. column: of a table. per_image: the median. words: at least those of 19 in 20
-    captions. prompts: different captions of images that are evenly spread over the set.
+    count: number of images with a caption. column: of a table. per_image: the median. words: 95th percentile per
+    caption. prompts: different captions of evenly spaced images.
     """
 
     count: int
@@ -69,8 +69,8 @@ class Facts:
     classes. short_side: in pixels, at least that of nine in ten images. aspect: width over height, of the tenth and the
     ninetieth of a hundred images. channels: 1 for grey pictures, however they are stored. names: of the channels of
     arrays. dtype: of arrays; None for pictures. transparent: True if every picture has an alpha channel. several_pages:
-    True if a file has more pages than one, or is of a format that may. deep: the same of pictures that have 16 bits.
-    captions, masks: None without any. notices: lines of the source.
+    True if a file has several pages, or its format allows them. deep: the same for 16-bit pictures. captions, masks:
+    None if there are none. notices: lines of the source.
     """
 
     source: Images
@@ -275,7 +275,7 @@ def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[S
             stacks.append(read_stack(source.read(item), config.max_pixels, config.pages))
         except (Undecided, ModuleNotFoundError):
             raise
-        except Exception:  # decoders raise nearly anything when they are fed damaged files
+        except Exception:  # decoders raise nearly any exception for damaged files
             continue
     return stacks
 

@@ -1,4 +1,4 @@
-"""Masks in a folder next to that of the images: how many images have one, and the values of their labels."""
+"""Masks in a folder next to the folder of images: the number of images with a mask, and the values of the labels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from image_diffusion.data.labels import Value, code_of, label_values
 from image_diffusion.data.sources.folder import files_in, stem_of
 
 FOLDERS = ("masks", "mask", "labels", "annotations", "segmentations")
-"""Names that a folder of masks usually has."""
+"""Usual names of a folder of masks."""
 _READ, _TRIED = 2000, 16
-"""Masks that are read, and that decide whether there are any."""
+"""Number of masks that are read, and of those that decide whether a folder holds masks."""
 MOST_LABELS = 32
-"""Different values above which images are no masks, but pictures or masks with soft edges."""
+"""Maximum number of labels; images with more values are pictures, or masks with soft edges."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _values(paths: Iterable[Path]) -> list[Value]:
             try:
                 with Image.open(io.BytesIO(path.read_bytes())) as image:
                     values.update(label_values(image))
-            except Exception:  # decoders raise nearly anything when they are fed damaged files
+            except Exception:  # decoders raise nearly any exception for damaged files
                 continue
             if len(values) > MOST_LABELS:
                 break

@@ -1,4 +1,4 @@
-"""Prefetch batches of a rank in one thread. No worker processes: a gather costs less than handing it over."""
+"""Prefetch batches of a rank in one thread. Gathering costs less than a transfer from a worker process would."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from image_diffusion.data.shards.reader import Shards
 class Examples:
     """Samples as the shards hold them.
 
-    stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], in which pass over the data, or with
-    balanced classes over its class. sample: int64 [B], the sample's number in its split; with the epoch it keys all its
-    random numbers. beside: what each set that was joined holds of them, [B, …].
+    stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], pass over the data, or over the sample's
+    class if classes are balanced. sample: int64 [B], the sample's number in its split; sample and epoch seed all its
+    random numbers. beside: the entries of the samples in each joined set, [B, …].
     """
 
     stored: Tensor
@@ -32,12 +32,12 @@ class Examples:
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
-        """Return all columns, in the order of the fields."""
+        """Return the tensors of all fields, in order."""
         return self.stored, self.label, self.epoch, self.sample, *self.beside
 
     @classmethod
     def from_columns(cls, columns: Sequence[Tensor]) -> Examples:
-        """Return the examples with these `columns`."""
+        """Rebuild examples from their `columns`."""
         stored, label, epoch, sample, *beside = columns
         return cls(stored, label, epoch, sample, tuple(beside))
 
@@ -51,12 +51,12 @@ class Examples:
 class Batches:
     """A rank's share of every global batch, endless or for a number of epochs.
 
-    dataset: what to read. global_batch: examples of a step, of all ranks together. seed: of the run; decides order
-    and flips. rank, world_size: this process and the number of them. start: examples all ranks have consumed.
-    flip_probability: how often an example is mirrored. prefetch: batches read ahead. device: where examples are put;
-    through reused page-locked memory when it is a GPU. epochs: stop after this many passes; the last batch may then
-    be smaller than the others, on some ranks even empty, and all ranks still see the same number of batches.
-    balance_classes: whether every class comes as often as any other; a pass is as many examples as without.
+    dataset: the shards to read. global_batch: examples per step on all ranks together. seed: of the run; decides order
+    and flips. rank, world_size: as in torch.distributed. start: number of examples that all ranks have consumed.
+    flip_probability: probability that an example is mirrored. prefetch: number of batches to read ahead. device: device
+    of the examples, reached through reused page-locked memory if it is a GPU. epochs: number of passes; the last batch
+    may be smaller than the others, even empty on some ranks, but all ranks see the same number of batches.
+    balance_classes: whether all classes are equally frequent; a pass has the same number of examples either way.
     """
 
     dataset: Shards
@@ -121,7 +121,7 @@ def mirrored(streams: Streams, probability: float) -> Tensor:
 
 
 class _Staging:
-    """Transfer to a GPU: a ring of page-locked buffers, copied on a stream of their own while the GPU computes."""
+    """Transfer to a GPU: a ring of page-locked buffers, copied on a separate stream while the GPU computes."""
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device, self._depth, self._turn = device, depth, 0
@@ -129,26 +129,26 @@ class _Staging:
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def put(self, dataset: Shards, samples: Any, flip: Any, columns: tuple[Tensor, ...]) -> Any:
-        """Gather into the next buffer and start its copy; returns what `take` needs."""
+        """Gather into the next buffer and start its copy; returns the argument of `take`."""
         turn = self._turn % self._depth
         self._turn += 1
         if turn == len(self._buffers):
             buffer = torch.empty((len(samples) + 1, *dataset.shape), dtype=dataset.dtype, pin_memory=True)
             self._buffers.append((buffer, torch.cuda.Event()))
         buffer, copied = self._buffers[turn]
-        # The copy of this buffer's last content must be done; with prefetch + 1 buffers it nearly always is.
+        # The copy of this buffer's previous content must have finished; with prefetch + 1 buffers it nearly always has.
         copied.synchronize()
         if len(buffer) < len(samples):
             buffer = torch.empty((len(samples), *dataset.shape), dtype=dataset.dtype, pin_memory=True)
             self._buffers[turn] = (buffer, copied)
         stored = dataset.gather(samples, flip, out=buffer)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # a thread begins on device 0
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # the default device of a thread is 0
             moved = [tensor.to(self._device, non_blocking=True) for tensor in (stored, *columns)]
             copied.record(self._stream)
         return moved, copied
 
     def take(self, item: Any) -> Examples:
-        """Return the examples on the GPU; the caller's stream waits for their copy, the caller does not."""
+        """Return the examples on the GPU without waiting; the caller's stream waits for the copy."""
         moved, copied = item
         current = torch.cuda.current_stream(self._device)
         current.wait_event(copied)

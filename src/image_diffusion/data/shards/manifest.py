@@ -1,4 +1,4 @@
-"""Manifest of a set of shards as a record: its values are checked like a configuration."""
+"""Manifest of a set of shards, whose values are validated like a configuration."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Shard(Config):
     """One shard."""
 
     file: TarName
-    """Name of the tar, which lies beside the manifest."""
+    """File name of the tar, in the folder of the manifest."""
     sha256: Sha256
     """The sha256 of the tar."""
     bytes: int = Field(ge=0, lt=2**48)
-    """Size of the tar."""
+    """Size of the tar in bytes."""
     num_samples: int = Field(ge=0, le=MAX_SAMPLES)
-    """Samples in it."""
+    """Number of samples in the tar."""
 
 
 class Declared(Config):
-    """The factors that the author of an autoencoder gave: x = (latent - mean) / std."""
+    """Normalisation factors of an autoencoder's author: x = (latent - mean) / std."""
 
     mean: list[Number] = Field(min_length=1)
-    """Mean of each channel, or one for all."""
+    """Mean of each channel, or one value for all."""
     std: list[Annotated[Number, Field(gt=0)]] = Field(min_length=1)
-    """Standard deviation of each channel, or one for all."""
+    """Standard deviation of each channel, or one value for all."""
 
 
 class Statistics(Config):
@@ -49,7 +49,7 @@ class Statistics(Config):
     global_std: Number = Field(gt=0)
     """Standard deviation of all numbers."""
     declared: Declared | None = None
-    """Values that the codec's author gave in their place, where one did."""
+    """Factors of the codec's author, if there are any."""
 
 
 PairKind = Literal["pairs", "captions", "features", "numbers", "images"]
@@ -57,14 +57,14 @@ PairKind = Literal["pairs", "captions", "features", "numbers", "images"]
 
 
 class Manifest(Config):
-    """Manifest of a set of shards: their content, and what made it."""
+    """Manifest of a set of shards: their content and its origin."""
 
     model_config = ConfigDict(strict=True)
 
     format: Literal[1]
     """Version of shards and manifest."""
     kind: Literal["crops", "latents", "tokens", PairKind]
-    """Kind of a sample."""
+    """Kind of the samples."""
     name: str
     """Name of the data set."""
     crop: dict[str, Any] | None = None
@@ -80,7 +80,7 @@ class Manifest(Config):
     missing_numbers: list[str] | None = None
     """Columns of numbers that some training images lack."""
     classes: list[str]
-    """Names by number; empty without classes."""
+    """Names of the classes by number; empty without classes."""
     validation_fraction: float = Field(ge=0, lt=1)
     """Share of the samples for validation, by the hash of their content."""
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
@@ -88,15 +88,15 @@ class Manifest(Config):
     shape: list[Annotated[int, Field(ge=1, lt=2**24)]] = Field(min_length=1, max_length=4)
     """Shape of one array of a sample."""
     dtype: Literal["uint8", "uint16", "int16", "int32", "float16", "float32"]
-    """Type of its numbers."""
+    """Data type of the arrays."""
     offsets: dict[Literal["npy", "flip.npy"], int]
     """Bytes from the start of a sample to the numbers of each array."""
     stride: int
     """Bytes from one sample to the next."""
     num_samples: int = Field(ge=0)
-    """In all shards."""
+    """Number of samples in all shards."""
     shards: list[Shard] = Field(min_length=1)
-    """In the order of their samples."""
+    """Shards, in the order of their samples."""
     index: Sha256
     """The sha256 of index.npy."""
     files: Hashes = Field(default_factory=dict)
@@ -104,27 +104,27 @@ class Manifest(Config):
     carried: Hashes = Field(default_factory=dict)
     """The sha256 of files that belong to models trained on the set, such as the text tower of pairs."""
     histogram: list[int] = Field(default_factory=list)
-    """Samples of each class."""
+    """Number of samples of each class."""
     flags: dict[str, int] = Field(default_factory=dict)
     """Flags of images, and the number of images with each."""
     quarantined: int = 0
-    """Files that gave no crop, or pairs that were left out."""
+    """Number of files without a crop, or of pairs that were left out."""
     ignored: int = 0
-    """Files that are ignored: hidden ones, texts beside images, other kinds."""
+    """Number of ignored files: hidden files, texts next to images, files of other kinds."""
     passed_over: dict[str, int] = Field(default_factory=dict)
-    """Number of these of each kind."""
+    """Number of ignored files of each kind."""
     dropped: int = 0
-    """Images that were left out as duplicates of others."""
+    """Number of images that were left out as duplicates."""
     not_held_out: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Numbers of samples that are trained on although their hash is low: a near duplicate of each is."""
+    """Numbers of samples in the training split despite their low hash, since a near duplicate is in it."""
     held_out: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Numbers of samples for validation that were chosen by name, whatever their hash is."""
+    """Numbers of the validation samples that were chosen by name instead of by hash."""
     statistics: Statistics | None = None
     """Statistics of latents."""
     levels: Levels | None = None
-    """Numbers of crops that are arrays, and the range of them that networks see."""
+    """Data type of array crops, and the range of values that networks see."""
     num_tokens: int | None = Field(default=None, ge=1)
-    """Size of the codebook, of tokens."""
+    """Size of the codebook of tokens."""
     token_counts: list[int] = Field(default_factory=list)
     """Number of occurrences of each token."""
 
@@ -150,7 +150,7 @@ class Manifest(Config):
 
 
 def check_manifest(manifest: Any, path: str) -> dict[str, Any]:
-    """Return the manifest that was read from a path or URL. Raises ValueError with the mistakes in it."""
+    """Validate the manifest that was read from a path or URL. Raises ValueError with the errors in it."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}, which this version reads. Run its stage again.")
     try:

@@ -1,13 +1,13 @@
 """Order of the samples: a full shuffle of every epoch that is a pure function of (seed, epoch), of all samples or of
 each class.
 
-The stream of samples is the epochs one after another. Step s takes the positions [s G, (s + 1) G) of the stream, G
-the global batch, and each rank its contiguous share of them. So every sample comes once an epoch whatever the batch,
-the number of processes and the number of samples; no tail is dropped or padded; and the state is one integer.
+The stream of samples is the epochs one after another. Step s takes the positions [s G, (s + 1) G) of the stream, G the
+global batch, and each rank its contiguous share of them. So every sample occurs once per epoch for any batch size,
+number of processes and number of samples; no tail is dropped or padded; and the state is one integer.
 
 With balanced classes the stream is rounds in place of epochs: a round shows every class once, and each class goes
-through its own samples, epoch after epoch. So every C examples hold each of C classes once, and no sample comes again
-before all others of its class have come.
+through its own samples, epoch after epoch. So every C examples hold each of C classes once, and no sample recurs before
+all others of its class have occurred.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 def _orders(num_samples: int, seed: int, first: int, count: int) -> Indices:
-    """Return the orders of some epochs, int64 [count, num_samples], the first of them of the epoch `first`."""
+    """Return the orders of `count` epochs from epoch `first` on, int64 [count, num_samples]."""
     epochs = np.arange(int(first) + 1, int(first) + 1 + count, dtype=np.uint64)
     keys = _mix(np.uint64(_mix_one(int(seed) + _GOLDEN)) + epochs * np.uint64(_GOLDEN))
     words = keys[:, None] + np.arange(num_samples, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -62,14 +62,14 @@ def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 class Shuffled:
-    """Every sample once an epoch."""
+    """Stream in which every sample occurs once per epoch."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self._num_samples, self._seed = num_samples, seed
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return the samples at the positions [start, stop) of the stream: (sample, epoch), both int64 [stop - start].
-        No two positions have the same of both."""
+        Each (sample, epoch) occurs at one position."""
         samples, epochs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         while start < stop:
             epoch, first = divmod(start, self._num_samples)
@@ -81,9 +81,9 @@ class Shuffled:
 
 
 class Balanced:
-    """Every class once a round, and every sample of a class once an epoch of that class.
+    """Stream in which every class occurs once per round, and every sample once per epoch of its class.
 
-    labels: int64 [N], of each sample. Classes without samples have no place in a round.
+    labels: int64 [N], class of each sample. Classes without samples do not occur in a round.
     """
 
     def __init__(self, labels: Indices, seed: int) -> None:
@@ -94,7 +94,7 @@ class Balanced:
         self._known: dict[int, tuple[int, Indices]] = {}
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return the samples at the positions [start, stop) as `Shuffled` does; an epoch is one of the sample's
+        """Return the samples at the positions [start, stop) as `Shuffled` does; the epoch is that of the sample's
         class."""
         num_classes = len(self._members)
         rounds, places = np.divmod(np.arange(start, stop), num_classes)
@@ -110,7 +110,7 @@ class Balanced:
         return samples, epochs
 
     def _orders_of(self, label: int, first: int, last: int) -> tuple[int, Indices]:
-        """Return the samples of a class in the order of some epochs, and the first of these epochs."""
+        """Return the first cached epoch of a class, and the samples of the class in the order of each cached epoch."""
         cached = self._known.get(label)
         if cached is None or not cached[0] <= first <= last < cached[0] + len(cached[1]):
             members = self._members[label]

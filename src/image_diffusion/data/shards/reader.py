@@ -1,4 +1,5 @@
-"""Reader of a set of shards: memory-mapped, any sample at any time, with no index but an offset and a stride.
+"""Reader of a set of shards: memory-mapped, with random access by an offset and a stride, without an index of
+positions.
 
 A set lies in a folder of this machine, or behind a URL.
 """
@@ -42,16 +43,16 @@ _DTYPES = {
 }
 _ADVICE = "Run the stage that writes it again."
 _AT_ONCE = 8
-"""Shards that are fetched at a time."""
+"""Number of shards that are fetched concurrently."""
 
 
 class Shards:
     """The samples of one split of a set of shards, numbered from 0 in the order of the shards.
 
-    num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes.
-    shape, dtype: of one stored sample. levels: of crops that are arrays; None of all else. manifest: the set's
-    manifest. digest: that of `content_digest`. beside: other sets that have been joined to it, sample by sample, by
-    their kind. renders: see `open_shards`.
+    num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes. shape,
+    dtype: of one stored sample. levels: of array crops; None for other samples. manifest: the set's manifest. digest:
+    from `content_digest`. beside: other sets that were joined to this one, sample by sample, by their kind. renders:
+    see `open_shards`.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class Shards:
         self.num_samples = len(chosen)
         self._chosen = chosen
 
-        # A tar is made of blocks and every array begins at the same place of one. So the shards side by side are a
-        # table with a row for each block, most of them never asked for, and a gather is one selection of rows.
+        # A tar consists of blocks, and every array begins at the same offset in a block. So the consecutive shards are
+        # a table with a row for each block, most of them unused, and a gather is one selection of rows.
         self._region = Region([entry["bytes"] for entry in entries])
         self._missing = np.ones(len(entries), dtype=np.bool_)
         if isinstance(folder, Path) and inspection is not None:
@@ -94,18 +95,18 @@ class Shards:
         self._twin = (offsets["flip.npy"] - offsets["npy"]) // BLOCK if "flip.npy" in offsets else None
 
     def untrained(self) -> list[str]:
-        """Return the names of the classes of which this split has no sample."""
+        """Return the names of the classes without a sample in this split."""
         counts = np.bincount(self.labels, minlength=self.num_classes)[: self.num_classes]
         return [name for name, count in zip(self.classes, counts.tolist(), strict=True) if not count]
 
     def gather(
         self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Return samples by number, [B, *shape]; where `flip` [B] is true, of the mirrored image.
+        """Return samples by number, [B, *shape], of the mirrored image where `flip` [B] is true.
 
-        A set that stores both reads the twin; crops are mirrored here. out: a contiguous CPU tensor [>= B, *shape]
-        whose first B rows are filled and returned, so that memory can be reused. Raises ValueError when a shard
-        cannot be fetched, or one was found to be damaged.
+        If the set stores mirrored samples, they are read; crops are mirrored here. out: a contiguous CPU tensor [>= B,
+        *shape] whose first B rows are filled and returned, so that memory can be reused. Raises ValueError when a shard
+        cannot be fetched or is damaged.
         """
         if self._inspection is not None:
             self._inspection.check()
@@ -126,17 +127,17 @@ class Shards:
 
     @property
     def selection(self) -> str:
-        """Digest of which samples of the set these are, in order, and which of the sets that were joined: it changes
-        where others are held out, and `digest` does not."""
+        """Return a digest of the selected samples, in order, of this set and of the joined sets. Unlike `digest`, it
+        changes with the selection of held-out samples."""
         return digest([sha256(shards._chosen.tobytes()).hexdigest() for shards in (self, *self.beside.values())])
 
     @property
     def has_mirror_images(self) -> bool:
-        """True if samples can be mirrored: crops and images can, all else where the twins are stored."""
+        """True if samples can be mirrored: crops and images always, others if the mirrored samples are stored."""
         return self._twin is not None or self.manifest["kind"] in ("crops", "images")
 
     def carried(self) -> dict[str, Path]:
-        """Return the paths of the files that go with what is learnt from the set, by name, on this machine.
+        """Return the local paths of the files that belong to models trained on the set, by name.
 
         Raises ValueError for a file that cannot be fetched, is damaged, or lies outside the set's folder.
         """
@@ -155,18 +156,18 @@ class Shards:
         return kept[self._chosen]
 
     def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
-        """Return what each set that was joined holds of these samples, in the order in which they were. Where `flip`
-        [B] is true, of the mirrored image, unless the set holds data without a mirror image, such as words."""
+        """Return the entries of these samples in each joined set, in the order of joining. Where `flip` [B] is true,
+        they are of the mirrored image, unless the set's data have none, such as words."""
         return tuple(other.gather(indices, flip if other.has_mirror_images else None) for other in self.beside.values())
 
     def gather_of(self, kind: str, indices: NDArray[np.int64]) -> Tensor:
-        """Return the entries of these samples in the joined set of a kind, [B, …]."""
+        """Return the entries of these samples in the joined set of this kind, [B, …]."""
         return self.beside[kind].gather(indices)
 
     def join(self, other: Shards) -> Shards:
-        """Keep the samples that both sets have, by shard and id, and let `other` hold its part beside each, as the sets
-        that were joined before do. Returns itself. All hold the samples of a shard in one order. Raises ValueError
-        where they have none in common, and for another set of the same kind."""
+        """Join another set: keep the samples that both sets have, by shard and id, also in the sets that were joined
+        before. All sets hold the samples of a shard in the same order. Returns itself. Raises ValueError if the sets
+        have no sample in common, or a set of this kind is already joined."""
         if other.manifest["kind"] in self.beside:
             raise ValueError(f"Two sets hold {other.manifest['kind']}. Name one set of each kind.")
         mine, theirs = _common(self, other)
@@ -183,7 +184,7 @@ class Shards:
         return self
 
     def _take(self, rows: NDArray[np.int64]) -> None:
-        """Keep only some of the samples, by number."""
+        """Keep only these samples, by number."""
         self.labels, self._shard, self._row = self.labels[rows], self._shard[rows], self._row[rows]
         self._chosen, self.num_samples = self._chosen[rows], len(rows)
 
@@ -216,10 +217,11 @@ class Shards:
         return index
 
     def copy_to(self, folder: Path, first: int = 0) -> None:
-        """Copy every shard into a folder, from a number on around, and read from the copies from then on; a concurrent
-        `gather` reads on from the original shards. Files are kept under their sha256, which is checked: files already
-        present, from another process too, are not copied again. Raises ValueError when one cannot be copied."""
-        if not isinstance(self._folder, Path):  # what is fetched lies on this machine
+        """Copy every shard into a folder, cyclically from shard `first`, and read each copy once it is complete; a
+        concurrent `gather` continues with the original shards. Files are named by their sha256, which is verified:
+        files that exist, also from another process, are not copied again. Raises ValueError when a shard cannot be
+        copied."""
+        if not isinstance(self._folder, Path):  # fetched shards are local files already
             return
         near = Remote(f"file://{self._folder.absolute()}", folder)
         entries = self.manifest["shards"]
@@ -229,12 +231,12 @@ class Shards:
             self._put({number % len(entries): near.fetch(entry["file"], entry["sha256"], entry["bytes"])})
 
     def verified(self) -> None:
-        """Wait until every file of the set on this machine was compared with its hash. Raises ValueError."""
+        """Wait until every local file of the set is verified by its hash. Raises ValueError."""
         if self._inspection is not None:
             self._inspection.wait()
 
     def _fetch(self, shards: NDArray[np.int64]) -> None:
-        """Put the missing shards into their places, once they are known to be good."""
+        """Verify the missing shards and map them into memory."""
         wanted = shards[self._missing[shards]].tolist()
         if not wanted:
             return
@@ -257,7 +259,7 @@ class Shards:
             self._missing[shard] = False
 
     def _check_header(self, shard: int, path: Path) -> None:
-        """Raise ValueError when the first array of a shard does not say that it is of the manifest's shape and type."""
+        """Raise ValueError when the first array of a shard does not state the shape and type in the manifest."""
         names = tuple(self.manifest["offsets"])
         layout = Layout(names, self.shape, self.manifest["dtype"], labelled=self.num_classes > 0)
         end = int(self._region.starts[shard]) + layout.offsets()[names[0]]
@@ -275,14 +277,14 @@ def open_shards(
     in_background: bool = False,
     renders: bool = False,
 ) -> Shards:
-    """Open the set of shards in a folder that `crop` or `encode` wrote. Each file is compared with its hash before it
-    is read, once for each stamp it has (`core.verify`).
+    """Open the set of shards in a folder that `crop` or `encode` wrote. Each file is verified by its hash before it is
+    read, once per stamp (`core.verify`).
 
-    folder: a path, or a URL; then each shard is fetched when it is first read, and kept in `cache` (unset: see
-    `remote.cache_folder`). Numbers and order are the same. split: which samples; validation and test are chosen by the
-    hash of the content. in_background: compare all files now, or where that takes long while they are read: `verified`
-    waits for it. renders: return crops that are arrays as judges see them, float32 from 0 to 255 (`Levels.rendered`).
-    Raises ValueError when the set is missing, damaged, of another format or incomplete.
+    folder: a path, or a URL, whose shards are fetched when first read and stored in `cache` (unset: see
+    `remote.cache_folder`). Values and order are the same. split: the samples to read; validation and test are chosen by
+    the hash of the content. in_background: verify all files now, or in the background if that takes long; `verified`
+    waits for it. renders: return array crops as metrics see them, float32 from 0 to 255 (`Levels.rendered`). Raises
+    ValueError when the set is missing, damaged, of another format or incomplete.
     """
     is_url = "://" in str(folder)
     where = Remote(str(folder), cache or cache_folder()) if is_url else Path(folder)
@@ -302,7 +304,8 @@ def open_shards(
 
 
 def _paths(folder: Path, entries: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Return the paths of shards, by their entries in the manifest. Raises ValueError for one outside the folder."""
+    """Return the paths of shards from their entries in the manifest. Raises ValueError for a path outside the
+    folder."""
     return [inside(folder, entry["file"], follow=True) for entry in entries]
 
 
@@ -314,8 +317,8 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def _in_split(content: NDArray[np.uint64], manifest: Mapping[str, Any], split: Split) -> NDArray[np.int64]:
-    """Return the numbers of the samples of a split: validation has the lowest hashes, test those above, train the rest.
-    The manifest's `not_held_out` are trained on and its `held_out` are for validation, whatever their hash is."""
+    """Return the numbers of the samples of a split: validation has the lowest hashes, test the next, train the rest.
+    Regardless of their hash, the manifest's `not_held_out` are in train and its `held_out` in validation."""
     if split == "all":
         return np.arange(len(content))
     fraction = manifest["validation_fraction"]
@@ -327,7 +330,7 @@ def _in_split(content: NDArray[np.uint64], manifest: Mapping[str, Any], split: S
 
 
 def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the numbers of an array that began at byte `lead` of any block: one row a block, rows overlapping."""
+    """Return a view with one row per block: the numbers of an array that begins at byte `lead` of it. Rows overlap."""
     numel = int(np.prod(shape, dtype=np.int64))
     numbers = region[lead : len(region) - (len(region) - lead) % dtype.itemsize].view(dtype)
     step = BLOCK // dtype.itemsize
@@ -335,8 +338,8 @@ def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _common(first: Shards, second: Shards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of the samples that two sets share, in the order of the first. Of equal samples of which one
-    set lacks some, it cannot be known which, so that they are left out, and a line says how many."""
+    """Return the numbers of the samples that two sets share, in the order of the first. If one set lacks some of
+    several equal samples, they cannot be matched: they are left out, and their number is logged."""
     keys, others = _keys(first), _keys(second)
     _, mine, theirs = np.intersect1d(keys, others, assume_unique=True, return_indices=True)
     order = np.argsort(mine)
@@ -353,8 +356,8 @@ def _common(first: Shards, second: Shards) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _keys(shards: Shards) -> NDArray[np.void]:
-    """Return a key that distinguishes each sample from all others: its shard, its content, how many equal ones the
-    shard has before, and how many in all, whatever their splits are."""
+    """Return a unique key of each sample: its shard, its content, its index among the equal samples of the shard, and
+    their number, in all splits together."""
     content = shards._read_index()["content"]
     counts = [entry["num_samples"] for entry in shards.manifest["shards"]]
     number = np.repeat(np.arange(len(counts)), counts)

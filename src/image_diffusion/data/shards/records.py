@@ -1,4 +1,4 @@
-"""Records beside the shards: one record a shard, one manifest a set, one small index of all samples."""
+"""Records of a set of shards: one record per shard, one manifest, and one small index of all samples."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from image_diffusion.core.files.checksums import describe
 from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
 
 FORMAT = 1
-"""Version of the shards, records and manifests. Another version is written anew, and refused when read."""
+"""Version of the shards, records and manifests. Other versions are rewritten, and rejected by readers."""
 
 UNWANTED = "data.keep: "
 """Prefix of the reason for an image that `data.keep` leaves out."""
 
 INDEX = np.dtype([("label", "<i4"), ("content", "<u8")])
-"""One entry a sample: its class (0 without classes) and the first eight bytes of its source's sha256."""
+"""Entry of a sample: its class (0 without classes) and the first eight bytes of its source's sha256."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a shard: its key in the tar, and the image it was made from.
+    """One sample of a shard: its key in the tar, and its image.
 
     path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
     mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.image_views` of the
     crop. brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
-    neighbouring pixels, likewise. view: which of the crops of its image it is. values: `Stored.values` of the file.
-    pixel_size: height and width of a pixel in micrometres. All from `format` on are empty where an earlier version
-    wrote the record.
+    neighbouring pixels of the crop. view: number of the crop among those of its image. values: `Stored.values` of the
+    file. pixel_size: height and width of a pixel in micrometres. The fields from `format` on are empty in records of
+    earlier versions.
     """
 
     key: str
@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Quarantined:
-    """One file that gave no sample, and why. sha256 is empty when it could not be read."""
+    """One file without a sample, and the reason. sha256 is empty if the file could not be read."""
 
     path: str
     reason: str
@@ -67,11 +67,11 @@ class Quarantined:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Everything about one shard. A shard whose record says another `made_from` than its inputs is written anew.
+    """Record of one shard. A shard is rewritten if the `made_from` in its record differs from that of its inputs.
 
-    made_from: digest of all that decided its bytes. sha256, bytes: of the tar. histogram: samples of each class that
-    occurs, by its number. made_with: versions of the libraries that made it. statistics: sums over the numbers of a
-    latent shard, None for crops. dropped: images that were cropped and left out, as duplicates of others.
+    made_from: digest of everything that decides its bytes. sha256, bytes: of the tar. histogram: samples of each class
+    that occurs, by its number. made_with: versions of the libraries that made it. statistics: sums over the numbers of
+    a latent shard, None for crops. dropped: images that were cropped but left out as duplicates.
     """
 
     shard: int
@@ -92,7 +92,7 @@ class ShardRecord:
         return {sample.path for sample in self.dropped}
 
     def describes_pixels(self) -> bool:
-        """Return True if the record has the hash and the look of each crop: those of earlier versions do not."""
+        """Return True if the record has the hash and the views of each crop, which records of earlier versions lack."""
         return all(sample.pixels for sample in (*self.samples, *self.dropped))
 
 
@@ -107,14 +107,14 @@ def record_path(folder: Path, shard: int) -> Path:
 
 
 def sample_key(shard: int, number: int) -> str:
-    """Return the key of a sample by its number in its shard: keys are unique in the whole set."""
+    """Return the key of a sample from its number in its shard. Keys are unique in the whole set."""
     return f"{shard:05d}-{number:0{KEY_DIGITS}d}"
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record; the shard itself is written first."""
     plain = vars(record) | {"quarantined": [vars(row) for row in record.quarantined]}
-    for name in ("samples", "dropped"):  # without an empty pixel_size: records of pictures keep their bytes
+    for name in ("samples", "dropped"):  # An empty pixel_size is omitted, so that records of pictures keep their bytes.
         plain[name] = [{k: v for k, v in vars(sample).items() if k != "pixel_size" or v} for sample in plain[name]]
     write_json(record_path(folder, record.shard), plain)
 
@@ -139,7 +139,7 @@ def _samples(entries: list[dict[str, Any]]) -> list[Sample]:
 
 
 def reusable_record(folder: Path, shard: int, made_from: str) -> ShardRecord | None:
-    """Return the record of a shard that is already as it should be, its bytes checked; None when it must be written."""
+    """Return the record of a shard that is up to date, with verified bytes; None if the shard must be written."""
     try:
         record = read_record(folder, shard)
         path = tar_path(folder, shard)
@@ -152,12 +152,12 @@ def reusable_record(folder: Path, shard: int, made_from: str) -> ShardRecord | N
 
 
 def index_of(record: ShardRecord) -> NDArray[np.void]:
-    """Return the data that a reader needs of every sample of a shard, `INDEX` [num_samples]."""
+    """Return the index entries of the samples of a shard, `INDEX` [num_samples]."""
     return np.array([(sample.label or 0, int(sample.sha256[:16], 16)) for sample in record.samples], dtype=INDEX)
 
 
 def write_index(path: Path, indices: Iterable[NDArray[np.void]]) -> None:
-    """Write the index of a set as one `.npy` file, from those of its shards (`index_of`) in their order."""
+    """Write the index of a set as one `.npy` file, from the indices of its shards (`index_of`) in order."""
     with atomic_write(path) as file:
         np.save(file, np.concatenate([np.empty(0, dtype=INDEX), *indices]), allow_pickle=False)
 
@@ -176,12 +176,12 @@ def read_index(path: Path) -> NDArray[np.void]:
 
 
 def share_of_hashes(fraction: float) -> np.uint64:
-    """Return the hash below which that share of all contents lies."""
+    """Return the hash below which this share of all hashes lies."""
     return np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
 
 def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str, Any]:
-    """Return the part of a manifest that describes the layout. The same for crops and latents."""
+    """Return the part of a manifest that describes the layout, which crops and latents have in common."""
     return {
         "shape": list(layout.shape),
         "dtype": layout.dtype,
@@ -201,10 +201,10 @@ def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str,
 
 
 def content_digest(manifest: dict[str, Any]) -> str:
-    """Return a digest that changes when any sample, its order or the share of a split does, and with nothing else: not
-    when files are saved again with equal pixels, after which other images may be held out."""
+    """Return a digest of the samples, their order and the shares of the splits. It does not change when files are saved
+    again with equal pixels, although other images may then be held out."""
     names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
-    # Absent keys are left out, so that manifests from before these keys keep their digest.
+    # Absent keys are omitted, so that manifests of versions without these keys keep their digest.
     chosen = {name: manifest[name] for name in ("not_held_out", "held_out", "levels") if manifest.get(name)}
     return digest({name: manifest[name] for name in names if name in manifest} | chosen)
 
@@ -215,7 +215,7 @@ def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:
 
 
 def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
-    """Write the files without a sample, and the reasons, as a table for people."""
+    """Write a readable table of the files without a sample and the reasons."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["path", "reason", "sha256"])
@@ -224,7 +224,7 @@ def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
 
 
 def read_unwanted(path: Path) -> list[Quarantined]:
-    """Read the images of the table that `data.keep` left out. Raises ValueError when it is missing."""
+    """Read the images that `data.keep` excluded from the table. Raises ValueError when the table is missing."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist. Run crop again.")
     with path.open(newline="", encoding="utf-8") as file:
@@ -242,7 +242,7 @@ def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[in
 
 
 def remove_surplus(folder: Path, num_shards: int) -> None:
-    """Delete the shards and records of an earlier run that had more of them."""
+    """Delete the surplus shards and records of an earlier run with more shards."""
     wanted = {path(folder, shard).name for shard in range(num_shards) for path in (tar_path, record_path)}
     for path in folder.glob("shard-*"):
         if path.suffix in (".tar", ".json") and path.name not in wanted:

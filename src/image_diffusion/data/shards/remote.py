@@ -1,8 +1,8 @@
-"""Shards behind a URL: each file is fetched when it is first needed, checked, and kept.
+"""Shards at a URL: each file is fetched when it is first needed, verified, and cached.
 
-Any address that fsspec reads: http and https; s3, gs and others with the package that fsspec asks for. Files are kept
-under the sha256 of their content, which the manifest states: what is fetched is what was written, a set that changes
-in one shard is fetched anew in one shard, and processes of a machine share what any of them has fetched.
+Any address that fsspec reads is accepted: http and https; s3, gs and others with the package that fsspec requires.
+Cached files are named by the sha256 of their content in the manifest, so they are verified, only changed shards are
+fetched again, and all processes of a machine share them.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from image_diffusion.core.process.secrets import shown
 
 
 def place(text: str) -> Path | str:
-    """Return the argument for a command that reads it: a path, or a URL unchanged."""
+    """Return a command's location argument: a path, or a URL unchanged."""
     return text if "://" in text else Path(text)
 
 
 def folder_of(manifest: Path | str) -> Path | str:
-    """Return the folder that a manifest lies in, a path or a URL."""
+    """Return the folder of a manifest, a path or a URL."""
     return manifest.parent if isinstance(manifest, Path) else manifest.rpartition("/")[0]
 
 
 def cache_folder() -> Path:
-    """Return the folder of fetched files: IMAGE_DIFFUSION_CACHE, or ~/.cache/image-diffusion. Nothing deletes them."""
+    """Return the folder of fetched files: IMAGE_DIFFUSION_CACHE, or ~/.cache/image-diffusion. It is never cleaned."""
     return Path(os.environ.get("IMAGE_DIFFUSION_CACHE") or "~/.cache/image-diffusion").expanduser()
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A set of shards. url: the folder of its manifest. cache: where its files are kept."""
+    """A remote set of shards. url: the folder of its manifest. cache: folder of its fetched files."""
 
     url: str
     cache: Path
 
     def manifest(self) -> Any:
-        """Return the plain data of its manifest, fetched each time. Raises ValueError."""
+        """Fetch the manifest and return it as plain data. Raises ValueError."""
         url = f"{self.url}/manifest.json"
         return parse_json(patiently(url, lambda: b"".join(blocks_of(url))), shown(url), "Write it again.")
 
     def inspect(self, hashes: Iterable[str]) -> Inspection | None:
-        """Compare the cached copies of these files with their hashes; None when none is cached."""
+        """Start to verify the cached copies of these files by their hashes; None when none is cached."""
         kept = {sha256: sha256 for sha256 in hashes if (self.cache / sha256).is_file()}
         return Inspection(self.cache, kept, "Run the same command again: it is fetched anew.") if kept else None
 
     def discard_damaged(self, hashes: Iterable[str]) -> None:
-        """Remove damaged copies of these files from the cache, so that they are fetched anew."""
+        """Remove damaged copies of these files from the cache, so that they are fetched again."""
         kept = {sha256: sha256 for sha256 in hashes if (self.cache / sha256).is_file()}
         for sha256 in damaged(self.cache, kept) if kept else []:
             (self.cache / sha256).unlink(missing_ok=True)
 
     def fetch(self, file: str, sha256: str, size: int | None = None) -> Path:
-        """Return the path of a file of the set on this machine, fetched unless it is present.
+        """Return the local path of a file of the set, which is fetched unless it is cached.
 
         sha256: of its content. size: its bytes, where they are known. Raises ValueError when it cannot be fetched, or
         is not what the manifest says it is.
@@ -83,7 +83,7 @@ class Remote:
 
 
 def _download(url: str, path: Path, sha256: str) -> None:
-    """Fetch a file to a path, whole and intact, or not at all."""
+    """Fetch a file to a path, verified and written atomically."""
     hasher = hashlib.sha256()
     with atomic_write(path) as file:
         for block in blocks_of(url):

@@ -14,14 +14,14 @@ from pathlib import Path
 from image_diffusion.data.shards.reader import Shards
 
 _FREE = 0.9
-"""Share of the free space of the disk that copies may take."""
+"""Maximum share of the free disk space that copies take."""
 
 
 def begin_staging(sets: Sequence[Shards], folder: str, part: float = 0.0) -> threading.Thread | None:
-    """Begin to copy the shards of these sets, which may share them, to a folder, and to read them from there.
+    """Begin to copy the shards of these sets, which may share shards, to a folder, and to read them from there.
 
-    folder: made where it is missing; $NAME in it is taken from the environment. part: where in a set to begin, from 0
-    to 1, so that the processes of a node copy different shards at once. Returns what copies; None, with a note, where
+    folder: created if it is missing; $NAME in it is an environment variable. part: position in a set at which to begin,
+    from 0 to 1, so that the processes of a node copy different shards. Returns what copies; None, with a note, where
     the disk has no room. A disk that fills up later ends the copying with a note, and no training. Raises ValueError
     when the folder cannot be made, or an environment variable is not set.
     """

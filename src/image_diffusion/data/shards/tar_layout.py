@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 BLOCK = tarfile.BLOCKSIZE
 KEY_DIGITS = 6
 MAX_SAMPLES = 10**KEY_DIGITS
-"""Samples a shard can hold: their number is part of the key, in a fixed number of digits."""
+"""Maximum number of samples in a shard: the number of a sample is part of its key, with a fixed number of digits."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Layout:
 
 
 def read_array(path: Path, layout: Layout, row: int) -> NDArray[Any]:
-    """Return the first array of one sample, read from its place in a shard."""
+    """Return the first array of one sample, read at its offset in a shard."""
     with path.open("rb") as file:
         file.seek(row * layout.stride + layout.offsets()[layout.members[0]])
         return np.frombuffer(file.read(layout.nbytes), layout.dtype).reshape(layout.shape)

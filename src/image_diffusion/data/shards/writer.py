@@ -1,4 +1,4 @@
-"""Writing one shard by webdataset: whole or absent, hashed on the way, the same bytes for the same samples."""
+"""Write one shard with webdataset: atomically, hashed while writing, with the same bytes for the same samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from image_diffusion.data.shards.records import record_path, sample_key, tar_pat
 from image_diffusion.data.shards.tar_layout import MAX_SAMPLES, Layout
 
 CHUNK_BYTES = 8 << 20
-"""About how much of a shard is built in memory at a time."""
+"""Approximate size of the part of a shard that is built in memory at a time."""
 
 Chunk = tuple[Mapping[str, NDArray[np.generic]], NDArray[np.int64]]
 """The arrays of n samples by member, each [n, *shape], and their labels int64 [n]."""
@@ -30,10 +30,10 @@ def chunk_samples(layout: Layout) -> int:
 def write_shard(folder: Path, shard: int, layout: Layout, chunks: Iterable[Chunk]) -> tuple[str, int, int]:
     """Write a shard's tar; returns its sha256, its size in bytes and its number of samples.
 
-    The shard's old record goes first, so that a record never stands beside a tar it does not describe.
-    Raises ValueError when the shard would hold too many samples.
+    The shard's old record is deleted first, so that no record ever describes another tar. Raises ValueError when the
+    shard would hold too many samples.
     """
-    # It imports PyTorch: seconds, which crops that are all there already should not cost.
+    # Imports PyTorch, which takes seconds that a crop without new shards should not cost.
     from webdataset import TarWriter
 
     record_path(folder, shard).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Sources of images. Sources that differ only in how they list names share a file; every name is in `Source`."""
+"""Sources of images. Related sources share a file; `Source` is the union of all source classes."""
 
 from typing import Annotated
 

@@ -16,7 +16,7 @@ from image_diffusion.core.texts import class_name
 
 @dataclass(frozen=True)
 class ArrowTable:
-    """An open file. sizes: rows of each group. read, read_group: some columns of all rows, of the rows of a group."""
+    """An open file. sizes: rows of each group. read, read_group: read some columns, of all rows and of one group."""
 
     path: Path
     schema: Any
@@ -47,7 +47,7 @@ class ArrowTable:
             raise ValueError(f"{self.path} is damaged: {' '.join(str(error).split())}") from None
 
     def class_names(self, column: str) -> tuple[str, ...]:
-        """Return the names of the classes that `datasets` noted in the file, by their number; none if it noted none."""
+        """Return the class names in the file's metadata of `datasets`, by number; empty if there are none."""
         try:
             features = json.loads((self.schema.metadata or {})[b"huggingface"])["info"]["features"]
             return tuple(class_name(str(name)) for name in features[column]["names"])
@@ -72,7 +72,7 @@ class ArrowTable:
 def open_table(path: str | Path) -> ArrowTable:
     """Open a `.arrow` file, a stream of record batches; any other file as Parquet. Raises ValueError."""
     try:
-        import pyarrow  # noqa: F401 - asked for here, so that planning does without it
+        import pyarrow  # noqa: F401 - imported here, since planning does not need it
     except ImportError:
         raise ValueError(f"{path}: reading Parquet and Arrow needs {package('pyarrow', 'workflow')}") from None
     try:
@@ -83,7 +83,7 @@ def open_table(path: str | Path) -> ArrowTable:
 
 @lru_cache(maxsize=4)
 def _open(path: Path, stamp: Stamp) -> ArrowTable:
-    """Open a file. stamp: of the file, so that another file of that name is opened anew."""
+    """Open a file. stamp: of the file, so that a replaced file is reopened."""
     import pyarrow
     import pyarrow.parquet
 

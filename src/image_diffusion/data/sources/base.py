@@ -1,4 +1,4 @@
-"""Contents of a source, before any image is opened."""
+"""Interface of a source: its list of images and its files, which are found without opening an image."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import Stamp
 from image_diffusion.core.texts import decoded
 
-_GROUPS_A_SHARD = 32  # of images that are read together; their numbers in a shard then vary by a sixth
+_GROUPS_A_SHARD = 32  # groups of images that are read together; the number of groups in a shard then varies by a sixth
 
 LARGEST_TEXT = 1 << 20
-"""Bytes that a file with a class or a caption may have."""
+"""Maximum size of a file with a class or a caption, in bytes."""
 LARGEST_IMAGE = 1 << 30
-"""Bytes that an image file may have: more than 90 million pixels of four 16-bit channels take."""
+"""Maximum size of an image file in bytes: more than 90 million pixels of four 16-bit channels take."""
 _TEXTS = {".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".html", ".htm", ".pdf"}
 _NOT_DATA = {"__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "#recycle", "$RECYCLE.BIN"}
 
 LONGEST_CLASS = 255
-"""Characters that the name of a class may have, as many as that of a folder."""
+"""Maximum length of a class name in characters, that of a folder name."""
 
 
 @dataclass(frozen=True)
 class Item:
     """One image of a source.
 
-    name: unique and stable within the source, in plain text; it decides the shard and the order. label: the number
-    of its class, None without classes. address: where the source finds its bytes. together: what it has in common with
-    images that are best read one after another, where there are such. turn: of a tar of images, which one it is.
+    name: unique and stable within the source, in plain text; it decides the shard and the order. label: the number of
+    its class, None without classes. address: location of its bytes in the source. together: key shared by images that
+    are best read one after another; empty if there are none. turn: number of the tar, for an item that is a tar of
+    images.
     """
 
     name: str
@@ -52,9 +53,9 @@ class Item:
 class Listing:
     """Every image of a source, sorted by name.
 
-    classes: their names by number; empty for unconditional data. rejected: (name, reason) of what can be no image.
-    passed_over: names of files that are neither images nor quarantined: hidden ones, texts beside images, files of
-    other kinds. unit: what an item is, in the singular. notices: lines about the layout for the terminal.
+    classes: class names by number; empty for unconditional data. rejected: (name, reason) of each quarantined file.
+    passed_over: names of ignored files: hidden files, texts next to images, files of other kinds. unit: kind of an
+    item, in the singular. notices: lines about the layout for the terminal.
     """
 
     items: list[Item]
@@ -72,11 +73,11 @@ class Listing:
 
 @dataclass(frozen=True)
 class FileGroup:
-    """Files of a source that lie together, held in little memory: a million may.
+    """Files of one folder of a source, stored compactly, since a folder may hold a million.
 
-    folder: they lie in, from the source on, in plain text and with a "/" at its end; empty for the source itself.
-    names: of the files, in the order in which they were found. stamps: four numbers a file, as in `Stamp`. at: the
-    path of a file by its name.
+    folder: path relative to the source, in plain text and ending in "/"; empty for the source itself. names: of the
+    files, in the order in which they were found. stamps: four numbers per file, as in `Stamp`. at: the path of a file
+    by its name.
     """
 
     folder: str
@@ -85,23 +86,23 @@ class FileGroup:
     at: Callable[[str], str]
 
     def stamp(self, number: int) -> Stamp:
-        """Return the stamp of the file that is named at this place."""
+        """Return the stamp of a file by its index in `names`."""
         size, modified, changed, inode = self.stamps[4 * number : 4 * number + 4]
         return size, modified, changed, inode
 
     def digest(self) -> str:
-        """The sha256 of all this: two that have one are the same. Another order gives another one."""
+        """Return the sha256 of the names and stamps in their order: groups with equal digests are equal."""
         names = "\0".join(self.names).encode("utf-8", "surrogatepass")
         return hashlib.sha256(b"%d\0%b\0%b" % (len(self.names), names, self.stamps.tobytes())).hexdigest()
 
 
 def is_hidden(name: str) -> bool:
-    """True if programs keep files or folders of this name for themselves, so that it holds no data."""
+    """True if a file or folder of this name belongs to a program and holds no data."""
     return name.startswith(".") or name in _NOT_DATA
 
 
 def is_text(name: str) -> bool:
-    """True if a file of this name describes data and is not an image, by its extension."""
+    """True if the extension of this name is that of a text file, which describes data and is not an image."""
     return PurePosixPath(name).suffix.lower() in _TEXTS
 
 
@@ -112,8 +113,8 @@ def _kind(name: str) -> str:
 
 
 def add_stamp(stamps: array[int], stamp: Stamp) -> None:
-    """Add a stamp to those of `Found`, of which a number has 64 bits and a sign: what has more (inodes of some file
-    systems) is taken modulo that."""
+    """Append a stamp to `FileGroup.stamps`, which holds signed 64-bit integers; larger numbers, such as the inodes of
+    some file systems, are reduced modulo 2^64."""
     try:
         stamps.fromlist(list(stamp))
     except OverflowError:
@@ -121,8 +122,7 @@ def add_stamp(stamps: array[int], stamp: Stamp) -> None:
 
 
 class ImageSource(Config):
-    """Base of every source. Of one whose items are tars, the images of a tar are known when it has been fetched:
-    `images_of` yields them."""
+    """Base of every source. If the items are tars, `images_of` yields the images of a tar after fetching it."""
 
     no_captions: ClassVar[str]
     """Message of a source that has no captions."""
@@ -133,39 +133,38 @@ class ImageSource(Config):
 
     @abstractmethod
     def file_groups(self) -> Iterator[FileGroup]:
-        """Yield the files of the images, group by group. Raises ValueError when the source has none."""
+        """Yield the files of the images, grouped by folder. Raises ValueError when the source has none."""
 
     def read(self, item: Item) -> bytes:
         """Return the bytes of one image file. Raises OSError."""
         raise OSError(f"{item.name} is not an image")
 
     def images_of(self, item: Item) -> Iterator[tuple[Item, Callable[[], bytes]]]:
-        """Yield the images of an item, itself or those of a tar, and the function that reads each, or raises OSError.
-        They are to be read one after another. Raises ValueError for a tar that cannot be fetched."""
+        """Yield the images of an item, which is one image or a tar, each with the function that reads it or raises
+        OSError. Read each image before the next is yielded. Raises ValueError for a tar that cannot be fetched."""
         yield item, partial(self.read, item)
 
     def state_of(self, item: Item) -> str:
-        """Return a text that changes with the images of an item: the sha256 of one, empty where it cannot be read; of
-        a tar, what is known before it is fetched."""
+        """Return a text that changes when the images of an item change: the sha256 of an image, empty if it cannot be
+        read; for a tar, a digest that needs no fetch."""
         try:
             return hashlib.sha256(self.read(item)).hexdigest()
         except OSError:
             return ""
 
     def known_classes(self) -> list[str] | None:
-        """Return the classes by number, where they can be known without opening an image; None: `listing` gives
-        them."""
+        """Return the classes by number if they can be found without opening an image; None: `listing` gives them."""
         return None
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Return the captions that come with the images, by the name of the image or by that without its extension.
-        columns: where the source has columns, those of captions. Raises ValueError where it has none, or one cannot be
-        read."""
+        """Return the captions that come with the images, by the image's name, with or without its extension. columns:
+        names of the caption columns, for a source with columns. Raises ValueError if there are no captions or one
+        cannot be read."""
         raise ValueError(self.no_captions)
 
 
 class FewFiles(ImageSource):
-    """A source of so few files that all of them can be named at once."""
+    """A source with few enough files to list them all in one dictionary."""
 
     @abstractmethod
     def files(self) -> dict[str, tuple[str, Stamp]]:
@@ -180,7 +179,7 @@ class FewFiles(ImageSource):
 
 
 class WithoutFiles(ImageSource):
-    """A source that has no files on this machine, such as one whose images are drawn by code."""
+    """A source without files on this machine, such as one that draws its images in code."""
 
     def file_groups(self) -> Iterator[FileGroup]:
         return iter(())
@@ -191,14 +190,15 @@ class RowSource(ImageSource):
 
     @abstractmethod
     def rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        """Yield the name of the image of each row, and its cells in some columns. Raises ValueError."""
+        """Yield the image name of each row and its cells in these columns. Raises ValueError."""
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Return the captions in some columns, each a text or a list of texts, by the name of the image."""
+        """Return the captions in these columns, whose cells are texts or lists of texts, by the name of the image."""
         return captions_of(self.rows(columns))
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Return some columns, by the name of the image; of several rows the first, which gives the class, too."""
+        """Return the values in these columns by the name of the image, from its first row, which also gives the
+        class."""
         values: dict[str, dict[str, Any]] = {}
         for name, row in self.rows(names):
             values.setdefault(name, dict(zip(names, row, strict=True)))
@@ -207,17 +207,17 @@ class RowSource(ImageSource):
 
 @runtime_checkable
 class HasValues(Protocol):
-    """Source that has further values of its images besides their classes."""
+    """Source with metadata of its images besides their classes."""
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Return the values of each image under some names, by its name or by that without its extension. Raises
-        ValueError where one of the names has no values, or they cannot be read."""
+        """Return the metadata of each image under these names, by the image's name, with or without its extension.
+        Raises ValueError if the source has no values under one of the names, or they cannot be read."""
         ...
 
 
 def captions_in(data: bytes, extension: str) -> list[str]:
-    """Return the captions in a file beside an image: the lines of a `txt`; the key "caption" of a `json`, a text or a
-    list of them. Raises ValueError."""
+    """Return the captions in a file next to an image: the lines of a `txt`, or the key "caption" of a `json`, a text or
+    a list of texts. Raises ValueError."""
     text = decoded(data)
     if extension == "txt":
         return texts_of(text.splitlines())
@@ -226,20 +226,19 @@ def captions_in(data: bytes, extension: str) -> list[str]:
 
 
 def values_in(data: bytes, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of a JSON file beside an image under some keys, without the keys that it lacks. Raises
-    ValueError."""
+    """Return the values of those of the keys that a JSON file next to an image has. Raises ValueError."""
     content = json.loads(decoded(data))
     return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
 
 
 def texts_of(cell: Any) -> list[str]:
-    """Return the texts of a text, a list of texts or nothing, without blank ones and without space around them."""
+    """Return the non-blank texts in a cell, stripped. The cell is a text, a list of texts, or None."""
     cells = cell if isinstance(cell, list | tuple) else [cell]
     return [text for value in cells if value is not None and (text := str(value).strip())]
 
 
 def captions_of(rows: Iterable[tuple[str, Iterable[Any]]]) -> dict[str, list[str]]:
-    """Return the captions of each image, from its name and the cells that hold them; of several rows those of all."""
+    """Return the captions of each image from rows of its name and its caption cells; rows of one image are joined."""
     captions: dict[str, list[str]] = {}
     for name, cells in rows:
         captions.setdefault(name, []).extend(text for cell in cells for text in texts_of(cell))
@@ -247,19 +246,19 @@ def captions_of(rows: Iterable[tuple[str, Iterable[Any]]]) -> dict[str, list[str
 
 
 def plain_text(name: str) -> str:
-    """Return a file name as text that any file can hold: bytes that are not UTF-8 are written as backslash escapes."""
+    """Return a file name as valid UTF-8 text: bytes that are not UTF-8 become backslash escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def number_classes(names: Iterable[str]) -> dict[str, int]:
-    """Class names sorted as text, as torchvision's ImageFolder does, and numbered from 0."""
+    """Return the class names, sorted as text like torchvision's ImageFolder does, with their numbers from 0."""
     return {name: number for number, name in enumerate(sorted(set(names)))}
 
 
 def number_labels(labels: Iterable[str], where: str | Path) -> dict[str, int]:
-    """Classes written as labels, numbered from 0: by value when all of them are numbers, as text otherwise.
+    """Return the labels with their class numbers from 0, sorted by value if all are numbers, otherwise as text.
 
-    where: they were found. Raises ValueError for one that is too long to be a name.
+    where: origin of the labels, for the error. Raises ValueError for a label that is too long to be a name.
     """
     names = set(labels)
     if long := next((label for label in sorted(names) if len(label) > LONGEST_CLASS), None):
@@ -273,13 +272,13 @@ def number_labels(labels: Iterable[str], where: str | Path) -> dict[str, int]:
 
 
 def check_size(size: int) -> None:
-    """Raise OSError when an image file is too large to be one."""
+    """Raise OSError for an image file above the maximum size."""
     if size > LARGEST_IMAGE:
         raise OSError(errno.EFBIG, f"{size:,} bytes, more than {LARGEST_IMAGE:,}")
 
 
 def is_file(path: Path) -> bool:
-    """True if a path, which may be any text, is that of a file."""
+    """True if a path, which may be any text, names a file."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # a text too long for a path, or with a null character
@@ -293,9 +292,9 @@ def read_image(path: Path) -> bytes:
 
 
 def by_shard(items: Sequence[Item], num_shards: int) -> list[list[Item]]:
-    """Return the items of each shard, in the order they came: by a hash of the name, so that one image moves no other.
-    What is best read together stays so where there are enough such groups to fill the shards evenly. Tars take
-    turns."""
+    """Return the items of each shard, in their given order. A hash of the name decides the shard, so that adding an
+    image moves no other. Images with equal `together` share a shard if there are enough such groups to fill the shards
+    evenly. Tars are assigned in turn."""
     shards: list[list[Item]] = [[] for _ in range(num_shards)]
     in_groups = len({item.together for item in items}) >= _GROUPS_A_SHARD * num_shards
     for item in items:

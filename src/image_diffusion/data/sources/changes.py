@@ -1,15 +1,15 @@
-"""Detection of changes of a source. Run each time Snakemake starts, so it opens no image and imports no torch.
+"""Detection of changes of a source. It runs each time Snakemake starts, so it opens no image and imports no torch.
 
 `refresh` writes `source.json`, the input of the crop rule, and leaves the file untouched while the content of the
-source is the same. It looks at names and at the stamps of files: size, modification time, and what no program can
-set, the time of the last change and the inode number. Only a file whose size is the same but whose stamp is not is
-hashed and compared with the hash that crop noted when it read it. So touching or copying files re-runs nothing, two
-images that change places are seen even where `tar` or `rsync` gave them one time, and looking again costs one `stat`
-a file. The time of a folder would not do in its place: a file that is edited where it lies leaves it as it was.
+source is the same. It compares names and the stamps of files: size and modification time, and change time and inode
+number, which no program can set. A file with the same size but a different stamp is hashed, and the hash is compared
+with the one that crop recorded. So touching or copying files re-runs nothing, two swapped images are detected even if
+`tar` or `rsync` gave them the same time, and a check costs one `stat` per file. The modification time of a folder is no
+substitute: editing a file in place does not change it.
 
-A private cache beside `source.json` remembers all this, a line a folder, of which only the digest is read while the
-folder is what it was: a million files take no more memory than their largest folder. Without the cache (a fresh clone,
-or somebody deleted it) the crop rule runs, and finds for itself that its shards are up to date.
+A cache next to `source.json` stores names, stamps and hashes, one line per folder. Only the digest is parsed while the
+folder is unchanged, so a million files take no more memory than their largest folder. Without the cache (in a fresh
+clone, or after it was deleted) the crop rule runs and finds that its shards are up to date.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import FileGroup, plain_text
 
 Entries = dict[str, tuple[Stamp, str]]
-"""Entries of files by name: the stamp, and the sha256, or an empty text when the file has not been read yet."""
+"""Stamp and sha256 of each file by name; the sha256 is empty if the file has not been read yet."""
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """Notes on the files that lie together.
+    """Cached state of the files in one folder.
 
-    digest: that of `Found`. content: differs when what they hold does. count: of files. line: reads the line of the
-    cache.
+    digest: `FileGroup.digest`. content: digest that changes when the content of a file does. count: number of files.
+    line: function that reads the folder's line of the cache.
     """
 
     digest: str
@@ -45,7 +45,7 @@ class _Folder:
     line: Callable[[], bytes] = field(compare=False)
 
     def entries(self) -> Entries:
-        """Return the entry of each file; empty where the line is damaged, so that all of them have changed."""
+        """Return the entry of each file; none if the line is damaged, so that all files count as changed."""
         try:
             names, stamps, hashes = json.loads(self.line().split(b"\t", 4)[4])
             numbers = array("q", b64decode(stamps))
@@ -57,14 +57,14 @@ class _Folder:
 
 
 Folders = dict[str, _Folder]
-"""By the name of the folder."""
+"""Cached state of each folder, by its name."""
 
 
 def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
     """Write `path` (source.json) if the source has changed; returns whether it was written.
 
-    trust_ctime: whether the time of the last change and the inode number count; some file systems make them up. Raises
-    ValueError when the source is missing or empty.
+    trust_ctime: whether change times and inode numbers count; some file systems invent them. Raises ValueError when the
+    source is missing or empty.
     """
     counts = slice(None) if trust_ctime else slice(2)
     cached, revision = _read_cache(source, path)
@@ -83,7 +83,7 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
         return True
     changed = differs or now.keys() != cached.keys()
     noted = _revision(path)
-    # not so when it was damaged, or killed before it was written
+    # False if the file is damaged, or the process was killed before writing it
     whole = noted is not None and revision in (None, noted)
     whole = whole and not is_ahead(path)
     if changed or not whole:
@@ -94,10 +94,10 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
 
 
 def remember(source: Source, path: Path, files: Iterable[FileGroup], hashes: Mapping[str, str]) -> None:
-    """Note what crop read: the files as found before it began, and the sha256 of each that it has read, by its name
-    from the source on.
+    """Record what crop read. files: listed before it began. hashes: sha256 of each file that it read, by its path
+    within the source.
 
-    Files it did not read one by one (a tar of many images) are hashed here.
+    Files that crop did not read one by one, such as a tar of many images, are hashed here.
     """
 
     def hash_of(group: FileGroup, name: str) -> str:
@@ -111,7 +111,7 @@ def remember(source: Source, path: Path, files: Iterable[FileGroup], hashes: Map
 
 
 def _compared(group: FileGroup, entries: Entries, counts: slice) -> tuple[list[str], bool]:
-    """The hashes that are still those of the files found, and whether any file is another one than was known."""
+    """Return the hash of each file, empty unless the file is unchanged, and whether any file changed."""
     hashes, changed = [], len(group.names) != len(entries)
     for number, name in enumerate(group.names):
         stamp = group.stamp(number)
@@ -125,7 +125,7 @@ def _compared(group: FileGroup, entries: Entries, counts: slice) -> tuple[list[s
 
 
 def _noted(group: FileGroup, hashes: list[str]) -> _Folder:
-    """Return the notes to keep of files. Times stand in for hashes that have not been computed yet."""
+    """Return the state of the files to cache. Stamps stand in for hashes that have not been computed yet."""
     own = group.digest()
     content = own
     if any(hashes):
@@ -138,8 +138,8 @@ def _noted(group: FileGroup, hashes: list[str]) -> _Folder:
 
 
 def _write(source: Source, path: Path, folders: Folders, num_bytes: int, revision: str | None = None) -> None:
-    """Write source.json, which changes whenever the content does. revision: the one it had, where nothing else has
-    changed."""
+    """Write source.json, which changes whenever the content does. revision: the previous one, if the content is
+    unchanged."""
     if revision is None:
         revision = digest(sorted((name, folder.content) for name, folder in folders.items()))
     _write_cache(source, path, folders, revision)
@@ -148,7 +148,7 @@ def _write(source: Source, path: Path, folders: Folders, num_bytes: int, revisio
 
 
 def _revision(path: Path) -> str | None:
-    """Return the revision in source.json, when it is whole: it also says how many files exist."""
+    """Return the revision in source.json; None unless the file is valid and states the number of files."""
     try:
         note = read_json(path)
         return str(note["revision"]) if isinstance(note["files"], int) else None
@@ -161,8 +161,8 @@ def _cache_path(path: Path) -> Path:
 
 
 def _write_cache(source: Source, path: Path, folders: Folders, revision: str | None) -> None:
-    """Write the cache: a line a folder and one of the whole, last, so that a truncated file is not valid. Without a
-    seal, which would cost seconds for a million files: a damaged line is that of files that changed."""
+    """Write the cache: one line per folder, and a last line about the source, so that a truncated file is invalid.
+    There is no checksum, which would take seconds for a million files: the files of a damaged line count as changed."""
     with atomic_write(_cache_path(path)) as file:
         for _, folder in sorted(folders.items()):
             file.write(folder.line())
@@ -170,7 +170,7 @@ def _write_cache(source: Source, path: Path, folders: Folders, revision: str | N
 
 
 def _read_cache(source: Source, path: Path) -> tuple[Folders | None, str | None]:
-    """Read the cached notes on this very source, and the revision it had; None when the cache has none."""
+    """Return the cached state of the source's folders, and its revision; None if the cache has none for this source."""
     folders, cache, start, last = Folders(), _cache_path(path), 0, b""
     try:
         with cache.open("rb") as file:

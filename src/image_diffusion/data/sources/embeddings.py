@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """One part: as many rows in each of its files. text, metadata: None where the source has none."""
+    """One part: files with the same number of rows. text, metadata: None if the source has none."""
 
     image: Path
     text: Path | None
@@ -43,19 +43,19 @@ class Embeddings(FewFiles):
     """Embeddings of images and captions in `.npy` parts, captions in Parquet. The source has no images to crop."""
 
     type: Literal["embeddings"] = "embeddings"
-    """Embeddings as clip-retrieval, img2dataset and LAION write them."""
+    """Embeddings in the layout of clip-retrieval, img2dataset and LAION."""
     path: str = Field(min_length=1)
-    """The folder."""
+    """Path of the folder."""
     images: str = "img_emb"
-    """Folder in it with the parts of image embeddings."""
+    """Subfolder with the parts of image embeddings."""
     texts: str | None = "text_emb"
-    """Folder in it with the parts of text embeddings; null: the source has none, and captions are embedded."""
+    """Subfolder with the parts of text embeddings; null: the source has none, and captions are embedded."""
     metadata: str | None = "metadata"
-    """Folder in it with the parts of captions, Parquet; null: the source has no captions."""
+    """Subfolder with the parts of captions, Parquet; null: the source has no captions."""
     caption_column: str = "caption"
     """Name of the column of captions."""
     id_column: str | None = None
-    """Name of the column that names a pair for good, which decides its split; unset: its part and row."""
+    """Name of the column with the permanent name of a pair, which decides its split; unset: part and row name it."""
 
     no_captions: ClassVar[str] = "data.source.type is embeddings: there are no images beside which captions could lie."
 
@@ -68,8 +68,7 @@ class Embeddings(FewFiles):
         return {f"{path.parent.name}/{path.name}": (str(path), stamp_of(path)) for path in paths}
 
     def parts(self) -> list[Part]:
-        """Return the parts, by number. Raises ValueError for files that are missing, unreadable or do not fit
-        together."""
+        """Return the parts, by number. Raises ValueError for files that are missing, unreadable or inconsistent."""
         if self.metadata is None and self.texts is None:
             raise ValueError("data.source names neither texts nor metadata, so there are no captions. Give one.")
         if self.metadata is None and self.id_column is not None:
@@ -108,12 +107,12 @@ class Embeddings(FewFiles):
         return parts
 
     def captions(self, part: Part) -> list[str]:
-        """Return the caption of every row of a part, empty where a row has none."""
+        """Return the caption of every row of a part; empty if the row has none."""
         assert part.metadata is not None
         return [text if text.strip() else "" for text in _column(part.metadata, self.caption_column)]
 
     def ids(self, part: Part, number: int) -> list[str]:
-        """Return the permanent names of the pairs of part number `number`. Raises ValueError where two have one
+        """Return the permanent names of the pairs of part number `number`. Raises ValueError if two have the same
         name."""
         if self.id_column is None:
             return [f"{number}/{row}" for row in range(part.num_rows)]
@@ -145,7 +144,7 @@ class Embeddings(FewFiles):
 
 def open_rows(path: Path) -> NDArray[np.floating]:
     """Return the embeddings in a `.npy` file, [n, dim], memory-mapped. Raises ValueError for anything else."""
-    import numpy as np  # here: asking whether a source has changed loads none of it
+    import numpy as np  # imported here: change detection does not need it
 
     try:
         rows: NDArray[np.floating] = np.load(path, mmap_mode="r", allow_pickle=False)

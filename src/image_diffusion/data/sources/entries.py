@@ -1,7 +1,7 @@
-"""The entries of a folder with their stamps, for a look at a million files: in C (`entries.c`), in two thirds of the
-time that Python takes.
+"""The entries of a folder with their stamps, for listing a million files: in C (`entries.c`), in two thirds of the time
+that Python takes.
 
-Installing the package compiles it where it finds a C compiler. Elsewhere Python looks, and finds the same.
+Installing the package compiles it if there is a C compiler. Otherwise Python lists the same entries.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ROOM = 64 * _AT_ONCE
 
 
 class Entries(NamedTuple):
-    """Some entries of a folder, in the order of the folder.
+    """Part of the entries of a folder, in the order of the folder.
 
-    kinds: the type in the mode of what each is or links to (`stat.S_IFREG`), or an errno less than zero. stamps: four
-    numbers each, as in `Stamp`, modulo 2^64 with a sign.
+    kinds: file type of each entry, links followed (`stat.S_IFREG`), or a negative errno. stamps: four numbers per
+    entry, as in `Stamp`, as signed 64-bit integers.
     """
 
     names: list[str]
@@ -37,7 +37,7 @@ class Entries(NamedTuple):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the library that installing the package compiled; None where it was not compiled."""
+    """Return the compiled library; None if it was not compiled when the package was installed."""
     loaded = load(_COMPILED)
     if loaded is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -59,7 +59,7 @@ def _compiled(folder: int, loaded: ctypes.CDLL) -> Iterator[Entries]:
     kinds, stamps = array("q", bytes(8 * _AT_ONCE)), array("q", bytes(32 * _AT_ONCE))
     where = names, kinds.buffer_info()[0], stamps.buffer_info()[0], ctypes.byref(used)
     if not (opened := loaded.open_entries(folder)):
-        yield from _by_python(folder)  # which raises the reason
+        yield from _by_python(folder)  # raises the error
         return
     try:
         while count := loaded.read_entries(opened, _AT_ONCE, _ROOM, *where):

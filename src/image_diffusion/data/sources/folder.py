@@ -1,4 +1,4 @@
-"""A folder of images: class folders, or no folders at all."""
+"""A folder of images, in class folders or without classes."""
 
 from __future__ import annotations
 
@@ -62,16 +62,15 @@ class Folder(ImageSource):
     type: Literal["folder"] = "folder"
     """Images in a folder."""
     path: str = Field(min_length=1)
-    """The folder, absolute or relative to where the command runs."""
+    """Path of the folder, absolute or relative to the working directory."""
     classes: Literal["folders", "names", "labels", "none"] | Level = "folders"
-    """folders: the folder at the first level is the class; {level: 2}: that at the second, as for train/cat/1.jpg. With
-    folders, the names of splits (train, val, test) and one folder around all others are refused; a level says that its
-    folders are the classes. names: what a file's name begins with, up to the first
-    underscore, wherever it lies: cat_0001.jpg, as improved-diffusion has it. labels: dataset.json in
-    the folder tells them, as dataset_tool.py of StyleGAN3 and EDM2 writes it. none: unconditional, however the files
-    are arranged."""
+    """folders: the first-level folder of an image is its class; {level: 2}: the second-level folder, as in
+    train/cat/1.jpg. With `folders`, folders named like splits (train, val, test) and a single folder around all others
+    are errors; a level accepts any names. names: the file name up to the first underscore is the class, in any folder:
+    cat_0001.jpg, as in improved-diffusion. labels: dataset.json in the folder lists the classes, as dataset_tool.py of
+    StyleGAN3 and EDM2 writes it. none: unconditional data, in any arrangement."""
     class_pattern: str | None = None
-    """With names: a regular expression with one group, which is the class, searched in the path from the folder on.
+    """With `names`: a regular expression whose one group is the class, searched in the path relative to the folder.
     Example: `^[^/]+/(\\w+)-` for train/cat-0001.jpg."""
 
     @field_validator("class_pattern")
@@ -115,7 +114,7 @@ class Folder(ImageSource):
         return replace(listing, rejected=rejected, passed_over=walk.passed_over, notices=notices)
 
     def _tables(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return a line for each table of images that a folder is not read with."""
+        """Return a notice for each table of images in the folder, which this source does not read."""
         return tuple(
             f"{self.path}/{name} is not read: {{type: table, path: {self.path}/{name}, path_column: file_name, "
             f"label_column: null}} as data.source reads the images that it names, and their captions"
@@ -136,8 +135,8 @@ class Folder(ImageSource):
         return Listing(items, list(numbers), sorted([*rejected, *unnamed]), passed_over)
 
     def known_classes(self) -> list[str] | None:
-        """Return the class folders that hold more than texts; None where the folder is not there yet. Raises ValueError
-        where its folders are splits, or one wraps all others."""
+        """Return the class folders that hold more than texts; None if the folder does not exist yet. Raises ValueError
+        if the folders are splits, or one folder holds all others."""
         if self.classes == "none":
             return []
         if self.classes in ("names", "labels"):
@@ -159,7 +158,7 @@ class Folder(ImageSource):
             return None
 
     def _inside(self, folder: str) -> set[str]:
-        """Return the names of the folders in a folder, a path from the source on."""
+        """Return the names of the folders in a folder, which is a path relative to the source."""
         with os.scandir(self._at(folder)) as entries:
             return {entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir()}
 
@@ -170,19 +169,19 @@ class Folder(ImageSource):
         return read_image(Path(self.path) / str(item.address[0]))
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Return the captions beside the images, by the name of the image without its extension: the lines of `.txt`,
-        or the key "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
+        """Return the captions in files next to the images, by the image's name without its extension: the lines of
+        `.txt`, or the key "caption" of `.json`. Raises ValueError for a file that cannot be read as captions."""
         return {stem: captions for stem, captions in self._sidecars("caption", _CAPTIONS, captions_in) if captions}
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Return keys of the `.json` beside the images, by the name of the image without its extension."""
+        """Return the values of keys in the `.json` next to each image, by the image's name without its extension."""
         return dict(self._sidecars("JSON", (".json",), lambda data, _: values_in(data, names)))
 
     def _sidecars(
         self, what: str, extensions: tuple[str, ...], read: Callable[[bytes, str], T]
     ) -> Iterator[tuple[str, T]]:
-        """Yield what is read of each file beside an image, with its name without the extension. what: it should be.
-        Raises ValueError."""
+        """Yield the name of each file next to an image, without its extension, and its content as `read` returns it.
+        what: expected content, for the error. Raises ValueError."""
         root = self._root()
         for name in sorted(_beside_images(plain_text(name) for name in Walk(root).files())):
             stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
@@ -227,14 +226,14 @@ class Folder(ImageSource):
 
 
 def _beside_images(names: Iterable[str]) -> set[str]:
-    """Return the names that end in `.txt` or `.json` and differ from another in that alone."""
+    """Return the names that end in `.txt` or `.json` and differ from another name only in the extension."""
     parts = [os.path.splitext(name) for name in names]  # noqa: PTH122
     stems = {stem for stem, extension in parts if extension.lower() not in _CAPTIONS}
     return {stem + extension for stem, extension in parts if extension.lower() in _CAPTIONS and stem in stems}
 
 
 class Walk:
-    """One pass over a folder and everything below it."""
+    """Recursive listing of a folder."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -242,7 +241,7 @@ class Walk:
         self.rejected: list[tuple[str, str]] = []
 
     def files(self) -> dict[str, Stamp]:
-        """Path relative to the root, with "/" between its parts, to the stamp of every file that is not hidden."""
+        """Return the stamp of every file that is not hidden, by its path relative to the root, with "/"."""
         return {
             group.at(name)[len(self.root) + 1 :]: group.stamp(number)
             for group in self.file_groups()
@@ -257,7 +256,7 @@ class Walk:
         names: list[str] = []
         stamps, folders = array("q"), list[str]()
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:  # looked up from the folder, an entry takes two thirds of what it takes from the root
+        try:  # looking up an entry by the folder's descriptor takes two thirds of the time of a lookup by path
             for entries in entries_of(descriptor):
                 files = entries.names, entries.stamps
                 if set(entries.kinds) != {stat.S_IFREG} or any(map(is_hidden, entries.names)):
@@ -280,7 +279,7 @@ class Walk:
                 self.rejected.append((plain_text(prefix + name), _why(error.errno)))
 
     def _sorted_out(self, entries: Entries, prefix: str, folders: list[str]) -> tuple[list[str], array[int]]:
-        """Return the names and stamps of the files among some entries. Adds the folders among them to `folders`."""
+        """Return the names and stamps of the files among the entries, and append the folders to `folders`."""
         names, stamps = list[str](), array("q")
         for number, (name, kind) in enumerate(zip(entries.names, entries.kinds, strict=True)):
             if is_hidden(name):
@@ -297,21 +296,21 @@ class Walk:
 
 
 def _why(number: int | None) -> str:
-    """The reason in an errno."""
+    """Return an errno as a reason in words."""
     if number == errno.ENOENT:
         return "a link to nothing"
     return os.strerror(number).lower() if number else "cannot be read"
 
 
 def reads_below(folder: str, path: Path) -> bool:
-    """Return True if the files of a path would be among those of a folder: it lies there, and not in a hidden one."""
+    """Return True if a source of this folder would read the files below a path: it is inside, and not hidden."""
     root, path = Path(folder).resolve(), path.resolve()
     return path.is_relative_to(root) and not any(map(is_hidden, path.relative_to(root).parts))
 
 
 def files_in(folder: str, key: str) -> dict[str, Path]:
-    """Return the files of a folder by their path within it, without the suffix. key: that names it. Raises ValueError
-    for a folder that is missing or empty, and for two files of one name."""
+    """Return the files of a folder by their path within it, without the suffix. key: configuration key of the folder,
+    for errors. Raises ValueError for a missing or empty folder, and for files that differ only in their suffix."""
     try:
         listing = Folder(path=folder, classes="none").listing()
     except ValueError as error:

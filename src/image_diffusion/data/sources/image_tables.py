@@ -1,4 +1,4 @@
-"""Tables that hold the image files themselves: Parquet, as on the Hugging Face hub, and what `datasets` saves."""
+"""Tables that contain the image files: Parquet, as on the Hugging Face Hub, and the Arrow files of `datasets`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from image_diffusion.data.sources.layouts import named_files
 
 
 class ImageTables(FewFiles, RowSource):
-    """Tables with a column of image files, each as bytes or as a struct with the field `bytes`, and perhaps one of
-    classes. Needs the package pyarrow.
+    """Tables with a column of image files, each as bytes or as a struct with the field `bytes`, and optionally a column
+    of classes. Needs the package pyarrow.
 
     Names of classes are those that `datasets` noted in each file; without them the cells are the classes. Images are
     read one group of rows at a time, and never decoded twice.
@@ -29,7 +29,7 @@ class ImageTables(FewFiles, RowSource):
     type: str
     """Name of the source."""
     path: str = Field(min_length=1)
-    """Path of the tables."""
+    """File or folder of the tables."""
     image_column: str = "image"
     """Name of the column of images."""
     label_column: str | None = "label"
@@ -40,10 +40,10 @@ class ImageTables(FewFiles, RowSource):
 
     @abstractmethod
     def tables(self) -> Iterator[tuple[ArrowTable, str, int]]:
-        """Yield each table with the prefix and the number of the name of its first row. Raises ValueError."""
+        """Yield each table with the prefix of its image names and the number of its first row. Raises ValueError."""
 
     def listing(self) -> Listing:
-        """Return every row as an image, in their order. Raises ValueError for files or columns that do not fit."""
+        """Return every row as an image, in order. Raises ValueError for invalid files or columns."""
         rows = [row for table, prefix, start in self.tables() for row in self._items(table, prefix, start)]
         if not rows:
             raise ValueError(f"data.source.path: {self.path} has no rows. Give one row an image.")
@@ -55,8 +55,8 @@ class ImageTables(FewFiles, RowSource):
         return Listing(items, list(numbers), [(item.name, "no class") for item, label in rows if not label])
 
     def known_classes(self) -> list[str] | None:
-        """Return the classes that the files name, joined by name: those of the first file in its order, then the new
-        ones of each further file. None where no file names any, or they cannot be read yet."""
+        """Return the class names in the files, merged by name: the names of the first file in its order, then the new
+        names of each further file. None if no file names classes, or the files cannot be read yet."""
         if self.label_column is None:
             return []
         try:
@@ -83,9 +83,9 @@ class ImageTables(FewFiles, RowSource):
                 yield f"{prefix}{number:09d}", row
 
     def _class_names(self) -> dict[str, int] | None:
-        """Return the number of each class that the files name; None where none does. Raises ValueError."""
+        """Return the number of each class that the files name; None if no file names classes. Raises ValueError."""
         assert self.label_column is not None
-        # Joined by name: files of one set may number the same classes in different orders.
+        # Merged by name: files of one data set may number the same classes differently.
         files = {table.path: table.class_names(self.label_column) for table, _, _ in self.tables()}
         named = [path for path, names in files.items() if names]
         unnamed = [path for path, names in files.items() if not names]
@@ -117,7 +117,7 @@ class Parquet(ImageTables):
     type: Literal["parquet"] = "parquet"
     """Parquet files that hold the images themselves."""
     path: str = Field(min_length=1)
-    """A file, a folder (every `.parquet` in it is read, unless they are several splits), or a pattern:
+    """A file, a folder (every `.parquet` in it is read; files of several splits are an error), or a pattern:
     `data/train-*.parquet`."""
 
     no_image: ClassVar[str] = (
@@ -141,7 +141,7 @@ class Parquet(ImageTables):
 class HuggingFace(ImageTables):
     """A folder that `save_to_disk` of the package datasets wrote: one data set, or one of several splits.
 
-    An image is named by its number, so images added at the end move no other.
+    An image is named by its number, so appending images changes no other name.
     """
 
     type: Literal["huggingface"] = "huggingface"
@@ -149,7 +149,7 @@ class HuggingFace(ImageTables):
     path: str = Field(min_length=1)
     """The folder."""
     split: str | None = None
-    """Which split, where the folder holds several."""
+    """Name of the split, if the folder holds several."""
 
     def tables(self) -> Iterator[tuple[ArrowTable, str, int]]:
         folder, start = self._folder(), 0
@@ -190,11 +190,11 @@ class HuggingFace(ImageTables):
 
 
 def _name_of(label: str | None, names: tuple[str, ...]) -> str | None:
-    """Return the name of a class by its number in the file; None for no number, or one without a name."""
+    """Return the name of a class by its number in the file; None for no number or a number without a name."""
     return names[int(label)] if label is not None and label.isdecimal() and int(label) < len(names) else None
 
 
 @lru_cache(maxsize=1)
 def _group(path: str, stamp: Stamp, number: int, column: str) -> Any:
-    """Return the images of a group of rows. stamp: of the file, so that another file of that name is read anew."""
+    """Return the images of a group of rows. stamp: of the file, so that a replaced file is read again."""
     return open_table(path).group(number, column)

@@ -1,4 +1,4 @@
-"""Latents that other tools have encoded: none of their images is present to be cropped."""
+"""Latents that other tools encoded, without their images."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 UNIT = "latent"
-"""Name of an item of such a source, in the singular."""
+"""Kind of an item of these sources, in the singular."""
 _ARRAYS, _DTYPES = ("latents", "latents_flip"), ("F16", "F32", "F64")
 _FEATURES, _LABELS = "_features", "_labels"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One image as others have encoded it, unscaled.
+    """One image encoded by another tool, unscaled.
 
-    arrays: of the image, and of its mirror image where there is one; each [k, c, h, w], mean and standard deviation, or
-    with k = 1 the latent alone. sha256: of what was read.
+    arrays: latent of the image, and of its mirror image if it exists, each [k, c, h, w]: mean and standard deviation,
+    or only the latent if k = 1. sha256: of the bytes that were read.
     """
 
     arrays: Sequence[NDArray[np.generic]]
@@ -42,32 +42,32 @@ class Encoded:
 
 
 class LatentSource(ImageSource):
-    """Latents in place of images. Every layout is a class; its name is in `Source`."""
+    """Base of the sources of latents in place of images. Each layout is a class in `Source`."""
 
     type: str
-    """Its name."""
+    """Name of the source."""
     path: str = Field(min_length=1)
     """Path of the latents."""
 
     no_captions: ClassVar[str] = "data.source holds latents: there are no images beside which captions could lie."
     has_mirror_images: ClassVar[bool] = False
-    """True if the mirror image of each image has been encoded too."""
+    """True if the source holds latents of the mirror images, too."""
     num_moments: ClassVar[Literal[1, 2]] = 1
-    """2: mean and standard deviation; 1: the latent alone."""
+    """2: mean and standard deviation; 1: only the latent."""
     pixels: ClassVar[Literal["signed", "unit"]] = "signed"
     """Range of the pixels that the autoencoder was given: [-1, 1], or [0, 1]."""
 
     @abstractmethod
     def listing(self) -> Listing:
-        """Return every encoded image, sorted by name, its class the number that the files give. Raises ValueError for
-        files that are missing, cut short, or do not fit together."""
+        """Return every encoded image, sorted by name, with its class number in the files. Raises ValueError for files
+        that are missing, truncated or inconsistent."""
 
     @abstractmethod
     def encoded(self, item: Item) -> Encoded:
-        """Return one encoded image. Raises ValueError naming the file that cannot be read or holds something else."""
+        """Return one encoded image. Raises ValueError with the name of a file that cannot be read or is invalid."""
 
     def settings(self) -> dict[str, object]:
-        """Return the further settings that decide the numbers that `encoded` gives."""
+        """Return the other settings that decide the result of `encoded`."""
         return {}
 
     def read(self, item: Item) -> bytes:
@@ -182,7 +182,7 @@ class FastDiTLatents(LatentSource):
     type: Literal["fastdit_latents"] = "fastdit_latents"
     """Latents as fast-DiT's extract_features.py writes them; path: the folder with NAME_features and NAME_labels."""
     scale: float = Field(0.18215, gt=0)
-    """Factor by which the latents were multiplied, which is divided out: the codec scales them itself."""
+    """Factor by which the latents were multiplied. It is divided out, since the codec scales latents itself."""
 
     def file_groups(self) -> Iterator[FileGroup]:
         for folder in self._folders():
@@ -245,9 +245,9 @@ class FastDiTLatents(LatentSource):
 
 
 def _array(source: Folder | ZipArchive, item: Item, where: str) -> tuple[bytes, NDArray[np.generic]]:
-    """Return a `.npy` file of a source, and the array that it holds. where: it lies. Raises ValueError for anything
-    else."""
-    import numpy as np  # here: asking whether a source has changed loads none of it
+    """Return the bytes of a `.npy` file of a source, and its array. where: name of the file, for errors. Raises
+    ValueError for a file that cannot be read."""
+    import numpy as np  # imported here: change detection does not need it
 
     try:
         data = source.read(item)
@@ -267,8 +267,8 @@ def _sha256(*parts: bytes) -> str:
 
 
 def _listing(labels: Mapping[str, int] | None, addresses: Mapping[str, tuple[str | int, ...]], where: str) -> Listing:
-    """List the items by name, where labels exist with those as their classes, which keep their numbers. where: they
-    come from. Raises ValueError for a negative label, and where the source is empty."""
+    """List the items by name, with the labels, if any, as their class numbers. where: name of the source, for errors.
+    Raises ValueError for a negative label or an empty source."""
     if not addresses:
         raise ValueError(f"data.source.path: {where} holds no latents. Give the folder or file that the tool wrote.")
     if labels is None:
@@ -281,7 +281,7 @@ def _listing(labels: Mapping[str, int] | None, addresses: Mapping[str, tuple[str
 
 @lru_cache(maxsize=256)
 def _open(path: str, stamp: Stamp) -> Any:
-    """Open a file, memory-mapped. stamp: so that another file of that name is opened anew. Raises ValueError."""
+    """Open a file, memory-mapped. stamp: of the file, so that a replaced file is reopened. Raises ValueError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -291,7 +291,7 @@ def _open(path: str, stamp: Stamp) -> Any:
 
 
 def _labels(path: str, stamp: Stamp) -> list[int]:
-    """Return the classes in a file, whose arrays fit them. Raises ValueError."""
+    """Return the classes in a file, after checking that its arrays match. Raises ValueError."""
     file = _open(path, stamp)
     if missing := sorted({*_ARRAYS, "labels"} - set(file.keys())):
         raise ValueError(f"{path} has no tensor {missing[0]}. Expected {', '.join(_ARRAYS)} and labels.")

@@ -36,26 +36,25 @@ _SPLITS = {
     "test": "test",
     "testing": "test",
 }
-"""The split that a name means."""
+"""Split by folder name."""
 
 
 class Level(Config):
-    """Folders at one level are the classes, whatever their names are."""
+    """Folders at a stated level as the classes, whatever their names."""
 
     level: int = Field(ge=1, le=16)
-    """Which folder of an image's path names its class, counted from the source: 2 for train/cat/1.jpg."""
+    """Level of the folder in an image's path that names its class, counted from the source: 2 for train/cat/1.jpg."""
 
 
 Inside = Callable[[str], Set[str]]
-"""Names of the folders in a folder, which is given by its path from the source on; "" is the source itself."""
+"""Function from the path of a folder relative to the source to the names of its folders; "" is the source itself."""
 
 
 def level_of(classes: str | Level, path: str, inside: Inside, is_archive: bool = False) -> int:
-    """Return the level of the folders that are the classes: the first, unless the configuration names another.
+    """Return the level of the class folders: the first, unless the configuration states another.
 
-    An archive's one folder that wraps all others is looked through. path: of the source, for messages. Raises
-    ValueError where the folders are splits, or where one folder of a folder wraps all others, unless the configuration
-    names a level.
+    In an archive, a single folder around all others is skipped. path: of the source, for messages. Raises ValueError if
+    the folders are splits, or if a single folder of a folder holds all others, unless the configuration states a level.
     """
     if isinstance(classes, Level):
         return classes.level
@@ -67,7 +66,7 @@ def level_of(classes: str | Level, path: str, inside: Inside, is_archive: bool =
     level = 1 + bool(above)
     splits = sorted(name for name in names if name.lower() in _SPLITS)
     within = [inside("/".join(filter(None, (above, name)))) for name in splits]
-    # All folders are splits, or two of them hold folders of the same name: classes named "test" alone are accepted.
+    # Splits: all folders are named so, or two of them hold folders of the same name. A class named "test" passes.
     if splits and (len(splits) == len(names) or any(a & b for i, a in enumerate(within) for b in within[:i])):
         train = next((name for name in splits if _SPLITS[name.lower()] == "train"), splits[0])
         one = f"{'Unpack it and set' if is_archive else 'Set'} data.source.path to {here}/{train} to read that one"
@@ -89,9 +88,9 @@ def level_of(classes: str | Level, path: str, inside: Inside, is_archive: bool =
 
 
 def by_folder(names: Sequence[tuple[str, str]], level: int) -> Listing:
-    """Return the images of class folders, and as rejected the files outside them or beside texts alone.
+    """Return the images in class folders; files outside of them, or in folders of texts only, are rejected.
 
-    names: in plain text and as they are, sorted.
+    names: pairs of the plain text and the original name, sorted.
     """
     parts = {name: class_name(name.split("/")[level - 1]) for name, _ in names if name.count("/") >= level}
     numbers = number_classes(parts[name] for name in parts if not is_text(name))
@@ -105,10 +104,10 @@ def by_folder(names: Sequence[tuple[str, str]], level: int) -> Listing:
 
 
 def named_files(path: str, suffix: str) -> tuple[Path, list[Path]]:
-    """Return the files that a path names, sorted, and the folder that they are named from.
+    """Return the folder relative to which the files of a path are named, and the files, sorted.
 
-    path: a file, a folder, of which every file with the suffix is meant, or a pattern. Raises ValueError where it names
-    no file, and where a folder holds files of several splits: a pattern says which are meant.
+    path: a file, a folder, which stands for all its files with the suffix, or a pattern. Raises ValueError if a folder
+    holds files of several splits, of which a pattern can select one.
     """
     named = Path(path)
     folder = Path(*takewhile(lambda part: not set(part) & set("*?["), named.parts))
@@ -129,7 +128,7 @@ def named_files(path: str, suffix: str) -> tuple[Path, list[Path]]:
 
 
 def _splits_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the splits in the names of files, with the words that name them."""
+    """Return the splits in the names of files, with the words that denote them."""
     words: dict[str, list[str]] = {}
     for name in names:
         for word in re.split(r"[^a-z]+", PurePosixPath(name).stem.lower()):
@@ -139,13 +138,13 @@ def _splits_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 LABELS_FILE = "dataset.json"
-"""Its name, in the folder or at the root of the zip."""
+"""Name of the file of labels, in the folder or at the root of the zip."""
 LARGEST_LABELS = 200 * LARGEST_TEXT
-"""Bytes that it may have."""
+"""Maximum size of the file of labels in bytes."""
 
 
 def labels_in(data: bytes, where: str) -> dict[str, str] | None:
-    """Return the class of each image that it names; None where it says that the images have no classes. Raises
+    """Return the class of each image in a file of labels; None if it states that there are no classes. Raises
     ValueError."""
     try:
         content: Any = json.loads(decoded(data))
@@ -157,9 +156,10 @@ def labels_in(data: bytes, where: str) -> dict[str, str] | None:
 
 
 def labelled(names: Sequence[tuple[str, str]], labels: dict[str, str], where: str, inside: str) -> Listing:
-    """Return the images that it names, with their classes; all others as rejected.
+    """Return the images in a file of labels with their classes; all other images are rejected.
 
-    names: in plain text and as they are, sorted. where, inside: the path, and what lies there, to name them.
+    names: pairs of the plain text and the original name, sorted. where, inside: path and kind of the source, for
+    messages.
     """
     numbers = number_labels(labels.values(), f"{where}, {LABELS_FILE}")
     items = [Item(shown, numbers[labels[name]], (name,)) for shown, name in names if name in labels]

@@ -1,4 +1,4 @@
-"""Tables of paths: one row an image, its path and perhaps its class; or a list, one line an image."""
+"""Tables of paths, with one row per image and optional classes; and text files, with one line per image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Part = Literal["path", "label", "caption"]
 
 
 class PathTable(FewFiles, RowSource):
-    """Rows that name image files by paths, absolute or relative to the table."""
+    """Base of the sources whose rows name image files by paths, absolute or relative to the table."""
 
     type: str
     """Name of the source."""
@@ -31,19 +31,19 @@ class PathTable(FewFiles, RowSource):
     """The table."""
 
     expected: ClassVar[str]
-    """Description of the file, for the message when it is missing."""
+    """Description of the expected file, for the error if it is missing."""
 
     @abstractmethod
     def key_columns(self) -> tuple[str, str | None]:
-        """Return the names of the columns of paths and of classes; None without classes."""
+        """Return the names of the path column and of the class column, which is None without classes."""
 
     @abstractmethod
     def cells(self, *columns: str) -> dict[str, list[str]]:
-        """Return these columns, and perhaps others. Raises ValueError."""
+        """Return the cells of at least these columns, by column. Raises ValueError."""
 
     def listing(self) -> Listing:
         """Return every row as an image, sorted by path. Raises ValueError for a table that is missing, empty or
-        unfit."""
+        invalid."""
         # Sorted by path, so that reordering the table changes no shard.
         rows = sorted(self._labels(), key=lambda row: row[0])
         numbers = number_labels((label for _, label in rows if label), self.path)
@@ -69,21 +69,21 @@ class PathTable(FewFiles, RowSource):
     def read(self, item: Item) -> bytes:
         """Return the bytes of one file.
 
-        Raises OSError with the absolute path, which `strerror` leaves out: results hold paths as the table has them.
+        Raises OSError with the absolute path, which is not in `strerror`: results hold the paths of the table.
         """
         folder = Path(self.path).absolute().parent
         try:
             return read_image(folder / str(item.address[0]))
-        except (OSError, ValueError) as error:  # of a null character in the path
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
             log_line_once(f"note: {self.path} names files that cannot be read. Relative paths begin in {folder}.")
             reason = str(getattr(error, "strerror", None) or error)
-            # Results record `strerror`, which must not contain a path of this machine; the log gets the whole path.
+            # Results record `strerror`, which must not contain a path of this machine; the log shows the absolute path.
             unread = OSError(f"{reason}: {folder / str(item.address[0])}")
             unread.strerror = reason
             raise unread from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return the table, and every image in it that exists."""
+        """Return the table and every existing image that it lists."""
         table = Path(self.path)
         files = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
         for name, _ in self._labels():
@@ -98,7 +98,7 @@ class PathTable(FewFiles, RowSource):
         return zip(cells[paths], zip(*(cells[name] for name in columns), strict=True), strict=True)
 
     def _labels(self) -> list[tuple[str, str | None]]:
-        """Return (path, class) of every row; the class is None without a column of classes, empty where a cell is."""
+        """Return (path, class) of every row; the class is None without a class column, and empty for an empty cell."""
         table, (paths, labels) = Path(self.path), self.key_columns()
         if not table.is_file():
             raise ValueError(f"data.source.path: {table.absolute()} does not exist. Give {self.expected}.")
@@ -110,12 +110,12 @@ class PathTable(FewFiles, RowSource):
 
 
 class Table(PathTable):
-    """A CSV or Parquet file with a column of paths, absolute or relative to the table, and perhaps one of classes."""
+    """A table with a column of paths, absolute or relative to the table, and optionally a column of classes."""
 
     type: Literal["table"] = "table"
     """A table of paths and classes: CSV, TSV, JSON lines or Parquet."""
     path: str = Field(min_length=1)
-    """The table: `.csv` or `.tsv` with a header line, `.jsonl` with an object a line, or `.parquet` (which needs the
+    """The table: `.csv` or `.tsv` with a header line, `.jsonl` with one object per line, or `.parquet` (needs the
     package pyarrow)."""
     path_column: str = "path"
     """Name of the column of paths."""
@@ -132,15 +132,15 @@ class Table(PathTable):
 
 
 class PathList(PathTable):
-    """A text file of paths, absolute or relative to it, as `find` prints them. A class or a caption may stand behind
-    the path, parted by a tab; a class that ends the line also by a space, as in the lists of Caffe."""
+    """A text file with one path per line, absolute or relative to the file, as `find` prints them. A class or a caption
+    may follow the path after a tab; a class without a caption may also follow a space, as in the lists of Caffe."""
 
     type: Literal["list"] = "list"
     """A text file of paths."""
     path: str = Field(min_length=1)
-    """The file, UTF-8. Empty lines are left out."""
+    """Path of the file, encoded in UTF-8. Empty lines are ignored."""
     parts: list[Part] = Field(["path"], min_length=1, max_length=3)
-    """Parts of a line, in its order."""
+    """Parts of a line, in order, starting with path."""
 
     expected: ClassVar[str] = "a text file of paths"
 
@@ -170,7 +170,7 @@ class PathList(PathTable):
         return super().captions_beside(("caption",))
 
     def _parted(self, number: int, line: str) -> dict[Part, str]:
-        """Return the parts of a line. Raises ValueError where it has more or fewer."""
+        """Return the parts of a line. Raises ValueError if their number is not that of `parts`."""
         cells = line.split("\t") if len(self.parts) > 1 else [line]
         if len(cells) == 1 and self.parts == ["path", "label"]:
             cells = line.rstrip().rsplit(" ", 1)
@@ -202,7 +202,7 @@ def _read_csv(table: Path, delimiter: str = ",") -> dict[str, list[str]]:
             raise csv.Error(f"two columns are named {twice!r}")
         rows = []
         for row in reader:
-            if any(surplus := row.get(None) or []):  # blank ones are those of spreadsheets
+            if any(surplus := row.get(None) or []):  # spreadsheets write blank lines
                 raise csv.Error(
                     f"line {reader.line_num} has {len(names) + len(surplus)} cells, the header {len(names)}; "
                     f"put texts with the delimiter {delimiter!r} in quotes"

@@ -23,27 +23,26 @@ Name = Literal[
     "RenderedSST2", "SEMEION", "STL10", "SUN397", "SVHN", "StanfordCars", "USPS",
 ]  # fmt: skip
 _OURS = {"root", "download", "loader", "transform", "target_transform", "transforms"}
-_TARGETS = ("targets", "labels", "_labels", "y")  # where most sets keep the classes of all images
-_PAIRS = ("samples", "_samples")  # or those with their files
+_TARGETS = ("targets", "labels", "_labels", "y")  # attributes in which most sets store the classes of all images
+_PAIRS = ("samples", "_samples")  # attributes with pairs of file and class
 
 
 class TorchvisionSet(FewFiles):
-    """A set of torchvision.datasets that gives an image and the number of its class. An image is named by its number,
-    and is read as torchvision gives it: decoded, and not turned by Exif."""
+    """A data set of torchvision.datasets whose items are an image and its class number. An image is named by its number
+    and read as torchvision returns it: decoded, without the Exif orientation."""
 
     type: Literal["torchvision"] = "torchvision"
     """A labelled image set of torchvision.datasets."""
     name: Name
-    """Its class in torchvision.datasets."""
+    """Name of the data set's class in torchvision.datasets."""
     path: str = Field(min_length=1)
-    """Its `root`: the folder of its files, best of nothing else."""
+    """Its argument `root`: the folder of its files, preferably of no others."""
     options: dict[str, bool | int | str] = Field({})
     """Further arguments of the class. Examples: `{train: false}`, `{split: test}`."""
     classes: Literal["labels", "none"] = "labels"
-    """labels: those of the set. none: unconditional data."""
+    """labels: the classes of the data set. none: unconditional data."""
     download: bool = False
-    """Let torchvision download missing files. It then checks the files itself, and a change of them re-runs
-    nothing."""
+    """Let torchvision download missing files. Torchvision then checks the files, and changing them re-runs nothing."""
 
     no_captions: ClassVar[str] = (
         "data.source.type is torchvision, whose sets have no captions. Set pairs.captions.type to classes."
@@ -59,7 +58,7 @@ class TorchvisionSet(FewFiles):
         return value
 
     def listing(self) -> Listing:
-        """Return every image, in their order. Raises ValueError for a set that does not exist or has no classes."""
+        """Return every image, in order. Raises ValueError for a data set that is missing or has no classes."""
         dataset = self._open(self.download)
         names = [f"{number:09d}" for number in range(len(dataset))]
         if self.classes == "none":
@@ -86,14 +85,14 @@ class TorchvisionSet(FewFiles):
             image.save(buffer, "png", compress_level=0)
         except Exception as error:  # each set raises its own
             reason, folder = _in_one_line(error), Path(self.path)
-            for prefix in (folder.resolve(), folder.absolute(), folder):  # results do not say where a project lies
+            for prefix in (folder.resolve(), folder.absolute(), folder):  # results contain no path of this machine
                 reason = reason.replace(f"{prefix}/", "")
             raise OSError(f"torchvision cannot read it: {reason}") from None
         return buffer.getvalue()
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Return every file in the folder; empty where torchvision downloads and checks them. Raises ValueError when
-        the folder is empty."""
+        """Return every file in the folder; none if torchvision downloads and checks them. Raises ValueError when the
+        folder is empty."""
         if self.download:
             return {}
         files = Walk(self.path).files() if Path(self.path).is_dir() else {}
@@ -109,7 +108,7 @@ class TorchvisionSet(FewFiles):
 @lru_cache(maxsize=1)
 def _load(name: str, path: str, options: tuple[tuple[str, Any], ...], download: bool) -> Any:
     """Open the set. Raises ValueError."""
-    import torchvision.datasets  # seconds: not for those who only ask whether the source has changed
+    import torchvision.datasets  # takes seconds, and change detection does not need it
 
     kind = getattr(torchvision.datasets, name)
     can_download = "download" in inspect.signature(kind).parameters
@@ -118,7 +117,7 @@ def _load(name: str, path: str, options: tuple[tuple[str, Any], ...], download: 
         if not download:
             return kind(path, **arguments)
         Path(path).mkdir(parents=True, exist_ok=True)
-        with alone(Path(path)):  # no other process of ours downloads into it
+        with alone(Path(path)):  # locks out other processes of this package
             return kind(path, **arguments)
     except Exception as error:  # each set raises its own
         advice = (
@@ -146,14 +145,14 @@ def _targets(dataset: Any, name: str) -> list[int]:
 
 
 def _are_those_of(targets: list[Any], dataset: Any) -> bool:
-    """True if these are the targets that the set gives, by its first and last image."""
+    """True if these are the targets of the data set, judged by its first and last image."""
     if not targets or len(targets) != len(dataset) or not all(isinstance(target, Integral) for target in targets):
         return False
     return all(targets[number] == dataset[number][1] for number in (0, len(targets) - 1))
 
 
 def _class_names(dataset: Any, count: int) -> list[str] | None:
-    """Return the names of the classes, where the set has one for each, and no two the same."""
+    """Return the names of the classes; None unless the data set has a different name for each."""
     for attribute in ("classes", "categories"):
         names_of_set = getattr(dataset, attribute, None)
         if isinstance(names_of_set, Sequence):

@@ -1,4 +1,4 @@
-"""Databases of LMDB with an image file under each key, as LSUN comes in."""
+"""LMDB databases with an image file under each key, the format of LSUN."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _ENDING = re.compile(r"(_(train|val|test))?_lmdb$")
 class Lmdb(FewFiles):
     """Databases of image files, each a folder with a `data.mdb`. Needs the package lmdb.
 
-    A folder of several databases has a class for each: the name of its folder, without LSUN's `_train_lmdb` or
-    `_val_lmdb`. An image is named by its database and its key.
+    In a folder of several databases, each is a class, named by its folder without LSUN's `_train_lmdb` or `_val_lmdb`.
+    An image is named by its database and its key.
     """
 
     type: Literal["lmdb"] = "lmdb"
     """LMDB databases of image files, such as LSUN's."""
     path: str = Field(min_length=1)
-    """The folder of a database, or one that holds such folders."""
+    """Folder of a database, or a folder of such folders."""
     classes: Literal["databases", "none"] = "databases"
-    """databases: those of a folder are the classes, and a single one has none. none: unconditional data."""
+    """databases: each database of a folder is a class; a single database has no classes. none: unconditional data."""
 
     no_captions: ClassVar[str] = "data.source.type is lmdb, which holds no captions. Set pairs.captions.type to table."
 
@@ -96,7 +96,7 @@ def _class_of(name: str) -> str:
 def _keys(folder: Path, source: str) -> list[bytes]:
     """Return every key of a database. Raises ValueError."""
     try:
-        import lmdb  # here: planning does without it
+        import lmdb  # imported here: planning does not need it
     except ImportError:
         raise ValueError(f"{source}: reading LMDB needs {package('lmdb', 'lsun')}") from None
     try:
@@ -107,7 +107,7 @@ def _keys(folder: Path, source: str) -> list[bytes]:
 
 
 def _open(folder: Path) -> Any:
-    """Open the database for reading: for microseconds, since a process may have it open only once."""
+    """Open the database for reading. Close it at once, since a process may have it open only once."""
     import lmdb
 
     return lmdb.open(str(folder), readonly=True, lock=False, readahead=False)

@@ -1,4 +1,4 @@
-"""List the members of a tar of samples, which is not trusted: it may come from anywhere."""
+"""List the members of an untrusted tar of samples."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from image_diffusion.core.texts import class_in, decoded
 from image_diffusion.data.sources.base import LARGEST_TEXT, captions_in, is_hidden, plain_text, values_in
 
 LABELS = ("cls", "json", "txt")
-"""Extensions of files with the class of a sample; of several beside one image the first counts."""
+"""Extensions of files with the class of a sample, by priority: the first that a sample has is used."""
 
 _IMAGES = (
     "jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "dib", "tif", "tiff", "ppm", "pgm", "pbm", "pnm", "avif",
     "jp2", "j2k", "ico", "tga",
 )  # fmt: skip
 _FIELD = re.compile(r"[A-Za-z_][\w-]*")
-"""Pattern of the name of a part of a sample between the dots of 0001.image.jpg; anything else belongs to the sample's
-name."""
+"""Pattern of a field name between the dots of a member's name, as in 0001.image.jpg; any other text there belongs to
+the sample's key."""
 
-_MOST_PADDING = 16 << 20  # bytes behind the end of a tar that are looked at; tars are padded to a few KiB
+_MOST_PADDING = 16 << 20  # maximum number of zero bytes after the end of a tar; tars are padded to a few KiB
 
 
 @dataclass
 class Members:
-    """The members of one tar, by key, as `_keys_of` says.
+    """The members of one tar, by the key that `_keys_of` gives.
 
-    images: their places, (offset, size). labels: classes by extension. captions. values: what `.json` says under keys
-    that were asked for. passed_over: names of hidden files, and of what is neither an image nor a text of one.
+    images: (offset, size) of each image. labels: classes by extension. captions: of each image. values: requested keys
+    of each `.json`. passed_over: names of ignored files: hidden files, and files that are neither an image nor a text
+    of one.
     """
 
     images: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -43,17 +44,17 @@ class Members:
     passed_over: list[str] = field(default_factory=list)
 
     def label(self, key: str) -> str | None:
-        """Return the class of a sample; None where it has none."""
+        """Return the class of a sample; None if it has none."""
         labels = self.labels.get(key, {})
         return next((labels[extension] for extension in LABELS if extension in labels), None)
 
 
 def members_of(file: IO[bytes], name: str, labelled: bool, names: tuple[str, ...] = ()) -> Members:
-    """List an open tar, and read its classes, or where it is not labelled its captions, or what `.json` says under
-    `names`. Nothing is unpacked.
+    """List an open tar without unpacking it, and read the keys `names` of its `.json`; without `names`, its classes if
+    it is labelled, otherwise its captions.
 
-    Raises ValueError in one line that names the tar: for one that is damaged or cut short, that another one was added
-    to, whose members lead out of it, are not plain files, or say more of a sample than is possible.
+    Raises ValueError, in one line that names the tar, if the tar is damaged, truncated or followed by another one, or
+    if its members lead outside of it, are not plain files, or give a sample two images or two classes.
     """
     members, end = Members(), 0
     images: list[_Member] = []
@@ -62,7 +63,7 @@ def members_of(file: IO[bytes], name: str, labelled: bool, names: tuple[str, ...
     with _naming_tar(name), tarfile.open(fileobj=cast("IO[bytes]", _Sober(file)), mode="r:") as tar:
         for member in tar:
             shown = plain_text(member.name)
-            if member.size < 0:  # a pax header can say so, and tarfile would go back and read the same again, for ever
+            if member.size < 0:  # a pax header can state a negative size, on which tarfile would loop forever
                 raise _Refused(f"is refused: its member '{shown}' has {member.size:,} bytes.")
             end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE * member.isreg()
             parts = PurePosixPath(member.name).parts
@@ -105,7 +106,7 @@ def members_of(file: IO[bytes], name: str, labelled: bool, names: tuple[str, ...
 
 @dataclass(frozen=True)
 class _Member:
-    """A member and its name in parts: key.part.extension; the part may be empty, and may have dots."""
+    """A member and the parts of its name, key.part.extension; the part may be empty or contain dots."""
 
     info: tarfile.TarInfo
     shown: str
@@ -122,17 +123,16 @@ class _Member:
 
     @property
     def name(self) -> str:
-        """The name without its extension."""
+        """Return the name without its extension."""
         return f"{self.key}.{self.part}" if self.part else self.key
 
 
 def _keys_of(images: list[_Member], texts: list[_Member]) -> list[str | None]:
-    """Return the key of each image's sample; None for a further image of a sample, which is passed over.
+    """Return the key of the sample of each image; None for a further image of a sample, which is ignored.
 
-    The key ends at the first dot, as webdataset has it, so that 0001.image.jpg is the image of 0001. It ends at the
-    last one where what is between the dots cannot name a part (photo 1.0.jpg), a text has the same whole name, or
-    images differ in the parts that they have (john.doe.jpg, john.smith.jpg). Raises _Refused where every sample has the
-    same several parts and none tells which is the image.
+    The key ends at the first dot, as in webdataset, so that 0001.image.jpg is the image of 0001. It ends at the last
+    dot if the text between the dots is no field name (photo 1.0.jpg), a text file has the same full name, or samples
+    have different fields (john.doe.jpg, john.smith.jpg). Raises _Refused if every sample has the same several fields.
     """
     plain = {image.key for image in images if not image.part}
     named = {text.name for text in texts if text.part}
@@ -181,7 +181,7 @@ def _read_text(tar: tarfile.TarFile, member: _Member, members: Members, labelled
 
 
 def _label(data: bytes, extension: str) -> str | None:
-    """Return the class in a member: the text itself, or the key "label" of JSON; None where it names none."""
+    """Return the class in a member: the text itself, or the key "label" of JSON; None if there is none."""
     text = decoded(data)
     if extension != "json":
         return class_in(text)
@@ -190,7 +190,7 @@ def _label(data: bytes, extension: str) -> str | None:
 
 
 def _check_end(file: IO[bytes], end: int) -> None:
-    """Raise ValueError unless the members are followed by the empty block that ends a tar, and by nothing else."""
+    """Raise _Refused unless the members are followed by the empty block that ends a tar, and then only by zeros."""
     file.seek(end)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise _Refused("is cut short: the empty block that ends a tar is missing. Download it again.")
@@ -202,8 +202,8 @@ def _check_end(file: IO[bytes], end: int) -> None:
         )
 
 
-class _Refused(Exception):  # noqa: N818 - told as a ValueError, with the name of the tar in front
-    """Raised for a fault of a tar."""
+class _Refused(Exception):  # noqa: N818 - reported as a ValueError that begins with the name of the tar
+    """Raised for an invalid tar."""
 
 
 @contextmanager
@@ -218,8 +218,8 @@ def _naming_tar(name: str) -> Iterator[None]:
 
 
 class _Sober:
-    """File that is never asked for more than the size of a header and a text: `tarfile` reads long names, and the
-    values of pax headers, whole, however long they say they are."""
+    """File that refuses reads longer than a header and a text, since `tarfile` reads long names and the values of pax
+    headers at once, whatever size the header states."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -1,5 +1,5 @@
-"""Tars of images as webdataset writes them, 000001.jpg and 000001.cls, .txt or .json side by side: on this machine, or
-elsewhere, where each is fetched when its turn comes, read, and not kept."""
+"""Tars of images as webdataset writes them, with 000001.cls, .txt or .json next to 000001.jpg: on this machine, or
+remote, where each tar is fetched when its images are cropped, and deleted afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from image_diffusion.data.sources.base import (
 from image_diffusion.data.sources.layouts import named_files
 
 _ALONE = "a class without an image"
-_FEWEST = 10  # texts that are looked at for captions
+_FEWEST = 10  # minimum number of texts to tell captions from classes
 _SCHEMES = ("pipe:", "http://", "https://", "s3://", "gs://")
 _CURL = "curl --netrc-optional --connect-timeout 30 --retry 30 --retry-delay 2 -f -s -L -K -"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -44,11 +44,11 @@ _Label = Annotated[str, Field(min_length=1, max_length=LONGEST_CLASS)]
 
 
 class TarSource(ImageSource):
-    """Tars of samples, listed and read alike wherever they come from."""
+    """Base of the sources that read tars of samples, local or remote."""
 
     @abstractmethod
     def members(self, labelled: bool, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Members]]:
-        """Yield the name of each tar, and its members as `members_of` lists them. Raises ValueError."""
+        """Yield the name of each tar and its members, as listed by `members_of`. Raises ValueError."""
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the captions in the tars, by the name of the image: the lines of `.txt`, or the key "caption" of
@@ -58,17 +58,17 @@ class TarSource(ImageSource):
 
 
 class Webdataset(FewFiles, TarSource):
-    """Tar files of samples. Members whose names are equal up to the first dot are one sample, unless that would join
-    images: photo 1.0.jpg and photo 1.1.jpg are two. A sample is an image, and a class in `.cls`, the key "label" of
-    `.json`, or `.txt`; where there are several of these, in the first.
+    """Tar files of samples. Members whose names are equal up to the first dot form one sample, unless that would join
+    images: photo 1.0.jpg and photo 1.1.jpg are two samples. A sample is an image and a class, which is read from the
+    first that exists of `.cls`, the key "label" of `.json`, and `.txt`.
 
-    Nothing is ever unpacked, and a tar with a member whose name leads out of it is refused.
+    Tars are never unpacked. A tar with a member whose path leads outside of it is an error.
     """
 
     type: Literal["webdataset"] = "webdataset"
     """Tar files of images and their classes."""
     path: str = Field(min_length=1)
-    """A tar file, a folder (every `.tar` in it is read, unless they are several splits), or a pattern:
+    """A tar file, a folder (every `.tar` in it is read; tars of several splits are an error), or a pattern:
     `data/train-*.tar`."""
     labels: bool = True
     """True if `.cls`, `.txt` and `.json` give classes; false: unconditional data, whose `.txt` may be captions."""
@@ -101,8 +101,8 @@ class Webdataset(FewFiles, TarSource):
         return Listing(items, list(numbers), sorted(rejected), passed_over)
 
     def _check_captions(self, texts: list[str | None]) -> None:
-        """Raise ValueError where `.txt` alone would give classes, but differ from image to image. texts: the `.txt` of
-        each sample, None where something else gives its class."""
+        """Raise ValueError if only `.txt` gives classes, but more than half of the texts differ, as captions do. texts:
+        the `.txt` of each sample; None if it has none or another file gives its class."""
         different = len(set(texts))
         if None not in texts and len(texts) >= _FEWEST and different * 2 > len(texts):
             raise ValueError(
@@ -112,13 +112,13 @@ class Webdataset(FewFiles, TarSource):
             )
 
     def read(self, item: Item) -> bytes:
-        """Return the bytes of one image, straight from its place in the tar. Raises OSError."""
+        """Return the bytes of one image, read at its offset in the tar. Raises OSError."""
         path, start, size = item.address
         with Path(str(path)).open("rb") as file:
             return _read(file, int(start), int(size))
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Return values of the `.json` in the tars, by the name of the image."""
+        """Return the values of these keys in the `.json` of each sample, by the name of the image."""
         tars = self.members(labelled=False, names=names)
         return {f"{name}/{key}": values for name, members in tars for key, values in members.values.items()}
 
@@ -140,20 +140,20 @@ class Webdataset(FewFiles, TarSource):
 
 
 class TarStream(WithoutFiles, TarSource):
-    """Tars in webdataset's layout behind URLs, or from commands: http and https by curl, gs by gsutil, s3 by aws,
-    `pipe:` by any command that writes a tar. Each process that crops holds one of them on disk at a time, in TMPDIR.
+    """Tars in webdataset's layout, read from URLs or commands: http and https by curl, gs by gsutil, s3 by aws, `pipe:`
+    by any command that writes a tar. Each process that crops keeps one tar on disk at a time, in TMPDIR.
 
-    Nothing is fetched to plan: what lies behind an address is taken to stay as it is.
+    Planning fetches nothing: the content at an address is assumed not to change.
     """
 
     type: Literal["tar_stream"] = "tar_stream"
     """Tars of images behind URLs, fetched one at a time."""
     urls: Annotated[list[str], Field(min_length=1)]
-    """Their addresses; {000..127} stands for each of these numbers, ${NAME} for an environment variable. Example:
+    """Addresses of the tars; {000..127} expands to each of these numbers, ${NAME} to an environment variable. Example:
     `https://host/train-{000..127}.tar?${SIGNATURE}`."""
     classes: Annotated[int, Field(ge=1, le=1_000_000)] | Annotated[list[_Label], Field(min_length=1)] | None = None
-    """Classes that `.cls`, the key "label" of `.json`, or `.txt` gives: one of these classes, or a number below this
-    one. Unset: unconditional data, whose `.txt` and `.json` may be captions."""
+    """Class names, or the number of classes; `.cls`, the key "label" of `.json`, or `.txt` gives the class by its name,
+    or as a number from 0. Unset: unconditional data, whose `.txt` and `.json` may be captions."""
 
     @field_validator("urls")
     @classmethod
@@ -175,7 +175,7 @@ class TarStream(WithoutFiles, TarSource):
         return value
 
     def listing(self) -> Listing:
-        """Return the tars, in their order. Raises ValueError where one is named twice."""
+        """Return the tars in the order of their addresses. Raises ValueError if one is listed twice."""
         urls = [address for url in self.urls for address in _expanded(url)]
         names = [plain_text(url if url.startswith("pipe:") else url.partition("?")[0]) for url in urls]
         if len(set(names)) < len(names):
@@ -189,7 +189,7 @@ class TarStream(WithoutFiles, TarSource):
         return self.classes or []
 
     def state_of(self, item: Item) -> str:
-        """Return a text that changes with the classes that exist: no more is known before a tar is fetched."""
+        """Return a digest of the class names: nothing else is known before a tar is fetched."""
         return digest(self.known_classes())
 
     def images_of(self, item: Item) -> Iterator[tuple[Item, Callable[[], bytes]]]:
@@ -205,7 +205,8 @@ class TarStream(WithoutFiles, TarSource):
                 yield Item(f"{item.name}/{key}", label, at), partial(_read, file, *at, problem)
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Return the captions in the tars, all of which are fetched. Raises ValueError where texts give classes."""
+        """Fetch all tars and return their captions. Raises ValueError if `classes` is set: the texts are then
+        classes."""
         if self.classes is not None:
             raise ValueError("data.source.classes is set, so that texts in the tars are classes. Leave one out.")
         return super().captions_beside(columns)
@@ -217,7 +218,7 @@ class TarStream(WithoutFiles, TarSource):
 
 
 def _expanded(url: str) -> list[str]:
-    """Return the addresses that one with ranges of numbers stands for."""
+    """Return the addresses to which an address with ranges of numbers expands."""
     span = _RANGE.search(url)
     if span is None:
         return [url]
@@ -227,7 +228,7 @@ def _expanded(url: str) -> list[str]:
 
 
 def _label(members: Members, key: str, numbers: dict[str, int]) -> tuple[int | None, str]:
-    """Return the number of the class of a sample, and the reason why the sample is rejected, if it is."""
+    """Return the class number of a sample, and the reason to reject the sample, empty if it is accepted."""
     if key not in members.images:
         return None, _ALONE
     if not numbers:
@@ -239,7 +240,7 @@ def _label(members: Members, key: str, numbers: dict[str, int]) -> tuple[int | N
 
 
 def _read(file: IO[bytes], start: int, size: int, problem: str = "") -> bytes:
-    """Return the bytes of one image. Raises OSError with the problem, if it has one."""
+    """Return the bytes of one image. Raises OSError with `problem` unless it is empty."""
     if problem:
         raise OSError(problem)
     check_size(size)
@@ -249,7 +250,7 @@ def _read(file: IO[bytes], start: int, size: int, problem: str = "") -> bytes:
 
 @contextmanager
 def _fetched(item: Item) -> Iterator[IO[bytes]]:
-    """A tar as a file without a name, which is gone with this process whatever ends it."""
+    """Fetch a tar into an unnamed temporary file, which does not outlive this process."""
     with tempfile.TemporaryFile() as file:
         patiently(item.name, lambda: _fetch(str(item.address[0]), file))
         yield file
@@ -264,7 +265,7 @@ def _command(url: str) -> str:
 
 
 def _fetch(url: str, file: IO[bytes]) -> None:
-    from webdataset.gopen import gopen  # it imports PyTorch: not for those who only plan
+    from webdataset.gopen import gopen  # imports PyTorch, which planning does not need
 
     file.seek(0)
     file.truncate()

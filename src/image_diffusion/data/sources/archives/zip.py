@@ -1,4 +1,4 @@
-"""A zip of images, read in place: as StyleGAN3's and EDM2's dataset_tool.py writes it, or any other."""
+"""A zip of images, read without unpacking: as StyleGAN3's and EDM2's dataset_tool.py writes it, or any other."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from image_diffusion.data.sources.layouts import (
 
 
 class ZipArchive(FewFiles):
-    """A zip file of images. Nothing is ever unpacked to disk.
+    """A zip file of images, which is never unpacked to disk.
 
-    A `dataset.json` at its root, with the key "labels", pairs of a member's name and its class, tells the classes, as
-    dataset_tool.py of StyleGAN3 and EDM2 writes it. Without one, the folders at the first level do, as in a folder.
+    A `dataset.json` at its root gives the classes by the key "labels", a list of pairs of a member's name and its
+    class, as dataset_tool.py of StyleGAN3 and EDM2 writes it. Without it, the first-level folders are the classes.
     """
 
     type: Literal["zip"] = "zip"
@@ -44,9 +44,9 @@ class ZipArchive(FewFiles):
     path: str = Field(min_length=1)
     """The zip file."""
     classes: Literal["labels", "none"] | Level = "labels"
-    """labels: dataset.json names them, or else the folders at the first level, or in the one folder around all others;
-    the names of splits (train, val, test) are refused. {level: 2}: the folders at the second level, whatever their
-    names. none: unconditional data."""
+    """labels: the classes in dataset.json, or else the first-level folders, or the folders in a single folder around
+    all others; folders named like splits (train, val, test) are an error. {level: 2}: the second-level folders,
+    whatever their names. none: unconditional data."""
 
     no_captions: ClassVar[str] = "data.source.type is zip, which holds no captions. Set pairs.captions.type to table."
 
@@ -65,7 +65,7 @@ class ZipArchive(FewFiles):
         folders = _folders(names)
         level = level_of(self.classes, self.path, lambda folder: folders.get(folder, set()), is_archive=True)
         listing = by_folder(members, level)
-        # A folder around all others is common in zips made by file managers; say so instead of making it the class.
+        # Zips made by file managers often have a folder around all others: it is not the class; print a notice.
         looked_through = level > 1 and not isinstance(self.classes, Level)
         around = next(iter(folders[""]))
         notices = (f"{self.path}: the classes are the folders in {around}, which holds all others",)
@@ -75,7 +75,7 @@ class ZipArchive(FewFiles):
         return [] if self.classes == "none" else None
 
     def read(self, item: Item) -> bytes:
-        """Return the bytes of one member, its checksum compared. Raises OSError."""
+        """Return the bytes of one member, verified by its checksum. Raises OSError."""
         try:
             archive = _open(self.path, stamp_of(Path(self.path)))
             member = archive.getinfo(str(item.address[0]))
@@ -101,7 +101,7 @@ class ZipArchive(FewFiles):
             ) from None
 
     def _members(self) -> tuple[list[str], list[str]]:
-        """Return the names of the members that are not folders: those to read, and those that are hidden; sorted."""
+        """Return the names of the members that are files: the images, and the hidden files; both sorted."""
         names = [
             member.filename
             for member in self._archive().infolist()
@@ -111,8 +111,7 @@ class ZipArchive(FewFiles):
         return sorted(set(names) - set(hidden)), list(map(plain_text, hidden))
 
     def _labels(self) -> dict[str, str] | None:
-        """Return the class of each member that dataset.json names; None where the zip has no dataset.json, or it names
-        none."""
+        """Return the class of each member in dataset.json; None if the zip has no dataset.json, or it has no labels."""
         archive = self._archive()
         if LABELS_FILE not in archive.namelist():
             return None
@@ -137,5 +136,5 @@ def _folders(names: Iterable[str]) -> dict[str, set[str]]:
 
 @lru_cache(maxsize=2)
 def _open(path: str, stamp: Stamp) -> zipfile.ZipFile:
-    """Open the zip. stamp: of the file, so that another file of that name is opened anew."""
+    """Open the zip. stamp: of the file, so that a replaced file is reopened."""
     return zipfile.ZipFile(path)
