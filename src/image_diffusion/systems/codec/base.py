@@ -27,7 +27,7 @@ _PERCEPTUAL = "system.perceptual"
 
 
 class PerceptualConfig(LpipsConfig):
-    """LPIPS (Zhang et al. 2018) of an image and its reconstruction, and its weight. The weights are never
+    """LPIPS (Zhang et al. 2018) between an image and its reconstruction, and its factor. Its weights are never
     downloaded."""
 
     weight: float = Field(1.0, gt=0)
@@ -50,9 +50,9 @@ class CodecSystem(System):
     """Base of the systems that learn to encode and decode images. Each derived class adds its network."""
 
     perceptual: PerceptualConfig | None = None
-    """A term of the loss for how different an image and its reconstruction look. Unset: the loss has no such term."""
+    """Perceptual term of the loss: how different an image and its reconstruction look. Unset: no such term."""
     adversarial: Adversarial | None = None
-    """A term of the loss from a discriminator between reconstructions and images. Unset: the loss has no such term."""
+    """Adversarial term of the loss, from a discriminator between reconstructions and images. Unset: no such term."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         "preview": Section(SampleConfig, SampleConfig(), frozenset({"batch_size"})),

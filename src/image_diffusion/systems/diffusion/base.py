@@ -225,7 +225,7 @@ class VectorConditioned(Sparse, DiffusionSystem):
     takes_augmentation: ClassVar[bool] = True
 
     condition: VectorCondition = LabelCondition()
-    """Condition of the network: a class, numbers, an image, or a list of some that all hold."""
+    """Condition of the network: a class, numbers, an image, or a list of several, which apply together."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,

@@ -32,9 +32,9 @@ class CaptionPairs(BesideCrops):
     encoder: TextEncoderConfig = HashedText()
     """Text encoder."""
     num_tokens: int = Field(32, ge=1)
-    """Tokens kept of each caption; longer ones are cut."""
+    """Number of tokens kept of each caption; longer captions are cut."""
     num_captions: int = Field(1, ge=1)
-    """Captions kept of each image; training draws one of them in every epoch."""
+    """Number of captions kept of each image; training draws one of them in every epoch."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the stored encodings."""
 

@@ -47,7 +47,7 @@ class _Pairs(PairSettings):
     kind: ClassVar[str] = "pairs"
     condition: ClassVar[str] = "embedding"
     splits: Splits = Splits()
-    """Shares of train, validation and test, by the hash of a pair's id."""
+    """Shares of the splits train, validation and test; the hash of a pair's id decides its split."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the stored embeddings."""
     num_tokens: int = Field(0, ge=0)
@@ -138,7 +138,7 @@ class FilePairs(_Pairs):
     type: Literal["files"] = "files"
     """Embeddings in files (data.source.type: embeddings)."""
     clip: ClipConfig | None = None
-    """CLIP that embeds the captions where the files have no text embeddings, or num_tokens is not 0."""
+    """CLIP that embeds the captions if the files have no text embeddings or num_tokens is not 0."""
 
     @property
     def needs_source(self) -> bool:

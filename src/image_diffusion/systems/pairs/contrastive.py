@@ -54,13 +54,13 @@ class ContrastiveTraining(Config):
     """Settings of the training of the two towers."""
 
     seed: int = Field(0, ge=0)
-    """Seed of the first weights, the order, the captions and the shifts."""
+    """Seed of the initial weights, the order of the pairs, the choice of captions and the shifts of the images."""
     epochs: float = Field(16, gt=0)
     """Passes over the training pairs."""
     batch_size: int = Field(256, ge=2)
-    """Pairs of a step: each is contrasted with all the others."""
+    """Number of pairs per step: each is contrasted with all others."""
     learning_rate: float = Field(0.002, gt=0)
-    """Highest learning rate; it rises over the first 30 % and falls to zero (one cycle)."""
+    """Highest learning rate; it rises over the first 30 % of the steps and then falls to zero (one cycle)."""
 
 
 class ImageTower:

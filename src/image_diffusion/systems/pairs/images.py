@@ -47,17 +47,17 @@ class ImageFilePairs(BesideCrops):
     dtype: ClassVar[Literal["uint8"]] = "uint8"
     """Data type of the stored images."""
     type: Literal["images"] = "images"
-    """Images of a folder beside the data set's, such as masks; for system.condition image, from: pairs."""
+    """Images of a second folder, one per crop, such as masks; for system.condition image, from: pairs."""
     path: str | None = Field(None, min_length=1)
-    """The folder. The image that belongs to one of the data set has its path, with any suffix, and its size. Unset:
-    they come with the images, from a source that has some, such as the masks of painted_digits."""
+    """The folder. An image in it has the path (with any suffix) and the size of the data set's image that it belongs
+    to. Unset: the data source itself provides the images, such as the masks of painted_digits."""
     labels: int | dict[str, _Number | _Colour] | None = None
     """Labels of masks. N: grey values, or numbers of a palette, from 0 to N - 1. {background: 0, cell: 255}: names,
-    each with its grey value, number of a palette, or colour [red, green, blue]. Masks are scaled to the nearest
-    neighbour, and a network sees a channel for each label. Bars of data.crop.type: pad have the first label. Unset:
-    pictures."""
+    each with its grey value, number of a palette, or colour [red, green, blue]. Masks are resized by nearest neighbour,
+    and the network receives a channel for each label. The bars of data.crop.type: pad have the first label. Unset: the
+    images are pictures."""
     channels: Literal[1, 2, 3, 4] | None = None
-    """Channels of pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Unset: as data.channels."""
+    """Channels of pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Unset: the value of data.channels."""
 
     @field_validator("labels")
     @classmethod

@@ -38,13 +38,13 @@ class NumberPairs(BesideCrops):
     type: Literal["numbers"] = "numbers"
     """Numbers of the crops; for system.condition numbers."""
     columns: tuple[str, ...] = Field(min_length=1)
-    """Names of the columns, each a number of an image. Empty cells and NaN are missing values; true and false are 1 and
-    0, so that columns of 0 and 1 are several labels at once."""
+    """Names of the columns, each with a number for each image. Empty cells and NaN are missing values; true and false
+    are 1 and 0, so that such columns can give an image several labels."""
     table: str | None = None
-    """The table: `.csv` or `.tsv` with a header line, `.jsonl` or `.parquet`, one row an image. Unset: the columns come
-    with the images, in a table, in Parquet or Hugging Face files, or in a `.json` beside each."""
+    """The table: `.csv` or `.tsv` with a header line, `.jsonl` or `.parquet`, one row per image. Unset: the columns
+    come with the images: in a table, in Parquet or Hugging Face files, or in a `.json` file for each image."""
     path_column: str = "path"
-    """Name of the table's column of images, named as in the data set: the path within its folder, or tar and key."""
+    """Column of the table with the image's name in the data set: the path within its folder, or tar and key."""
 
     @field_validator("columns")
     @classmethod

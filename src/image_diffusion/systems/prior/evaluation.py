@@ -48,9 +48,9 @@ class PredictionConfig(EmbeddingSampling):
     """Settings of the evaluation of a prior: image embeddings made from captions, compared with the real ones."""
 
     num_steps: tuple[int, ...] = Field((64,), min_length=1)
-    """Numbers of steps, each measured on its own; they take the place of the sampler's."""
+    """Numbers of sampling steps, each evaluated separately; they replace the sampler's own number."""
     num_pairs: int | None = Field(10_000, ge=1)
-    """Pairs of each split that are used, spread evenly over it, or all where there are fewer; null: all."""
+    """Number of pairs used of each split, spread evenly over it, or all if there are fewer; null: all."""
 
     def at(self, num_steps: int) -> EmbeddingSampling:
         """Return the settings with one of the numbers of steps."""

@@ -48,17 +48,17 @@ class PriorSampleConfig(EmbeddingSampling):
     """Captions, number and seeds of the image embeddings to make, and the sampler's settings."""
 
     prompts: tuple[str, ...] | str
-    """Captions, each in turn: a list, or a file: `.txt` with one a line, or `.csv` or `.parquet` with a column
-    "prompt"."""
+    """Captions, used in turn: a list, or a file: `.txt` with one caption per line, or `.csv` or `.parquet` with a
+    column "prompt"."""
     num_samples: int = Field(64, ge=1)
     """Number of embeddings."""
     first_seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the first embedding; embedding number i has seed first_seed + i."""
     embeddings_per_job: int = Field(100_000, ge=1)
-    """Embeddings that one job makes; for more of them several run side by side. Does not change them."""
+    """Embeddings per job; more embeddings are made by several jobs in parallel. It does not change the embeddings."""
     clip: ClipConfig | None = None
-    """CLIP that embeds the prompts where the pairs came with their text embeddings: the CLIP of those. Unset: the
-    encoder that embedded the captions of the pairs."""
+    """CLIP that embeds the prompts if the pairs were imported with text embeddings; it must be the CLIP of those.
+    Unset: the encoder that embedded the captions of the pairs."""
 
     @property
     def num_jobs(self) -> int:

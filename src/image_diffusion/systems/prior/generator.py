@@ -28,20 +28,20 @@ class EmbeddingSampling(Config):
     sampler: Annotated[Ddim | Ddpm | LegacyDdim, Field(discriminator="type")] = Ddim(num_steps=64)
     """Sampler and its number of steps."""
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Scale of guidance. 1: no guidance. Above 1: away from the prediction without caption and image."""
+    """Guidance scale. 1: no guidance. Above 1: away from the prediction without caption and image."""
     num_candidates: int = Field(2, ge=1)
     """Number of embeddings sampled per caption, of which the one with the highest cosine to the text embedding is kept.
     Use more than 1 only if texts and images share a space, as in CLIP."""
     clamp_x0: bool = False
-    """Give each predicted x0 the norm of a scaled embedding; of embeddings that have norm 1 before they are scaled."""
+    """Give each predicted x0 the norm of a scaled embedding; for embeddings of norm 1 before scaling."""
     clamp_start: bool = False
-    """Give the noise that sampling starts from that norm."""
+    """Give the initial noise the norm of a scaled embedding."""
     clamp_result: bool = False
-    """Give the result that norm."""
+    """Give the result the norm of a scaled embedding."""
     seed: int = Field(0, ge=0)
-    """Seed of all noise; caption number i draws its own."""
+    """Seed of all noise; each caption number draws its own noise."""
     batch_size: int = Field(256, ge=1)
-    """Embeddings made at once. Does not change them."""
+    """Number of embeddings made at once. It does not change the embeddings."""
 
 
 def check_guided(section: str, settings: EmbeddingSampling, learns_nulls: bool) -> None:

@@ -49,12 +49,13 @@ class PriorSystem(System):
     objective: EmbeddingDenoising = EmbeddingDenoising()
     """Prediction of the network, and the weighting of its error."""
     image_scale: float | None = Field(None, gt=0)
-    """Factor that image embeddings are multiplied with; unset: the root of their dimension, right for those of norm
-    1."""
+    """Factor by which image embeddings are multiplied; unset: the square root of their dimension, which suits
+    embeddings of norm 1."""
     image_statistics: ImageStatistics | None = None
-    """Statistics that normalise image embeddings instead of a scale, as in Karlo and Kandinsky; unset: image_scale."""
+    """Statistics that normalise image embeddings in place of image_scale, as in Karlo and Kandinsky; unset:
+    image_scale."""
     token_encodings: bool = True
-    """Also condition on the encodings of a caption's tokens, if the pairs contain them."""
+    """Condition the network on the encodings of the caption's tokens as well, if the pairs contain them."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         "pairs": Section(EmbeddingPairs, None, example="{type: hashed}"),

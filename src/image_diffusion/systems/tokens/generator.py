@@ -29,17 +29,17 @@ class LogitGuidance(Config):
     """Strength of the guidance of the network's logits."""
 
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Scale of guidance. 1: no guidance. Above 1: away from the prediction without a class or caption."""
+    """Guidance scale. 1: no guidance. Above 1: away from the prediction without a class or caption."""
 
     scales: ClassVar[None] = None
     """Parts of a condition have no scales of their own."""
 
 
 class TokenSampleConfig(SampleConfig):
-    """Number, seeds and classes of the images to make of tokens, and the sampler's settings."""
+    """Number, seeds and classes of the images to make from tokens, and the sampler's settings."""
 
     sampler: OfTokens | None = None  # type: ignore[assignment]
-    """Sampler of tokens; unset: as the network was trained, with the defaults of that."""
+    """Sampler of tokens; unset: the sampler that fits the network's training, with its default settings."""
     guidance: LogitGuidance = LogitGuidance()  # type: ignore[assignment]
     """Classifier-free guidance of the logits; a scale of 1 is none."""
 

@@ -14,10 +14,10 @@ from image_diffusion.systems.tokens.generator import TokenReading, TokenSampleCo
 
 
 class TokenSweepConfig(SweepConfig):
-    """Settings of images from tokens to vary, one at a time; everything else is as in `sample`."""
+    """Settings to vary for images made from tokens, one at a time; all others are those of `sample`."""
 
     temperature: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """Temperature: logits are divided by it."""
+    """Temperatures by which the logits are divided."""
 
     def points(self) -> dict[str, tuple[float | int | str, ...]]:
         return super().points() | {"temperature": self.temperature}

@@ -87,7 +87,7 @@ class TokensSystem(System):
     objective: TokenObjective = MaskedTokens()
     """Prediction task: hidden tokens from all others, or each token from those before it."""
     condition: Annotated[LabelCondition | TextCondition, Field(discriminator="type")] = LabelCondition()
-    """Condition of the network on an image, before its tokens: its class, or words."""
+    """Condition of the network, which precedes the tokens of an image: its class, or a text."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         "codec": Section(TokensOf, None, example="{type: tokens, of: {type: trained, experiment: my_dvae}}"),

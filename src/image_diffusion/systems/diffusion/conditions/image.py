@@ -143,12 +143,12 @@ class ImagePart(ConditionPart, ABC):
 
 
 class ImageCondition(Degradations, ImagePart):
-    """An image that is made of the image itself."""
+    """An image that is derived from the image itself."""
 
     type: Literal["image"] = "image"
     """An image."""
     source: Literal["self"] = Field(alias="from")
-    """The image itself, of which it is made: by shrink, gray, hole or edges."""
+    """The image itself, degraded by shrink, gray, hole or edges."""
 
     keeps_size: ClassVar[bool] = True
 

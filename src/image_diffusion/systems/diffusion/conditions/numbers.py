@@ -22,8 +22,8 @@ from image_diffusion.systems.sampling import Column
 
 
 class NumbersCondition(ConditionPart):
-    """Condition on numbers: columns of a table (section pairs), on the scale of their ranges in the training images. A
-    missing number is learnt as such."""
+    """Condition on numbers: columns of a table (section pairs), on the scale of their ranges in the training images.
+    The network learns that a number is missing."""
 
     type: Literal["numbers"] = "numbers"
     """Numbers of an image."""

@@ -34,7 +34,7 @@ _KEY = "sample.small_images"
 
 
 class PairedImageCondition(ImagePart):
-    """An image of another folder (section pairs): a picture, or a mask, of which the network sees a channel a label."""
+    """An image of another folder (section pairs): a picture, or a mask with a channel for each label."""
 
     type: Literal["image"] = "image"
     """An image."""

@@ -26,9 +26,9 @@ class TextCondition(ConditionPart):
     """Captions, which the stage `embed` has encoded (section pairs)."""
 
     type: Literal["text"] = "text"
-    """Words of an image's caption."""
+    """A caption of the image."""
     caption_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
-    """Frequencies of drawing the first, second, … caption of an image, as shares of any sum; unset: each as often."""
+    """Relative frequencies with which the first, second, … caption of an image is drawn; unset: all equal."""
 
     keys: ClassVar[frozenset[str]] = frozenset({"prompts", "negative_prompt"})
     reads: ClassVar[str] = "captions"
