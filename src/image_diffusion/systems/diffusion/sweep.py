@@ -1,5 +1,5 @@
-"""Sweeps: the same weights sampled and evaluated with several settings, or the same settings with weights of other
-steps or other averages."""
+"""Sweeps: sampling and evaluation of the same weights with several settings, or of several steps or averages with the
+same settings."""
 
 from __future__ import annotations
 
