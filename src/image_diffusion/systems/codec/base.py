@@ -1,4 +1,4 @@
-"""Base class of the systems that are codecs of other systems: they are trained on pixels, reconstruct them, and do not
+"""Base class of the codec systems: they are trained to encode and decode pixels for other systems, and do not
 sample."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PerceptualConfig(LpipsConfig):
 
 
 class CodecSystem(System):
-    """Base of the systems that learn to encode and decode images. Each derived class adds its network."""
+    """Base of the codec systems. Each derived class adds its network."""
 
     perceptual: PerceptualConfig | None = None
     """Perceptual term of the loss: how different an image and its reconstruction look. Unset: no such term."""
@@ -60,7 +60,7 @@ class CodecSystem(System):
     }
     reads: ClassVar = ("crops",)
     decoded: ClassVar[str]
-    """Name of the reconstruction that is evaluated, one of the network's ways to decode."""
+    """Decoding mode of the network whose reconstructions are evaluated."""
 
     def check(self, experiment: Sections, others: Others) -> None:
         super().check(experiment, others)
@@ -85,7 +85,7 @@ class CodecSystem(System):
 
     @abstractmethod
     def build_own_objective(self, spec: DataSpec) -> Objective:
-        """Build the objective for images of `spec`, without the terms that every codec may have in addition."""
+        """Build the objective for images of `spec`, without the optional terms of all codecs."""
 
     @property
     def latents(self) -> LatentShape:

@@ -54,8 +54,8 @@ def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Section
 
 
 def check_condition(condition: Conditions, classes: Sequence[str] | None) -> None:
-    """Raise ValueError where the data lack the classes that the network is conditioned on beside others. classes: of
-    the data; None if unknown or unused."""
+    """Raise ValueError if a condition of several parts includes classes, but the data have none. classes: of the data;
+    None if unknown or unused."""
     if condition.reads and classes is not None and not classes:
         raise ValueError(
             f"system.condition is {condition.type}, but the data have no classes. Leave out {{type: label}}."

@@ -1,4 +1,4 @@
-"""Numbers of a set of crops, from columns of a table, for networks that are conditioned on them."""
+"""Numbers of a set of crops, from columns of a table, for networks that are conditioned on numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from image_diffusion.data.sources.table import read_columns
 from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 
 LABEL = "label"
-"""Name that stands for the class beside numbers (sample.conditions), and so for no column."""
+"""Name of the class in rows of conditions (sample.conditions), which no column may have."""
 _OF_REQUESTS = frozenset({"class", "image", "prompt", "seed"})
-"""Other columns of a request to a model."""
+"""Names of other columns in requests to a model."""
 
 Row = Mapping[str, float | None]
 
@@ -66,7 +66,7 @@ class NumberPairs(BesideCrops):
         return self.table
 
     def check(self, source: Source) -> None:
-        """Raise ValueError for a source that has no columns, where those come with the images."""
+        """Raise ValueError if the columns come with the images, and the source has none."""
         if self.table is None and not isinstance(source, HasValues):
             raise ValueError(
                 f"pairs.table is unset, but data.source.type: {source.type} has no values beside the images. Name a "
@@ -104,8 +104,8 @@ class NumberPairs(BesideCrops):
 
 
 class Numbers(PairSet):
-    """Numbers [columns, 2] of each crop that has a row, on the scale of the ranges of the training split, each with 1
-    beside it; a missing one is zeros. One shard for each of the crops'."""
+    """Numbers [columns, 2] of each crop that has a row: the value, on the scale of the ranges of the training split,
+    and 1; both are 0 for a missing number. One shard for each shard of crops."""
 
     kind: ClassVar = "numbers"
 

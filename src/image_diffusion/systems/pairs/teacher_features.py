@@ -1,4 +1,4 @@
-"""Features of a teacher for a set of crops, encoded once: the training of another network is aligned with them."""
+"""Features of a teacher for a set of crops, computed once, for aligning another network with them in training."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Teacher(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return plain data that decides every number."""
+        """Return plain data that determines the features."""
         ...
 
     def maps(self, images: Tensor) -> Tensor:

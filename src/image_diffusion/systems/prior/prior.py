@@ -129,7 +129,7 @@ class PriorSystem(System):
             )
 
     def _check_clamps(self, sections: Mapping[str, Config | None]) -> None:
-        """Raise ValueError where a section sets a norm, of embeddings whose own norm need not be 1."""
+        """Raise ValueError if a section clamps the norm of embeddings that need not have norm 1."""
         for section, settings in sections.items():
             for name, value in {} if settings is None else dict(settings).items():
                 if name.startswith("clamp_") and value:
@@ -144,7 +144,7 @@ class PriorSystem(System):
         return DataSpec(channels=data.shape[-1], resolution=1)
 
     def scale(self, spec: DataSpec) -> float:
-        """Return the factor that image embeddings are multiplied with."""
+        """Return the factor by which image embeddings are multiplied."""
         return self.image_scale or math.sqrt(spec.channels)
 
     def build_network(self, spec: DataSpec) -> nn.Module:

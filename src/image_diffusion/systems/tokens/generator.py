@@ -61,7 +61,8 @@ class TokenReading(Config):
 
 
 def fitted(settings: TokenSampleConfig, causal: bool) -> TokenSampleConfig:
-    """Return the settings with their sampler, by default that of the network. Raises ValueError for another one."""
+    """Return the settings with a sampler, by default that of the network. Raises ValueError if the sampler does not
+    fit."""
     sampler = settings.sampler or (Autoregressive() if causal else Masked())
     expected = "autoregressive" if causal else "masked"
     if sampler.type != expected:
@@ -89,7 +90,7 @@ def check_settings(
 def check_made(
     section: str, settings: TokenSampleConfig, reading: TokenReading, classes: list[str] | None, spec: DataSpec
 ) -> None:
-    """Raise ValueError where sampler or guidance do not fit."""
+    """Raise ValueError if the sampler or the guidance do not fit."""
     try:
         sampler = fitted(settings, reading.causal).sampler
         if isinstance(sampler, Masked):
@@ -157,7 +158,7 @@ class TokenGenerator:
         labels: Tensor | None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return the images after ten of the steps at most, grey where tokens are still hidden."""
+        """Return the images after up to ten of the steps, grey where tokens are still hidden."""
         return [self._with_gaps(tokens) for tokens in ten_of(list(self._steps(seeds, labels, conditions or {})))]
 
     def _steps(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor]) -> Iterator[Tensor]:

@@ -40,7 +40,7 @@ def check_sweep(
     spec: DataSpec,
     train: TrainSettings,
 ) -> None:
-    """Raise ValueError, before any work, for a point that cannot be sampled. classes: as `check_settings` has them."""
+    """Raise ValueError, before any work, for a point that cannot be sampled. classes: as in `check_settings`."""
     check_values(sweep, train)
     for axis, values in sweep.values.items():
         for value in values:
