@@ -47,7 +47,7 @@ class ImageFilePairs(BesideCrops):
     dtype: ClassVar[Literal["uint8"]] = "uint8"
     """Data type of the stored images."""
     type: Literal["images"] = "images"
-    """Images of a second folder, one per crop, such as masks; for system.condition image, from: pairs."""
+    """Images of a second folder, such as masks, for system.condition image, from: pairs."""
     path: str | None = Field(None, min_length=1)
     """The folder. An image in it has the path (with any suffix) and the size of the data set's image that it belongs
     to. Unset: the data source itself provides the images, such as the masks of painted_digits."""
