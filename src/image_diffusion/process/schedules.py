@@ -92,7 +92,7 @@ class Warmup50(_Warmup):
 
 
 class Const(Config):
-    """The same beta at all timesteps."""
+    """A constant beta."""
 
     type: Literal["const"] = "const"
     beta: float = Field(0.02, gt=0, le=1)

@@ -21,7 +21,7 @@ from image_diffusion.metrics.sweep_curve import plot_sweep, sweep_curve
 
 
 def point_of(text: str) -> tuple[str, Path]:
-    """ Return the value and the path of a point: "1.5=a/metrics.json" -> ("1.5", the path)."""
+    """Return the value and the path of a point: "1.5=a/metrics.json" -> ("1.5", the path)."""
     value, separator, path = text.partition("=")
     if not separator or not value or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not a point. Write VALUE=PATH, such as 1.5=a/metrics.json.")

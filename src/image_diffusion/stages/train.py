@@ -1,4 +1,4 @@
-"""Train a model on shards. It can be killed at any time; the same command resumes.
+"""Train a model on shards. It can be killed at any moment; the same command resumes.
 
     torchrun --standalone --nproc-per-node 2 -m image_diffusion train --config train.yaml --data manifest.json \\
         --output results/x/train/weights.safetensors
