@@ -41,8 +41,8 @@ class FlowMap(SamplerConfig):
         return replace(grid, interval=-grid.sigma.diff() * process.time_scale)
 
     def fitted(self, variance: Variance, bounded: bool) -> Self:
-        """Return the sampler fitted to the model, without clamping unless that is asked for: the x0 of a step is the
-        end point of its velocity, not an estimate of the image."""
+        """Return the sampler fitted to the model, without clamping unless it is set: the x0 of a step is the end point
+        of its velocity, not an estimate of the image."""
         return super().fitted(variance, bounded=False)
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:

@@ -73,7 +73,7 @@ class System(Adaptable, ABC):
     recipe: ClassVar[Mapping[str, Any]] = {}
     """Defaults of the section `train` that differ from those of all systems."""
     reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
-    """Kinds of shards that the system learns from."""
+    """Kinds of shards that the system is trained on."""
     takes_augmentation: ClassVar[bool] = False
     """True if the parameters of the augmentation can be a condition of the network."""
 

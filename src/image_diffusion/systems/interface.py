@@ -16,9 +16,9 @@ from image_diffusion.data.augment.operations import Augment
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a system's experiments. kind: the type of its keys, a Config or an annotated union of some. default:
-    its value if omitted; None: the section is absent if it is optional, and required otherwise; `example` shows a
-    value. keys: those that have an effect with this system; None: all.
+    """A section of a system's experiments. kind: the type of the section, a Config or an annotated union of Configs.
+    default: its value if omitted; None: the section is absent if it is optional, and required otherwise; `example`
+    shows a value. keys: those that have an effect with this system; None: all.
     """
 
     kind: Any

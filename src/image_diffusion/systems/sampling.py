@@ -155,7 +155,7 @@ class SamplesToWrite:
 class SampleFiles(ABC):
     """Format of the samples of a system, and how they are written.
 
-    kind: of the samples. one: what one of them is called. file: that the command names as its output.
+    kind: of the samples. one: name of a single sample. file: name of the output file.
     """
 
     kind: ClassVar[Literal["images", "embeddings"]]

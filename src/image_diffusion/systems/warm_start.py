@@ -66,7 +66,7 @@ class Trained:
 @dataclass(frozen=True)
 class Change:
     """A tensor that differs from the loaded one. here, there: shapes in the network and in the weights; empty if it is
-    missing. effect: what was done."""
+    missing. effect: the adaptation, in words."""
 
     name: str
     here: tuple[int, ...]

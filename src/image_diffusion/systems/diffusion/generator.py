@@ -43,7 +43,7 @@ class SampleConfig(Sparse):
     first_seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the first image; image number i has seed first_seed + i."""
     seed: int = Field(0, ge=0)
-    """Seed that is mixed into every image's own seed: another value makes another set of images."""
+    """Seed combined with the seed of each image: another value gives other images."""
     labels: Literal["balanced", "random"] | list[ClassLabel] = "balanced"
     """Classes of the images. balanced: all classes in turn; random: drawn from the seed of each image; or a list of
     names or numbers, used in turn. A number is a name if the classes' names are numbers, otherwise a position;
@@ -270,9 +270,9 @@ class Generator:
 
 
 def check_guidance(section: str, settings: SampleConfig, reading: Reading) -> None:
-    """Raise ValueError for guidance of average velocities, a power on a process whose time does not run from 1 to 0,
-    and scales of parts that were not dropped alone, or that a sampler or another network does not allow. section: the
-    name of the settings."""
+    """Raise ValueError for guidance of average velocities; a power, if time does not run from 1 to 0; and scales of
+    parts that were not dropped alone, or that the sampler or weaker_weights do not allow. section: the name of the
+    settings."""
     scale = settings.guidance.guidance_scale
     if settings.sampler.asks_intervals and scale != 1:
         raise ValueError(

@@ -57,8 +57,8 @@ class PriorSampleConfig(EmbeddingSampling):
     embeddings_per_job: int = Field(100_000, ge=1)
     """Embeddings per job; more embeddings are made by several jobs in parallel. It does not change the embeddings."""
     clip: ClipConfig | None = None
-    """CLIP that embeds the prompts if the pairs were imported with text embeddings; it must be the CLIP of those.
-    Unset: the encoder that embedded the captions of the pairs."""
+    """CLIP that embeds the prompts, for pairs imported with text embeddings: the CLIP of those embeddings. Unset: the
+    encoder that embedded the captions of the pairs."""
 
     @property
     def num_jobs(self) -> int:

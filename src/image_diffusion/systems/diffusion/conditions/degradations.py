@@ -59,7 +59,7 @@ class Small(Degradation):
         return F.interpolate(x, (x.shape[2] // self.factor, x.shape[3] // self.factor), mode="area")
 
     def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
-        # antialias changes nothing in an enlargement but the kernel, to that of Pillow and Matlab (a = -0.5)
+        # in an enlargement, antialias only changes the kernel, to that of Pillow and Matlab (a = -0.5)
         return {"bicubic": F.interpolate(made, size, mode="bicubic", antialias=True)}
 
 
@@ -113,7 +113,7 @@ class Hole(Config, Degradation):
 
 class Edges(Degradation):
     """The strength of the edges of the image, one channel: the length of the Sobel gradient of the mean of its
-    channels, over that of a step from -1 to 1, in [-1, 1]."""
+    channels, divided by that of a step from -1 to 1, in [-1, 1]."""
 
     def shape(self, channels: int, size: Size) -> Shape:
         return (1, *size)
@@ -141,7 +141,7 @@ class Degradations(Config):
 
     @property
     def degradations(self) -> dict[str, Degradation]:
-        """Return those that are set, by name."""
+        """Return the degradations that are set, by name."""
         made: dict[str, Degradation | None] = {
             "shrink": Small(self.shrink) if self.shrink is not None else None,
             "gray": Gray() if self.gray else None,
