@@ -1,7 +1,7 @@
-"""Description of an experiment as an RO-Crate, which repositories and tools of provenance read.
+"""Description of an experiment as an RO-Crate, for repositories and provenance tools.
 
-The profile is Workflow Run Crate 0.5 (Leo et al. 2024, "Recording provenance of workflow runs with RO-Crate"): what was
-run, on which configuration and data, when, and what came of it, each file with its size and sha256.
+The profile is Workflow Run Crate 0.5 (Leo et al. 2024, "Recording provenance of workflow runs with RO-Crate"): the
+workflow, its configuration and data, the time of the run, and its results; each file with size and sha256.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ RESULTS = {
     "diffusers/README.md": "Model card",
     "diffusers/**/*": "The model as diffusers loads it",
 }
-"""Files that a run may leave in the experiment's folder, with their descriptions. The first pattern that a file fits
-counts."""
+"""Patterns of files that a run may write into the experiment's folder, with descriptions. The first match applies."""
 
 _FORMATS = {
     ".json": "application/json",
@@ -58,10 +57,9 @@ Entity = dict[str, Any]
 
 
 def crate(folder: Path, inputs: Sequence[str], manifest: str) -> Entity:
-    """Return the metadata of a crate whose root is the folder of an experiment that has been made.
-
-    inputs: what the run was given; manifest: that of them which describes the images, as crate/datasheet.md does. All
-    are paths from the folder. Raises ValueError if no stage left a journal.
+    """Return the metadata of a crate whose root is the folder of a finished experiment. inputs: input files of the run;
+    manifest: the input that describes the images, as crate/datasheet.md does. All paths are relative to the folder.
+    Raises ValueError if no stage left a journal.
     """
     plan, card = read_json(folder / "config" / "plan.json"), "diffusers/README.md"
     names = _results(folder)
@@ -133,7 +131,7 @@ def crate(folder: Path, inputs: Sequence[str], manifest: str) -> Entity:
 
 
 def _results(folder: Path) -> dict[str, str]:
-    """Return the files of a run, by their paths from the folder, and what each is."""
+    """Return the descriptions of a run's files, by their paths relative to the folder."""
     descriptions: dict[str, str] = {}
     for pattern, description in RESULTS.items():
         for path in sorted(folder.glob(pattern)):
@@ -171,11 +169,9 @@ def _times(folder: Path) -> tuple[str, str]:
 
 
 def write_crate(folder: Path, snakefile: Path, inputs: Sequence[Path]) -> None:
-    """Write ro-crate-metadata.json into the folder of an experiment that has been made.
-
-    What lies elsewhere is copied into its folder `crate`, with a datasheet. snakefile: of the workflow. inputs: the
-    configurations and manifests that the run read. Raises ValueError if they name no manifest.json, or if no stage left
-    a journal.
+    """Write ro-crate-metadata.json into the folder of a finished experiment. Files from elsewhere are copied into its
+    folder `crate`, with a datasheet. snakefile: of the workflow. inputs: the configurations and manifests that the run
+    read. Raises ValueError if they name no manifest.json, or if no stage left a journal.
     """
     manifest = next((path for path in inputs if path.name == "manifest.json"), None)
     if manifest is None:

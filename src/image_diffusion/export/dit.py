@@ -50,7 +50,8 @@ def check_dit(system: DiTSystem, experiment: Sections, others: Others) -> None:
 
 
 def write_dit(system: DiTSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
-    """Write a folder that `DiTPipeline.from_pretrained` loads. Raises ValueError for a codec that it has not."""
+    """Write a folder that `DiTPipeline.from_pretrained` loads. Raises ValueError for a codec that DiTPipeline does not
+    have."""
     if not isinstance(codec, KlCodec):
         raise ValueError(
             "Diffusers' DiTPipeline decodes by an AutoencoderKL, but this model's codec is none. Set export.format to "
@@ -68,7 +69,8 @@ def write_dit(system: DiTSystem, model: TrainedNetwork, codec: Codec, folder: Pa
 
 
 def _check_process(system: DiTSystem) -> Discrete | Flow:
-    """Return the process of the system. Raises ValueError for one, or a prediction on it, without a scheduler."""
+    """Return the process of the system. Raises ValueError for a process or prediction without a scheduler in
+    diffusers."""
     process, prediction = system.process, system.objective.prediction
     if isinstance(process, Flow):
         check_flow(process.time_scale, prediction)

@@ -1,4 +1,4 @@
-"""Models that make images, of noise or of tokens, for diffusers, with the code that diffusers does not have."""
+"""Models that make images, from noise or tokens, for diffusers, with the code that diffusers does not have."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_diffusion_model(system: DiffusionSystem, model: TrainedNetwork, codec:
 
 
 def _usual(system: DiffusionSystem) -> SampleConfig:
-    """Return the sampling settings that are usual for the type of a system, with another sampler where the usual one
-    does not fit its process."""
+    """Return the default sampling settings of a type of system, with another sampler if the default does not fit its
+    process."""
     usual = system.sections["sample"].default
     assert isinstance(usual, SampleConfig)
     try:

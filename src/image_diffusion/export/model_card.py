@@ -1,4 +1,4 @@
-"""The page that goes with an exported model: a README.md as the Hugging Face Hub reads it."""
+"""Model card of an exported model: a README.md in the format of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from image_diffusion.systems.base import Model
 
 @dataclass(frozen=True)
 class CardUse:
-    """Text of a model card on the exported folder. task: as the Hugging Face Hub calls it. code: Python that uses it,
-    line by line. pipeline: the class of `library` that this needs."""
+    """Text of a model card on the exported folder. task: name on the Hugging Face Hub. code: lines of Python that use
+    the folder. pipeline: the class of `library` that the code needs."""
 
     task: str
     pipeline: str

@@ -37,7 +37,7 @@ def write_prior(system: PriorSystem, model: TrainedNetwork, codec: Codec, folder
 
 
 def check_prior_transformer(system: PriorSystem, experiment: Sections, others: Others) -> None:
-    """Raise ValueError for a network that diffusers' PriorTransformer is not."""
+    """Raise ValueError for a network other than diffusers' PriorTransformer."""
     _check_network(system)
 
 

@@ -1,4 +1,4 @@
-"""The formats that each type of system is exported as."""
+"""Export formats of each type of system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=System)
 class Export(Generic[S]):
     """One export format of a type of system.
 
-    write: write a model of the system and its codec to a folder; returns what the model card says of it. check: raise
+    write: write a model of the system and its codec to a folder; returns the text for the model card. check: raise
     ValueError for an experiment whose model does not fit the format, before any work; None: every model fits.
     """
 

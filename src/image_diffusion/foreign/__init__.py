@@ -1,1 +1,1 @@
-"""Weights that other programs trained."""
+"""Weights trained by other programs."""

@@ -1,4 +1,4 @@
-"""Weights of DALLE2-pytorch's priors, and the settings of those that were published."""
+"""Weights of DALLE2-pytorch's priors, and the settings of the published priors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LAION = {
 }
 
 PUBLISHED: dict[str, dict[str, Any]] = {"prior_aes_finetune": _LAION, "ema472M": _LAION}
-"""Training of a published prior, by the name of its file without suffix. LAION's conditioned-prior: the first for
-ViT-L/14 and ViT-B/32, which are distinguished by their shapes, the second for ViT-B/32."""
+"""Training settings of the published priors (LAION's conditioned-prior), by file name without suffix. The first is for
+ViT-L/14 and ViT-B/32, which differ in their shapes; the second for ViT-B/32."""
 
 
 def read_dalle2_prior(
@@ -61,8 +61,8 @@ def published(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
 
 
 def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
-    """Return the configuration of the network, as far as the tensors' shapes determine it; it divides by the maximum,
-    as the original does."""
+    """Return the configuration of the network, as far as the tensors' shapes determine it; like the original, it
+    divides by the maximum."""
     dim = tensors[_QUERY].shape[0]
     depth = num_blocks(tensors, f"{_LAYER}.")
     num_heads = tensors["causal_transformer.rel_pos_bias.relative_attention_bias.weight"].shape[1]
@@ -90,7 +90,7 @@ def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
 
 def named_tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of the network in a file's content, under its own names: plain weights of `DiffusionPrior`, or
-    the average in a file of its trainer. Empty if it is no prior."""
+    the average in a file of its trainer. Empty if the file contains no prior."""
     entry = entry_of(content)
     if entry is not None:
         return named_tensors(content[entry])

@@ -19,14 +19,12 @@ from image_diffusion.systems.codec.dvae import DVAESystem
 
 _SIZES = ("num_tokens", "codebook_dim", "num_layers", "num_resnet_blocks", "hidden_dim")
 _READ = (*_SIZES, "image_size", "channels", "straight_through", "reinmax", "normalization")
-_NO_MATTER = ("smooth_l1_loss", "temperature", "kl_div_loss_weight")  # of the training alone
+_NO_MATTER = ("smooth_l1_loss", "temperature", "kl_div_loss_weight")  # settings of the training only
 
 
 def read_dvae(content: Mapping[str, Any], path: Path, codec: str, described: Described) -> ForeignWeights | None:
     """Read a discrete VAE of DALLE-pytorch, or OpenAI's two files in a folder; both contain the settings they are built
-    with.
-
-    The size of OpenAI's images is that of an experiment's data, or 256 as its own.
+    with. The size of OpenAI's images is that of an experiment's data, or 256 by default.
     """
     if path.is_dir() and is_openai_folder(path):
         experiment, (sizes, tensors) = described(DVAESystem), read_openai(path)
@@ -50,8 +48,8 @@ def is_dvae(content: Mapping[str, Any]) -> bool:
 
 
 def dvae_of(content: Mapping[str, Any], path: Path) -> tuple[DVAEConfig, DataSpec, dict[str, Tensor]]:
-    """Return the network, the images it is of, and its tensors. Raises ValueError for entries that are missing or
-    unknown."""
+    """Return the network, the data spec of its images, and its tensors. Raises ValueError for entries that are missing
+    or unknown."""
     hparams, weights = content.get("hparams"), content["weights"]
     hparams = hparams if isinstance(hparams, Mapping) else {}
     missing = [name for name in (*_SIZES, "image_size") if name not in hparams]

@@ -23,7 +23,8 @@ from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training settings of a published network. network: those that its shapes do not show (`unet_of_shapes`)."""
+    """Training settings of a published network. network: settings that its shapes do not determine
+    (`unet_of_shapes`)."""
 
     process: Discrete
     objective: Denoising

@@ -26,7 +26,7 @@ def read_prior_transformer(
 
     The prior predicts x0 on the 1,000 cosine timesteps of Karlo and Kandinsky. Its unconditional input is an empty
     caption, so guidance is not available; an experiment may describe other settings. Raises ValueError for another
-    network, and if mean and deviation were never set.
+    network, and if mean and standard deviation are unset.
     """
     folder = _folder_of(path) if path.is_dir() else None
     if folder is None:
@@ -54,8 +54,7 @@ def read_prior_transformer(
 
 
 def _folder_of(path: Path) -> Path | None:
-    """Return the folder of a PriorTransformer, which is a folder itself or the part `prior` of a pipeline's; None:
-    neither."""
+    """Return the folder of a PriorTransformer: the folder itself, or `prior` in a pipeline's folder; None: neither."""
     for folder in (path, path / "prior"):
         file = folder / "config.json"
         if file.is_file() and read_json(file).get("_class_name") == "PriorTransformer":

@@ -1,4 +1,4 @@
-"""The readers of foreign weights of each type of system."""
+"""Readers of foreign weights for each type of system."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Description(Generic[S]):
 
 
 def description_of(kind: type[S], system: System, data: DataConfig, weights: Path, experiment: Path) -> Description[S]:
-    """Return the description by an experiment of weights of this kind of system. weights, experiment: their files, for
-    the message. Raises ValueError for another kind of system."""
+    """Return the description of weights of this kind of system. system, data: of the experiment. weights, experiment:
+    files, for the message. Raises ValueError for another kind of system."""
     if system.type != (name := name_of(kind)):
         raise ValueError(
             f"{weights} is of a system of type {name}, but {experiment} has system.type {system.type}. Use {name}."

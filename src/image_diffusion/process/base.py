@@ -30,7 +30,7 @@ class NoiseProcess(ABC):
 
     @abstractmethod
     def network_time(self, t: Tensor) -> Tensor:
-        """Return the times as the network is given them, for times [B]. Float32 [B]."""
+        """Return the time input of the network for times [B]. Float32 [B]."""
 
     def network_input(self, x_t: Tensor) -> Tensor:
         """Return the input of the network for x_t [B, …]."""
@@ -41,12 +41,13 @@ class NoiseProcess(ABC):
         return network
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Return the position of times [B] on the noise scale: those in [0, 1] themselves. Float64 [B] in [0, 1)."""
+        """Return the position of times [B] on the noise scale; times in [0, 1] are their own position. Float64 [B] in
+        [0, 1)."""
         return t.double().clamp(max=1 - 2**-24)
 
     @abstractmethod
     def grid(self, num_steps: Respacing) -> Grid:
-        """Return the points to sample at. Raises ValueError where the process cannot take that many or such steps."""
+        """Return the points to sample at. Raises ValueError for steps that the process does not support."""
 
 
 def broadcast(levels: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,18 +66,18 @@ def count_steps(num_steps: Respacing, process: str) -> int:
 
 
 def evenly(num_steps: int, last_step: float | None = None) -> Tensor:
-    """Return times from 1 to 0, float64 [num_steps + 1]. last_step: size of the last step, where it is not that of
-    others."""
+    """Return times from 1 to 0, float64 [num_steps + 1]. last_step: size of the last step; None: as the others."""
     if last_step is None:
         return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     return torch.cat([torch.linspace(1, last_step, num_steps, dtype=torch.float64), torch.zeros(1).double()])
 
 
 def karras_sigmas(first: float, last: float, num_steps: int) -> Tensor:
-    """Float64 [num_steps]: noise levels sigma / alpha from `first` to `last`, evenly spaced in their seventh root.
+    """Return noise levels sigma / alpha from `first` to `last`, evenly spaced in their seventh root. Float64
+    [num_steps].
 
-    Karras et al. 2022, "Elucidating the design space of diffusion-based generative models": steps are the
-    shorter, the nearer the data; of rho, section 3 finds 5 to 10 best for images.
+    Karras et al. 2022, "Elucidating the design space of diffusion-based generative models": steps become shorter
+    towards the data; section 3 finds a rho of 5 to 10 best for images.
     """
     rho = 7.0
     return torch.linspace(first ** (1 / rho), last ** (1 / rho), num_steps, dtype=torch.float64) ** rho

@@ -1,8 +1,8 @@
 """The continuous process: alpha = scale sqrt(gamma(t)), sigma = sqrt(1 - gamma(t)), t in [0, 1], 1 the most noise.
 
 Schedules: Chen 2023, "On the importance of noise scheduling for diffusion models", algorithm 1; scale below 1 shrinks
-the image, section 2.2. Not from there: with scale below 1 the levels do not lie on alpha^2 + sigma^2 = 1, which all
-conversions here respect, and a grid ends at alpha = 1, so that a sampler returns the image at its own scale.
+the image, section 2.2. Differences from the paper: all conversions account for alpha^2 + sigma^2 not being 1 with scale
+below 1, and a grid ends at alpha = 1, so that a sampler returns the image at its original scale.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from image_diffusion.process.respacing import Respacing
 
 class _Gamma(Config):
     minimum: float = Field(1e-9, gt=0, lt=1)
-    """gamma is never below this."""
+    """Lower bound of gamma."""
 
 
 class LinearGamma(_Gamma):
@@ -73,7 +73,7 @@ class CosineGamma(_Between):
     end: float = Field(1.0, ge=0, le=1)
     """u at t = 1."""
     tau: float = Field(1.0, gt=0)
-    """The larger, the more of the time is spent at high noise."""
+    """A larger tau gives high noise more of the time."""
 
     def gamma(self, t: Tensor) -> Tensor:
         u = t * (self.end - self.start) + self.start
@@ -91,7 +91,7 @@ class SigmoidGamma(_Between):
     end: float = 3.0
     """u at t = 1."""
     tau: float = Field(1.0, gt=0)
-    """The larger, the nearer to linear."""
+    """A larger tau is closer to linear."""
 
     def gamma(self, t: Tensor) -> Tensor:
         u = t * (self.end - self.start) + self.start
@@ -110,10 +110,10 @@ class Continuous(Config):
     schedule: GammaSchedule = SigmoidGamma()
     """gamma, the share of the signal's variance."""
     scale: float = Field(1.0, gt=0, le=1)
-    """Factor by which images are multiplied before noise is added; below 1 the network's input is brought to unit
+    """Factor by which images are multiplied before noise is added; below 1, the network's input is normalised to unit
     variance."""
     min_time: float = Field(1e-4, gt=0, lt=1)
-    """Training draws times from here to 1: at exactly 0 no noise is left, and nothing to predict it from."""
+    """Training draws times from this to 1: at exactly 0 there is no noise left to predict."""
 
     def build(self) -> ContinuousProcess:
         """Build the process."""
@@ -139,7 +139,7 @@ class ContinuousProcess(NoiseProcess):
         return t.float()
 
     def network_input(self, x_t: Tensor) -> Tensor:
-        """Return the input of the network for x_t [B, …]: with scale below 1, each sample over its standard
+        """Return the input of the network for x_t [B, …]: with scale below 1, each sample is divided by its standard
         deviation."""
         if self._config.scale == 1:
             return x_t
@@ -147,7 +147,7 @@ class ContinuousProcess(NoiseProcess):
         return x_t / std.view(-1, *[1] * (x_t.ndim - 1))
 
     def time_at(self, noise: float) -> float:
-        """Return the time at which sigma / (alpha + sigma) is `noise`, in (0, 1]; 1 if there is less at all times."""
+        """Return the time at which sigma / (alpha + sigma) is `noise`, in (0, 1]; 1 if all times have less noise."""
 
         def noise_at(index: int) -> float:
             alpha, sigma = self.levels(torch.tensor(index / 2**30, dtype=torch.float64))
@@ -158,8 +158,8 @@ class ContinuousProcess(NoiseProcess):
     def grid(self, num_steps: Respacing, time_difference: float = 0.0, last_step: float | None = None) -> Grid:
         """Return times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps.
 
-        time_difference: how much further than the next time a step goes (Chen et al. 2023, "Analog bits", section 3.3).
-        last_step: size of the last step, where it is not that of the others.
+        time_difference: additional length of each step beyond the next time (Chen et al. 2023, "Analog bits", section
+        3.3). last_step: size of the last step; None: as the others.
         """
         times = evenly(count_steps(num_steps, "continuous"), last_step)
         alpha, sigma = self._to_clean(times)

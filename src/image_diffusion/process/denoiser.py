@@ -1,6 +1,5 @@
-"""Network as a sampler sees it: a prediction of the clean sample for x_t at a point of the grid.
-
-A self-conditioned network is conditioned in each call on the estimate of the call before it.
+"""Interface of a network to a sampler: a prediction of the clean sample for x_t at a point of the grid. A
+self-conditioned network receives in each call the estimate of the call before.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from image_diffusion.process.parameterization import Prediction, Variance, read_
 
 
 class NetworkDenoiser:
-    """Call a network at the points of a grid and read its output.
-
-    grid: one of the process. prediction, variance: what the network was trained to return. cond: what it is
-    conditioned on, by name. restrict: what is done to each predicted x0 (`read_output`).
+    """Call a network at the points of a grid and convert its output. grid: of the process. prediction, variance: what
+    the network predicts. cond: its conditions, by name. restrict: function applied to each predicted x0
+    (`read_output`).
     """
 
     def __init__(
@@ -53,12 +51,13 @@ class NetworkDenoiser:
 class SelfConditionedDenoiser:
     """Call a network at the points of a grid, and carry its estimate of x0 and its latents to the next call.
 
-    A call at the first point of the grid starts anew, with neither. A sampler that calls twice a step, such as Heun's,
-    has its second call carry to the next step. One denoiser serves one batch of images, one call at a time.
+    A call at the first point of the grid starts without either. With two calls per step, as in Heun's sampler, the
+    second call carries to the next step. One denoiser serves one batch of images, one call at a time.
 
     network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents, norm), where cond may hold
-    "self_cond" and "latents". restrict: what is done to an x0 before it is given back. guide: makes the guided network
-    of a plain one; the unconditional half of a guided batch carries latents of its own, and the guided x0.
+    "self_cond" and "latents". restrict: function applied to an x0 before the network receives it. guide: builds the
+    guided network from a plain one; the unconditional half of a guided batch carries its own latents, and the guided
+    x0.
     """
 
     def __init__(
@@ -91,6 +90,5 @@ class SelfConditionedDenoiser:
 
 
 def _rows(tensor: Tensor, count: int) -> Tensor:
-    """Return the first rows, or all of them repeated: where guidance sets in the batch doubles, where it ends it
-    halves."""
+    """Return the first rows, or all rows repeated: the batch doubles where guidance starts and halves where it ends."""
     return tensor.repeat(-(-count // len(tensor)), *[1] * (tensor.ndim - 1))[:count]

@@ -27,9 +27,9 @@ class Discrete(Config):
     """T, the number of timesteps of the schedule."""
     respacing: str | int | list[int] = ""
     """Timesteps to train on: "" for all; 250, [10, 15, 20] in equal sections, or "ddim50" with an integer stride. A
-    sampler whose num_steps is the same asks at these alone; any other asks at others of the whole schedule, too."""
+    sampler with the same num_steps uses only these timesteps; other samplers also use others of the schedule."""
     rescale_timesteps: bool = False
-    """Show the network t * 1000 / num_timesteps in place of t."""
+    """Pass t * 1000 / num_timesteps to the network in place of t."""
 
     @model_validator(mode="after")
     def _buildable(self) -> Discrete:
@@ -49,9 +49,9 @@ class Discrete(Config):
 class DiscreteProcess(NoiseProcess):
     """A discrete process restricted to some timesteps of its schedule; t counts the timesteps kept.
 
-    num_timesteps: how many are kept. timestep_map: int64 [num_timesteps], the timestep of the schedule that each is.
-    alpha_bar, betas: float64 [num_timesteps]. steps: t -> t - 1 for every t, the step of t = 0 ends at x0; all on the
-    CPU, see `steps_on`.
+    num_timesteps: number of timesteps kept. timestep_map: int64 [num_timesteps], their timesteps of the schedule.
+    alpha_bar, betas: float64 [num_timesteps]. steps: t -> t - 1 for every t; the step of t = 0 ends at x0. All are on
+    the CPU; see `steps_on`.
     """
 
     def __init__(self, schedule_alpha_bar: Tensor, timesteps: list[int], rescale_timesteps: bool = False) -> None:
@@ -80,7 +80,7 @@ class DiscreteProcess(NoiseProcess):
         return t.double() / self.num_timesteps
 
     def steps_on(self, device: torch.device) -> Steps:
-        """Return the steps on a device, copied there at the first call only."""
+        """Return the steps on a device; only the first call copies them."""
         return self._on(device)[0]
 
     def respaced(self, respacing: Respacing) -> DiscreteProcess:
@@ -90,8 +90,8 @@ class DiscreteProcess(NoiseProcess):
         return DiscreteProcess(self._schedule_alpha_bar, timesteps, self._rescale_timesteps)
 
     def grid(self, num_steps: Respacing | None = None) -> Grid:
-        """Return the points to sample at: this process's own timesteps, or others of the whole schedule
-        (`respaced`). A single point is the last timestep: at the first one, the noise would count as an image."""
+        """Return the points to sample at: this process's own timesteps, or others of the whole schedule (`respaced`). A
+        single point is the last timestep: the first one would treat the initial noise as an image."""
         if num_steps is not None:
             process = self.respaced(num_steps)
             if process.num_timesteps == 1:
@@ -104,7 +104,8 @@ class DiscreteProcess(NoiseProcess):
 
     def solver_grid(self, num_steps: int) -> Grid:
         """Return the points of diffusers' multistep solvers: one timestep more than the steps, evenly spaced, without
-        timestep 0. All timesteps, of this process or of the schedule, stay. Raises ValueError for more."""
+        timestep 0. If num_steps is all timesteps of this process or of the schedule, none is left out. Raises
+        ValueError for more."""
         num_timesteps = len(self._schedule_alpha_bar)
         if num_steps == self.num_timesteps or num_steps >= num_timesteps:
             return self.grid(num_steps)
@@ -112,10 +113,10 @@ class DiscreteProcess(NoiseProcess):
         return DiscreteProcess(self._schedule_alpha_bar, timesteps, self._rescale_timesteps).grid()
 
     def karras_grid(self, num_steps: Respacing) -> Grid:
-        """Return the given number of points by Karras's spacing of sigma / alpha, from that of the schedule's last
-        timestep to that of its first, and the clean end; the network is given the timestep nearest in log(sigma /
-        alpha). The points of diffusers' `use_karras_sigmas`. Raises ValueError for anything but a number, and where no
-        signal is left."""
+        """Return num_steps points in Karras's spacing of sigma / alpha, from the schedule's last timestep to its first,
+        and the clean end; the network receives the timestep nearest in log(sigma / alpha). The points equal those of
+        diffusers' `use_karras_sigmas`. Raises ValueError for anything but a number, and if no signal is left at the
+        last timestep."""
         sigmas = (1 / self._schedule_alpha_bar - 1).sqrt()
         if not sigmas[-1].isfinite():
             raise ValueError("The schedule ends without any signal, so that Karras's spacing cannot begin. Use time.")

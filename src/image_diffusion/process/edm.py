@@ -1,8 +1,8 @@
-"""EDM: x_t = x0 + sigma eps, and a network inside a frame that keeps its input and output at unit variance.
+"""EDM: x_t = x0 + sigma eps, and a preconditioned network whose input and output have unit variance.
 
 Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", table 1, last column. The time
-t of this process is sigma itself. Where it differs: sampling starts from noise of variance sigma_max^2 + 1, as that of
-every process here (they: sigma_max^2).
+t of this process is sigma itself. One difference: the initial noise has variance sigma_max^2 + 1, as for every process
+here (in the paper sigma_max^2).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from image_diffusion.process.respacing import Respacing
 
 
 class Edm(Config):
-    """Noise of growing variance on images as they are."""
+    """Noise of growing variance, added to unscaled images."""
 
     type: Literal["edm"] = "edm"
     sigma_data: float = Field(0.5, gt=0)
@@ -32,11 +32,11 @@ class Edm(Config):
     p_mean: float = -1.2
     """Mean of the logarithm of the sigmas that training draws."""
     p_std: float = Field(1.2, gt=0)
-    """Standard deviation of it."""
+    """Standard deviation of the logarithm of the sigmas that training draws."""
     sigma_min: float = Field(0.002, gt=0)
-    """The smallest sigma at which a sampler asks the network."""
+    """Smallest sigma at which a sampler calls the network."""
     sigma_max: float = Field(80.0, gt=0)
-    """The sigma at which it starts."""
+    """Sigma at which sampling starts."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -76,11 +76,11 @@ class EdmProcess(NoiseProcess):
         return torch.ones_like(t, dtype=torch.float64), t.double()
 
     def network_time(self, t: Tensor) -> Tensor:
-        """Return c_noise, the times as the network is given them, for sigmas [B]. Float32 [B]."""
+        """Return c_noise, the time input of the network, for sigmas [B]. Float32 [B]."""
         return (t.double().log() / 4).float()
 
     def preconditioned(self, network: Network) -> Network:
-        """D of a network F, which predicts x0: D(x; sigma) = c_skip x + c_out F(c_in x; c_noise)."""
+        """Return D of a network F. D predicts x0: D(x; sigma) = c_skip x + c_out F(c_in x; c_noise)."""
 
         def denoise(x: Tensor, c_noise: Tensor, /, **cond: Tensor) -> Tensor:
             sigma = (4 * c_noise).exp().view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
@@ -93,7 +93,7 @@ class EdmProcess(NoiseProcess):
         return denoise
 
     def loss_weight(self, t: Tensor) -> Tensor:
-        """Return lambda, the weight of a squared error in x0: one over c_out squared. Float64 [B]."""
+        """Return lambda, the weight of a squared error in x0: 1 / c_out^2. Float64 [B]."""
         sigma = t.double()
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
@@ -103,7 +103,8 @@ class EdmProcess(NoiseProcess):
         return ((t.double().log() - low) / (high - low)).clamp(0, 1 - 2**-24)
 
     def grid(self, num_steps: Respacing) -> Grid:
-        """Karras's spacing, from sigma_max to sigma_min. Raises ValueError for anything but a number of steps."""
+        """Return the points in Karras's spacing, from sigma_max to sigma_min. Raises ValueError for anything but a
+        number of steps."""
         first, last = self._config.sigma_max, self._config.sigma_min
         return self.grid_of(karras_sigmas(first, last, count_steps(num_steps, "edm")))
 

@@ -31,7 +31,7 @@ class UniformTimes(Config):
 
 
 class LogitNormalTimes(Config):
-    """Times whose logit is normal: more of them in the middle (Esser et al. 2024, equation 19)."""
+    """Times whose logit is normal: times in the middle are more frequent (Esser et al. 2024, equation 19)."""
 
     type: Literal["logit_normal"] = "logit_normal"
     mean: float = 0.0
@@ -51,11 +51,11 @@ class Flow(Config):
     times: Annotated[UniformTimes | LogitNormalTimes, Field(discriminator="type")] = UniformTimes()
     """Distribution from which training draws times."""
     time_scale: float = Field(1.0, gt=0)
-    """Factor by which the time is multiplied before the network is given it: 1 in SiT, 1000 in Stable Diffusion 3."""
+    """Factor of the time input of the network: 1 in SiT, 1000 in Stable Diffusion 3."""
 
     shift: float = Field(1.0, gt=0)
-    """Moves times towards noise, of training and of sampling: t becomes s t / (1 + (s - 1) t). An image of m pixels is
-    as uncertain at s = sqrt(m / n) as one of n pixels is at 1. A sampler's own `shift` goes before it."""
+    """Shift s of times towards noise, in training and sampling: t becomes s t / (1 + (s - 1) t). An image of m pixels
+    at s = sqrt(m / n) is as uncertain as one of n pixels at s = 1. A sampler's own `shift` takes precedence."""
 
     def build(self) -> FlowProcess:
         """Build the process."""
@@ -69,7 +69,7 @@ class FlowProcess(NoiseProcess):
         self._config, self._times, self._time_scale = config, config.times, config.time_scale
 
     def draw(self, streams: Streams, purpose: str = "timestep") -> Tensor:
-        """Draw a time for each sample. Float64 [B]. purpose: another one gives another time."""
+        """Draw a time for each sample. Float64 [B]. purpose: name of the draw; other names give other times."""
         return shifted(self._times.draw(streams, purpose), self._config.shift)
 
     def uniform(self) -> FlowProcess:
@@ -88,13 +88,13 @@ class FlowProcess(NoiseProcess):
         return noise / (self._config.shift - (self._config.shift - 1) * noise)
 
     def grid(self, num_steps: Respacing, last_step: float | None = None) -> Grid:
-        """Times evenly spaced from 1 to 0, then shifted. last_step: size of the last step, where it is not that of the
-        others. Raises ValueError for anything but a number of steps."""
+        """Return times evenly spaced from 1 to 0, then shifted. last_step: size of the last step; None: as the others.
+        Raises ValueError for anything but a number of steps."""
         times = evenly(count_steps(num_steps, "flow"), last_step)
         alpha, sigma = self.levels(shifted(times, self._config.shift))
         return Grid(time=sigma[:-1] * self._time_scale, alpha=alpha, sigma=sigma)
 
 
 def shifted(t: Tensor, shift: float) -> Tensor:
-    """Shift times t in [0, 1], towards 1 where shift is above 1; the ends stay."""
+    """Shift times t in [0, 1], towards 1 if shift is above 1; 0 and 1 do not change."""
     return t if shift == 1 else shift * t / (1 + (shift - 1) * t)

@@ -1,8 +1,8 @@
 """Noise levels and the steps between them: all that a sampler needs to know of a process.
 
-x_t = alpha_t x0 + sigma_t eps for every process here, so a sequence of pairs (alpha, sigma) says everything. The
-posterior of a step is that of Kingma et al. 2021, "Variational diffusion models", appendix A.2: it does not assume
-alpha^2 + sigma^2 = 1, and for the discrete process it is the posterior of Ho et al. 2020, equations 6 and 7.
+In every process here x_t = alpha_t x0 + sigma_t eps, so a sequence of pairs (alpha, sigma) is sufficient. The posterior
+of a step is that of Kingma et al. 2021, "Variational diffusion models", appendix A.2: it does not assume alpha^2 +
+sigma^2 = 1, and for the discrete process it is the posterior of Ho et al. 2020, equations 6 and 7.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 class Denoised:
     """Estimates of a clean sample x0 from its noisy form x_t = alpha x0 + sigma eps.
 
-    x0, eps: [B, C, H, W], estimates that agree with x_t. log_variance: [B, C, H, W], of p(x_s | x_t), where the network
-    has learned it. mean: [B, C, H, W], of p(x_s | x_t), where the network predicts that itself (`previous_x`); the
-    posterior's mean at x0 where it does not.
+    x0, eps: [B, C, H, W], estimates that agree with x_t. log_variance: [B, C, H, W], of p(x_s | x_t), if the network
+    has learned it. mean: [B, C, H, W], of p(x_s | x_t), if the network predicts it (`previous_x`); None: the
+    posterior's mean at x0.
     """
 
     x0: Tensor
@@ -32,7 +32,7 @@ class Denoised:
 
 
 FixedVariance = Literal["fixed_small", "fixed_large"]
-"""Variance of p(x_s | x_t) that no network learns: the posterior's, or that of the forward step (beta)."""
+"""Fixed variance of p(x_s | x_t): the posterior's, or that of the forward step (beta)."""
 
 Denoiser = Callable[[Tensor, int], Denoised]
 """(x_t, i) -> Denoised, where x_t lies at point i of a grid."""
@@ -40,11 +40,11 @@ Denoiser = Callable[[Tensor, int], Denoised]
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps x_t -> x_s to less noise, one per entry of each tensor, all of one shape, float64.
+    """Steps x_t -> x_s to less noise, one per entry of each tensor; all tensors have the same shape, float64.
 
-    q(x_s | x_t, x0) = N(x0_weight x0 + x_t_weight x_t, variance). alpha, sigma: the noise level of x_t.
-    log_variance: log of `variance`; where that is zero, the value of the neighbouring step with more noise.
-    log_beta: log of the variance of q(x_t | x_s).
+    q(x_s | x_t, x0) = N(x0_weight x0 + x_t_weight x_t, variance). alpha, sigma: the noise level of x_t. log_variance:
+    log of `variance`; if that is zero, the value of the neighbouring step with more noise. log_beta: log of the
+    variance of q(x_t | x_s).
     """
 
     alpha: Tensor
@@ -78,11 +78,11 @@ class Steps:
 
     @property
     def log_large_variance(self) -> Tensor:
-        """Log of the variance `fixed_large`: beta, but the posterior's own in the step that ends without noise."""
+        """Logarithm of the variance `fixed_large`: beta, but the posterior's in the step that ends without noise."""
         return torch.where(self.variance > 0, self.log_beta, self.log_variance)
 
     def at(self, index: int | Tensor, x: Tensor) -> Steps:
-        """Return the step of each sample of x [B, …], ready to broadcast against it: one for all, or int64 [B], one
+        """Return the step of each sample of x [B, …], broadcastable to it: one for all samples, or int64 [B], one for
         each."""
         shape = (-1,) + (1,) * (x.ndim - 1) if isinstance(index, Tensor) else ()
         return self._map(lambda values: values[index].view(shape).to(x.dtype))
@@ -96,7 +96,7 @@ class Steps:
         return self._map(lambda values: values.flip(0))
 
     def posterior_mean(self, x0: Tensor, x_t: Tensor) -> Tensor:
-        """The mean of q(x_s | x_t, x0)."""
+        """Return the mean of q(x_s | x_t, x0)."""
         return self.x0_weight * x0 + self.x_t_weight * x_t
 
     def reverse_mean(self, denoised: Denoised, x_t: Tensor) -> Tensor:
@@ -104,7 +104,8 @@ class Steps:
         return self.posterior_mean(denoised.x0, x_t) if denoised.mean is None else denoised.mean
 
     def reverse_log_variance(self, denoised: Denoised, fixed: FixedVariance) -> Tensor:
-        """Return the logarithm of the variance of p(x_s | x_t). fixed: the one where the network has learned none."""
+        """Return the logarithm of the variance of p(x_s | x_t). fixed: the variance if the network has not learned
+        one."""
         if denoised.log_variance is not None:
             return denoised.log_variance
         return self.log_large_variance if fixed == "fixed_large" else self.log_variance
@@ -117,10 +118,10 @@ class Steps:
 class Grid:
     """Points that a sampler visits, from most noise to none. Float64, on the CPU.
 
-    time: [N], what the network is given at each point but the last. alpha, sigma: [N + 1], the noise levels; the last
-    is alpha 1 and sigma 0, the clean sample. target: where it is not the next point, the noise level that a step of the
-    ancestral sampler ends at, (alpha [N], sigma [N]); see `Continuous.grid`. interval: [N], the length of each step, in
-    the network's time, where the network is conditioned on it.
+    time: [N], the network's time input at each point but the last. alpha, sigma: [N + 1], the noise levels; the last is
+    the clean sample, alpha 1 and sigma 0. target: the noise level at which a step of the ancestral sampler ends, if it
+    is not the next point, (alpha [N], sigma [N]); see `Continuous.grid`. interval: [N], the length of each step, in the
+    network's time, if the network is conditioned on it.
     """
 
     time: Tensor
@@ -131,7 +132,7 @@ class Grid:
 
     @property
     def num_steps(self) -> int:
-        """N, the number of calls of the network with a sampler of first order."""
+        """Return N, the number of network calls of a first-order sampler."""
         return len(self.time)
 
     def starting_at(self, i: int) -> Grid:

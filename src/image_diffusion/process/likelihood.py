@@ -13,7 +13,8 @@ from image_diffusion.process.grid import Denoiser, FixedVariance, Grid, Steps
 
 
 def approximate_normal_cdf(z: Tensor) -> Tensor:
-    """Return the standard normal's cumulative distribution, to about 1e-3, as published numbers have it (Page 1977)."""
+    """Return the standard normal's cumulative distribution, to about 1e-3: the approximation of published results (Page
+    1977)."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
 
@@ -41,7 +42,7 @@ def variational_bound(
 ) -> Tensor:
     """Return one term of the bound for each sample, in bits per dimension: [B].
 
-    mean, log_variance: of p(x_s | x_t), broadcastable to x_t [B, …]. ends_clean: bool [B], whether s has no noise: the
+    mean, log_variance: of p(x_s | x_t), broadcastable to x_t [B, …]. ends_clean: bool [B], true if s has no noise: the
     term is then -log p(x0 | x_t), otherwise KL(q(x_s | x_t, x0) || p).
     """
     kl = normal_kl(step.posterior_mean(x0, x_t), step.log_variance, mean, log_variance)
@@ -80,7 +81,7 @@ def bits_per_dim(
 ) -> BitsPerDim:
     """Evaluate the bound for x0 [B, C, H, W], pixels in [-1, 1], with one noise for every step of the grid.
 
-    noise: point i of the grid -> eps [B, C, H, W]. variance: of p(x_s | x_t), where the network has learned none.
+    noise: point i of the grid -> eps [B, C, H, W]. variance: of p(x_s | x_t), if the network has not learned one.
     """
     terms, x0_mse, eps_mse = [], [], []
     for i in range(grid.num_steps):

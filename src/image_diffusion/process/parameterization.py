@@ -1,4 +1,4 @@
-"""Parameterizations of a network's output: the same knowledge as eps, x0, v, velocity or previous_x, and a learned
+"""Parameterizations of a network's output: eps, x0, v, velocity or previous_x, which are equivalent, and a learned
 variance."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ fixed ones (Nichol & Dhariwal 2021, equation 15)."""
 
 LEARNED_VARIANCES = ("learned", "learned_range")
 
-_SMALLEST = 1e-10  # alpha and sigma are divided by at least this
+_SMALLEST = 1e-10  # lower bound of alpha and sigma as divisors
 
 
 def target(prediction: Prediction, x0: Tensor, eps: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def to_x0_and_eps(
 
 
 def split_output(output: Tensor, channels: int, variance: Variance) -> tuple[Tensor, Tensor | None]:
-    """Return the prediction [B, C, …] and, of a learned variance, the raw values [B, C, …].
+    """Return the prediction [B, C, …] and the raw values of a learned variance [B, C, …].
 
     Raises ValueError where the network's output has another number of channels.
     """
@@ -99,10 +99,9 @@ def read_output(
     variance: Variance,
     restrict: Callable[[Tensor], Tensor] | None = None,
 ) -> Denoised:
-    """Return the estimates of x0 in the output for x_t [B, C, …]. step: that of each sample (`Steps.at`).
-
-    restrict: what is done to the predicted x0, such as `clamp`; eps then follows from the result. The log variance is
-    given where it is learned. Raises ValueError where the channels do not fit (`split_output`).
+    """Return the estimates of x0 in the output for x_t [B, C, …]. step: of each sample (`Steps.at`). restrict: function
+    applied to the predicted x0, such as `clamp`; eps is then computed from the result. The log variance is set if it is
+    learned. Raises ValueError where the channels do not fit (`split_output`).
     """
     predicted, raw = split_output(output, x_t.shape[1], variance)
     if prediction == "previous_x":

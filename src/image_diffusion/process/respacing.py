@@ -1,12 +1,12 @@
-"""Which timesteps a shorter process keeps (Nichol & Dhariwal 2021, section 4)."""
+"""Selection of the timesteps that a shorter process keeps (Nichol & Dhariwal 2021, section 4)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 Respacing = str | int | Sequence[int]
-"""Number of timesteps to keep: 250 or "250"; in equal sections [10, 15, 20] or "10,15,20"; with DDIM's integer stride
-"ddim50"; all of them ""."""
+"""Timesteps to keep: their number, 250 or "250"; numbers in equal sections, [10, 15, 20] or "10,15,20"; "ddim50" with
+DDIM's integer stride; "" for all."""
 
 
 def space_timesteps(num_timesteps: int, respacing: Respacing) -> list[int]:
@@ -14,7 +14,7 @@ def space_timesteps(num_timesteps: int, respacing: Respacing) -> list[int]:
 
     Sections are as equal as they can be, the first ones longer; each keeps its first and last timestep and spreads the
     others evenly. "ddimN" keeps every s-th timestep for the smallest s that leaves N. Raises ValueError when a section
-    has fewer timesteps than are asked of it, when no stride leaves N, or when the text is not a list of counts.
+    has fewer timesteps than requested, when no stride leaves N, or when the text is not a list of counts.
     """
     if respacing == "":
         return list(range(num_timesteps))
@@ -35,8 +35,8 @@ def space_timesteps(num_timesteps: int, respacing: Respacing) -> list[int]:
 
 
 def _spread(size: int, count: int, respacing: Respacing) -> list[int]:
-    """`count` of 0 … size - 1, both ends among them. The stride is added up in floating point, and halves round to
-    even: published samples depend on it, and i * stride keeps other timesteps for 300 in sections of 10, 15, 20."""
+    """Return `count` of 0 … size - 1, including both ends. The stride is summed in floating point, and halves round to
+    even: published samples depend on this, and i * stride keeps other timesteps for 300 in sections of 10, 15, 20."""
     if count > size:
         raise ValueError(
             f"Respacing {respacing!r} asks for {count} timesteps of a section that has {size}. Use at most {size}."

@@ -16,9 +16,9 @@ class _Ranged(Config):
     """Base of schedules between two betas."""
 
     beta_start: float = Field(1e-4, gt=0, le=1)
-    """The smaller beta, that of the least noisy timestep."""
+    """Smaller beta, of the least noisy timestep."""
     beta_end: float = Field(0.02, gt=0, le=1)
-    """The larger beta."""
+    """Larger beta, of the noisiest timestep."""
     scaled: bool = False
     """Multiply both by 1000 / num_timesteps, so that the last timestep is as noisy at any number of timesteps."""
 
@@ -76,7 +76,7 @@ class _Warmup(_Ranged):
 
 
 class Warmup10(_Warmup):
-    """beta_end throughout, but for a linear rise over the first tenth."""
+    """A linear rise to beta_end over the first tenth, then beta_end."""
 
     rising: ClassVar[float] = 0.1
 
@@ -84,7 +84,7 @@ class Warmup10(_Warmup):
 
 
 class Warmup50(_Warmup):
-    """beta_end throughout, but for a linear rise over the first half."""
+    """A linear rise to beta_end over the first half, then beta_end."""
 
     rising: ClassVar[float] = 0.5
 
@@ -92,7 +92,7 @@ class Warmup50(_Warmup):
 
 
 class Const(Config):
-    """One beta throughout."""
+    """A constant beta."""
 
     type: Literal["const"] = "const"
     beta: float = Field(0.02, gt=0, le=1)

@@ -1,8 +1,9 @@
-"""Pictures larger than the network: tiles that overlap, each predicted on its own, and the predictions averaged.
+"""Pictures larger than the network's images: overlapping tiles are predicted separately, and the predictions averaged.
 
 Bar-Tal et al. 2023, "MultiDiffusion: Fusing diffusion paths for controlled image generation": the step of the whole
 picture is the weighted mean of the steps of its crops. A sampler's steps are linear in the predictions, so the mean of
-those gives the same. The weights are free; these fall to the edges of a tile, so that none ends abruptly.
+the predictions is equivalent. The method leaves the weights open; here they decrease towards the edges of a tile, so
+that seams are smooth.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from image_diffusion.process.grid import Denoised, Denoiser
 
 
 class Tiles(Config):
-    """Number of tiles of a picture, and how far they overlap. Each has the size that the network makes."""
+    """Number of tiles of a picture, and their overlap. Each tile has the size of the network's images."""
 
     rows: int = Field(1, ge=1)
-    """Tiles from top to bottom."""
+    """Number of tiles from top to bottom."""
     columns: int = Field(1, ge=1)
-    """Tiles from left to right."""
+    """Number of tiles from left to right."""
     overlap: float = Field(0.5, ge=0, lt=1)
-    """Share of its side by which a tile overlaps the next one."""
+    """Overlap of adjacent tiles, as a share of a tile's side."""
 
     @property
     def number(self) -> int:

@@ -19,13 +19,13 @@ from image_diffusion.samplers.image_noise import step_noise
 
 
 class Ddpm(StepsFurther):
-    """Ancestral sampling, with the variance the network learned or a fixed one."""
+    """Ancestral sampling, with a learned or a fixed variance."""
 
     type: Literal["ddpm"] = "ddpm"
     num_steps: NumSteps = 250
     variance: FixedVariance | None = None
-    """Variance where the network has learned none: the posterior's, or that of the forward step (beta). Unset: as the
-    objective says."""
+    """Variance if the network has not learned one: the posterior's, or that of the forward step (beta). Unset: the
+    objective's."""
 
     @property
     def draws_noise(self) -> bool:
@@ -36,7 +36,7 @@ class Ddpm(StepsFurther):
         return super().fitted(variance, bounded).model_copy(update={"variance": fixed})
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
-        """x_s = mean + std z; the mean alone where the step ends without noise."""
+        """x_s = mean + std z; only the mean if the step ends without noise."""
         for i in range(grid.num_steps):
             denoised, step = denoiser(x, i), grid.steps.at(i, x)
             x = step.reverse_mean(denoised, x)

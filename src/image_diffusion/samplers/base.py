@@ -50,23 +50,23 @@ class Step:
 
 
 class SamplerConfig(Config):
-    """Sampler, from noise to samples. Called as sampler(denoiser, grid, noise, streams); a sampler only defines its
-    steps."""
+    """Base of samplers, from noise to samples. A derived class only defines its steps. Called as sampler(denoiser,
+    grid, noise, streams)."""
 
     asks_intervals: ClassVar[bool] = False
-    """True if the network has to know average velocities (`Grid.interval`)."""
+    """True if the sampler requires a network of average velocities (`Grid.interval`)."""
 
     type: str
-    """Which sampler."""
+    """Name of the sampler."""
     num_steps: NumSteps = 50
     clip_denoised: bool | None = None
-    """Clamp each predicted x0 to [-1, 1], and derive eps from it again; unset: where x are pixels, not of latents."""
+    """Clamp each predicted x0 to [-1, 1] and recompute eps from it; unset: true for pixels, false for latents."""
     shift: float | None = Field(None, gt=0)
-    """Time shift of the flow process for sampling alone, instead of `process.shift`."""
+    """Time shift of the flow process for sampling only, in place of `process.shift`."""
 
     @property
     def draws_noise(self) -> bool:
-        """True if the steps add noise of their own; if not, the first noise decides the sample."""
+        """True if the steps add noise; otherwise the initial noise determines the sample."""
         return False
 
     @property
@@ -79,12 +79,11 @@ class SamplerConfig(Config):
         return grid.num_steps
 
     def grid(self, process: Process) -> Grid:
-        """Return the points of a process to sample at. Raises ValueError where this sampler or its steps do not fit
-        it."""
+        """Return the points of a process to sample at. Raises ValueError if this sampler or its steps do not fit it."""
         return self.shifted(process).build().grid(self.num_steps)
 
     def shifted(self, process: Process) -> Process:
-        """Return the process at the times that this sampler asks for. Raises ValueError where it has no time shift."""
+        """Return the process with the sampler's time shift. Raises ValueError if the process has no time shift."""
         if self.shift is None:
             return process
         if not isinstance(process, Flow):
@@ -94,8 +93,8 @@ class SamplerConfig(Config):
         return process.model_copy(update={"shift": self.shift})
 
     def fitted(self, variance: Variance, bounded: bool) -> Self:
-        """Return the sampler with what is unset taken from the model: the variance it was trained with, whether its x
-        lies in [-1, 1]."""
+        """Return the sampler with unset values taken from the model: the variance of its training, and whether x lies
+        in [-1, 1]."""
         # Latents are unbounded: clamping them would change every image.
         clip = bounded if self.clip_denoised is None else self.clip_denoised
         return self.model_copy(update={"clip_denoised": clip})
@@ -103,8 +102,8 @@ class SamplerConfig(Config):
     def __call__(self, denoiser: Denoiser, grid: Grid, noise: Tensor, streams: Streams) -> Tensor:
         """Sample x0 [B, ...] from standard normal noise [B, ...].
 
-        denoiser: the prediction at point i of the grid. streams: of these images; their seeds decide all further noise.
-        The result is divided by the last alpha, so that a process that ends at x = alpha x0 gives x0 as well.
+        denoiser: the prediction at point i of the grid. streams: of these images; they determine all further noise. The
+        result is divided by the last alpha, so that a process that ends at x = alpha x0 gives x0 as well.
         """
         x = noise
         for step in self.trajectory(denoiser, grid, noise, streams):
@@ -112,24 +111,25 @@ class SamplerConfig(Config):
         return x / grid.alpha[-1].item()
 
     def trajectory(self, denoiser: Denoiser, grid: Grid, noise: Tensor, streams: Streams) -> Iterator[Step]:
-        """Sample one step at a time, from most noise to least; x as the process has it, not divided by alpha."""
+        """Sample one step at a time, from most noise to least; x is that of the process, not divided by alpha."""
         denoiser = clipped(denoiser, grid) if self.clip_denoised else denoiser
         return self.steps(denoiser, grid, initial_scale(grid) * noise, streams)
 
     @abstractmethod
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
-        """This sampler's rule, from x [B, ...] at the first noise level of the grid to the last."""
+        """Yield the sampler's steps, from x [B, ...] at the first noise level of the grid to the last."""
 
 
 class StepsFurther(SamplerConfig):
-    """Sampler whose steps may end elsewhere than at the grid's next point (`Grid.target`)."""
+    """Sampler whose steps may end at another noise level than the grid's next point (`Grid.target`)."""
 
     time_difference: float = Field(0.0, ge=0, lt=1)
-    """In continuous time, steps go this much further than the next time (Chen et al. 2023, "Analog bits", 3.3)."""
+    """Additional length of each step beyond the next time, in continuous time (Chen et al. 2023, "Analog bits",
+    3.3)."""
 
     def grid(self, process: Process) -> Grid:
-        """Return the grid of points, as for every sampler. Raises ValueError for a time difference where time is not
-        continuous, and for noise on the path of a flow."""
+        """Return the grid of points, as for every sampler. Raises ValueError for a time difference in discrete time,
+        and for noise on the path of a flow."""
         if isinstance(process, Flow) and self.draws_noise:
             raise ValueError(
                 f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
@@ -148,15 +148,15 @@ class StepsFurther(SamplerConfig):
 
 
 class SpacedByNoise(SamplerConfig):
-    """Sampler whose points may be other than those of even times."""
+    """Sampler whose points may be spaced unevenly in time."""
 
     spacing: Literal["time", "karras"] = "time"
     """Spacing of the steps of a discrete process: evenly in time, or evenly in the seventh root of sigma / alpha
-    (Karras et al. 2022), as with diffusers' use_karras_sigmas. The process edm always has the second."""
+    (Karras et al. 2022), as with diffusers' use_karras_sigmas. The process edm always uses karras."""
 
     def shifted(self, process: Process) -> Process:
         """Return the process with the sampler's time shift, as for every sampler. Raises ValueError for Karras's
-        spacing of another process than discrete."""
+        spacing unless the process is discrete."""
         if self.spacing == "karras" and not isinstance(process, Discrete):
             raise ValueError(
                 f"spacing is karras, but the process is {process.type}: only discrete takes it. edm has that spacing "

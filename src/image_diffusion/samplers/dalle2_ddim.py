@@ -1,8 +1,7 @@
-"""DDIM as DALLE2-pytorch steps with it: other timesteps, and the alpha_bar of the timestep before.
-
-For the samples of its published priors. It keeps int(linspace(-1, T, N + 1)) without the last, where -1 stands for x0;
-so it starts near T - (T + 1) / N instead of T - 1 and makes N - 1 calls. The network is given the true timestep and its
-output read at that timestep, but the step is taken as if x_t had the noise of the timestep before.
+"""DDIM as in DALLE2-pytorch, to reproduce the samples of its published priors: other timesteps, and the alpha_bar of
+the timestep before. It uses int(linspace(-1, T, N + 1)) without the last value, where -1 stands for x0; so it starts
+near T - (T + 1) / N instead of T - 1 and makes N - 1 calls. The network receives the true timestep, and its output is
+interpreted at it, but the step is taken as if x_t had the noise of the timestep before.
 """
 
 from __future__ import annotations
@@ -22,25 +21,26 @@ from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.base import Step
 from image_diffusion.samplers.ddim import Ddim
 
-_LEAST = 1e-20  # the variance of a level that is said to have none, and is stepped from
+_LEAST = 1e-20  # replaces the zero variance of a level that a step starts from
 
 
 @dataclass(frozen=True)
 class LegacyGrid(Grid):
-    """The timesteps of the original. stepping: the same points at the noise levels that its steps believe in."""
+    """The timesteps of the original. stepping: the same points, with the noise levels that the original's steps use."""
 
     stepping: Grid | None = None
 
 
 class LegacyDdim(Ddim):
-    """DDIM with the grid and the noise levels of DALLE2-pytorch, for its weights; `ddim` for everything else."""
+    """DDIM with the grid and the noise levels of DALLE2-pytorch. Use it for weights of that project only."""
 
     type: Literal["legacy_ddim"] = "legacy_ddim"  # type: ignore[assignment]
     eta: float = Field(1.0, ge=0, le=1)
     """Standard deviation of each step's noise, as a share of the posterior's. The original's default is 1."""
 
     def grid(self, process: Process) -> LegacyGrid:
-        """Raises ValueError for another process than discrete, or for fewer than 2 or too many steps."""
+        """Return the grid. Raises ValueError for another process than discrete, and for fewer than 2 or too many
+        steps."""
         built = process.build()
         if not isinstance(built, DiscreteProcess):
             raise ValueError(f"The legacy_ddim sampler needs a discrete process, not {process.type}. Use ddim.")
@@ -63,6 +63,6 @@ class LegacyDdim(Ddim):
         return LegacyGrid(time, *levels(built.alpha_bar), stepping=Grid(time, *levels(before)))
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
-        """The rule of DDIM at the levels that the original steps with."""
+        """Yield the steps of DDIM at the noise levels of the original."""
         assert isinstance(grid, LegacyGrid) and grid.stepping is not None
         yield from super().steps(denoiser, grid.stepping, x, streams)

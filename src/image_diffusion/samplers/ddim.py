@@ -18,7 +18,7 @@ from image_diffusion.samplers.image_noise import step_noise
 
 
 class Ddim(StepsFurther):
-    """Deterministic with eta 0, and can then be run backwards; the ancestral sampler with eta 1."""
+    """DDIM. With eta 0 it is deterministic and can be run backwards; with eta 1 it is the ancestral sampler."""
 
     type: Literal["ddim"] = "ddim"
     eta: float = Field(0.0, ge=0, le=1)
@@ -45,7 +45,7 @@ class Ddim(StepsFurther):
         step.
 
         Runs the ODE backwards, from least noise to most; x0 stands for x_t at the grid's least noise level, the last
-        at which the network knows what to do. Raises ValueError unless eta is 0.
+        one that the network was trained for. Raises ValueError unless eta is 0.
         """
         if self.eta != 0:
             raise ValueError(f"eta is {self.eta}, but only a deterministic sampler can be run backwards. Use eta 0.")

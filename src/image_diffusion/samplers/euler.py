@@ -18,7 +18,7 @@ from image_diffusion.samplers.base import SpacedByNoise, Step
 
 
 class Euler(SpacedByNoise):
-    """One network call a step, order 1."""
+    """Euler's method: one network call per step, order 1."""
 
     type: Literal["euler"] = "euler"
 

@@ -1,4 +1,4 @@
-"""Steps by average velocities, x_r = x_t - (t - r) u(x_t, r, t), of a network that knows them: one, two or four.
+"""Steps by average velocities, x_r = x_t - (t - r) u(x_t, r, t), of a network that predicts them: one, two or four.
 
 Geng et al. 2025, "Mean flows for one-step generative modeling", arXiv:2505.13447.
 """
@@ -21,8 +21,8 @@ from image_diffusion.samplers.euler import Euler
 
 
 class FlowMap(SamplerConfig):
-    """Sampler with one network call a step, each conditioned on the length of the step. Exact at any number of steps
-    where the network is."""
+    """Sampler with one network call per step, conditioned on the length of the step. If the network is exact, so is the
+    sampler, with any number of steps."""
 
     asks_intervals: ClassVar[bool] = True
 
@@ -41,8 +41,8 @@ class FlowMap(SamplerConfig):
         return replace(grid, interval=-grid.sigma.diff() * process.time_scale)
 
     def fitted(self, variance: Variance, bounded: bool) -> Self:
-        """Return the sampler fitted to the model, without clamping unless that is asked for: the x0 of a step says
-        where its velocity leads, not what the image is."""
+        """Return the sampler fitted to the model, without clamping unless it is set: the x0 of a step is the end point
+        of its velocity, not an estimate of the image."""
         return super().fitted(variance, bounded=False)
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:

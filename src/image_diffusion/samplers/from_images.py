@@ -1,11 +1,10 @@
-"""Samples that are made of images: of a known part of each (inpainting), or of the whole with noise added to it.
+"""Sampling from images: from a known part of each (inpainting), or from the whole image with added noise.
 
 Lugmayr et al. 2022, "RePaint: Inpainting using denoising diffusion probabilistic models", Algorithm 1. Its lines 5 and
-8 put a noisy form of the known pixels into every x_s. Here the prediction of x0 is replaced by the known x0 wherever
-there is one, so that the sampler's own step draws that noisy form: it has the same distribution at each level, with any
-sampler, and so the rule of no sampler changes.
-Meng et al. 2022, "SDEdit: Guided image synthesis and editing with stochastic differential equations": sampling starts
-at a middle noise level, from an image with that much noise.
+8 put a noisy form of the known pixels into every x_s. Here the known x0 replaces the prediction of x0 where it exists,
+so that the sampler's own step draws that noisy form: with any sampler it has the same distribution at each level, and
+no sampler's rule changes. Meng et al. 2022, "SDEdit: Guided image synthesis and editing with stochastic differential
+equations": sampling starts at a middle noise level, from an image with that much noise.
 """
 
 from __future__ import annotations
@@ -24,35 +23,33 @@ from image_diffusion.samplers.base import SamplerConfig, Step, initial_scale
 
 
 class Inpainting(Config):
-    """Images of which a part is known and kept, and the rest is filled in."""
+    """Images with a known part, which is kept; sampling fills in the rest."""
 
     images: str = Field(min_length=1)
     """Folder of images, or one image, cropped as the data set's are. Seed s takes image s modulo their number, in the
     order of their names."""
     mask: str = Field(min_length=1)
-    """One mask for all images, or a folder with a mask for each, of the same names apart from the endings. White is
-    known and black is filled in. A mask has the size of its image and is cropped like it."""
+    """One mask for all images, or a folder with a mask for each, of the same name except for the suffix. White pixels
+    are known, black ones are filled in. A mask has the size of its image and is cropped like it."""
     resamplings: int = Field(10, ge=1)
-    """Number of times that each step is taken, with its noise added again in between: the filled part then agrees
-    better with the known part. Lugmayr et al. (2022) take 10. Sampling takes that many times as long."""
+    """Number of times that each step is repeated, after its noise is added again, so that the filled part agrees better
+    with the known part. Lugmayr et al. (2022) use 10. The sampling time is multiplied by this number."""
 
 
 class Start(Config):
-    """Images that sampling starts from in place of noise."""
+    """Images that sampling starts from instead of noise."""
 
     images: str = Field(min_length=1)
     """Folder of images, or one image, cropped as the data set's are. Seed s takes image s modulo their number, in the
     order of their names."""
     strength: float = Field(0.6, ge=0, le=1)
-    """Share of the sampler's steps that are taken, the last ones. 0 returns the image, and 1 keeps nothing of it."""
+    """Share of the sampler's steps that are taken, from the last ones. 0 returns the image; 1 keeps nothing of it."""
 
 
 @dataclass(frozen=True)
 class FromImages:
-    """Sampling of a batch from images; without any it is sampling from noise.
-
-    start: x0 [B, ...] that sampling starts from, with `strength`. known: x0 [B, ...] of which `mask`, bool [B, 1, ...],
-    says where it is known, with `resamplings`.
+    """Sampling of a batch from images, or from noise if there are none. start: x0 [B, ...] that sampling starts from,
+    with `strength`. known: x0 [B, ...], known where `mask`, bool [B, 1, ...], is true, with `resamplings`.
     """
 
     start: Tensor | None = None
@@ -62,7 +59,7 @@ class FromImages:
     resamplings: int = 1
 
     def sample(self, sampler: SamplerConfig, denoiser: Denoiser, grid: Grid, noise: Tensor, streams: Streams) -> Tensor:
-        """Sample x0 [B, ...], as a call of the sampler does. The known part of it is exact."""
+        """Sample x0 [B, ...], as a call of the sampler does. Its known part is exact."""
         x = noise if self.start is None else self.start
         for step in self.trajectory(sampler, denoiser, grid, noise, streams):
             x = step.x / grid.alpha[-1].item()
@@ -88,12 +85,12 @@ class FromImages:
 
 
 def first_point(grid: Grid, strength: float) -> int:
-    """Return the point of a grid that sampling of some strength starts at: 0 for 1, its last point for 0."""
+    """Return the point of a grid at which sampling starts: point 0 for strength 1, the last point for strength 0."""
     return grid.num_steps - int(strength * grid.num_steps + 0.5)
 
 
 def with_known(denoiser: Denoiser, grid: Grid, known: Tensor, mask: Tensor) -> Denoiser:
-    """Return the denoiser with the known x0 where `mask` is true, and all that follows from it."""
+    """Return the denoiser with the known x0, and the values that follow from it, where `mask` is true."""
     alphas, sigmas = grid.alpha.tolist(), grid.sigma.tolist()
 
     def denoiser_with_known(x: Tensor, i: int) -> Denoised:
@@ -110,7 +107,7 @@ def with_known(denoiser: Denoiser, grid: Grid, known: Tensor, mask: Tensor) -> D
 
 
 def _noisy(x0: Tensor, grid: Grid, noise: Tensor) -> Tensor:
-    """Return x_t at a grid's first point as samplers take it, which multiply it by `initial_scale`."""
+    """Return x_t at a grid's first point, divided by `initial_scale`, by which samplers multiply it."""
     return (grid.alpha[0].item() * x0 + grid.sigma[0].item() * noise) / initial_scale(grid)
 
 
@@ -123,8 +120,8 @@ def _resampled(
 ) -> Iterator[Step]:
     """Take every step but the last several times, each time from noise that is added again (line 9 of Algorithm 1).
 
-    A step is the first one of a sampler that starts there, so it knows of none before it: samplers that remember
-    earlier predictions take steps of first order.
+    Each step is the first one of a new run of the sampler, so samplers that use earlier predictions take steps of first
+    order.
     """
     x = initial_scale(grid) * noise
     alphas, sigmas = grid.alpha.tolist(), grid.sigma.tolist()

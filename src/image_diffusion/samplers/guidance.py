@@ -1,10 +1,10 @@
-"""Guidance: a network made of two, the second saying which way not to go.
+"""Guidance: a network that combines two predictions and leads away from the second.
 
 Classifier-free guidance: Ho & Salimans 2022, "Classifier-free diffusion guidance", with w = guidance_scale - 1.
 Guidance interval: Kynkäänniemi et al. 2024, "Applying guidance in a limited interval improves sample quality".
-Autoguidance: Karras et al. 2024, "Guiding a diffusion model with a bad version of itself".
-Scales of parts: Brooks et al. 2023, "InstructPix2Pix: Learning to follow image editing instructions", equation 3.
-Power-cosine scale: Gao et al. 2023, "MDTv2: Masked diffusion transformer is a strong image synthesizer", its code.
+Autoguidance: Karras et al. 2024, "Guiding a diffusion model with a bad version of itself". Scales of parts: Brooks et
+al. 2023, "InstructPix2Pix: Learning to follow image editing instructions", equation 3. Power-cosine scale: the code of
+Gao et al. 2023, "MDTv2: Masked diffusion transformer is a strong image synthesizer".
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ class Guidance(Sparse):
     if_set: ClassVar[frozenset[str]] = frozenset({"scales"})
 
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """1: no guidance. Above 1: away from the unconditional (or the weaker) prediction."""
+    """Guidance scale. 1: no guidance. Above 1: away from the unconditional (or the weaker) prediction."""
     channels: Channels = "all"
-    """Which channels of x are guided. first_three: only the first three, as the published DiT samples were made."""
+    """Channels of x that are guided. first_three: only the first three, as for the published DiT samples."""
     interval: tuple[float, float] | None = None
-    """Guide only where the noise level sigma / alpha lies between these two, both included; none: everywhere."""
+    """Lowest and highest noise level sigma / alpha that are guided, both included; unset: all."""
     power: float | None = Field(None, gt=0)
-    """Guide the less, the earlier: at time t, 1 where sampling begins, the scale is 1 + (guidance_scale - 1) times
-    (1 - cos(pi (1 - t)^power)) / 2. Unset: the same scale throughout. Not with the process edm,
-    whose time is a logarithm of sigma."""
+    """Increase the scale during sampling: at time t, from 1 to 0, it is 1 + (guidance_scale - 1) times (1 - cos(pi (1 -
+    t)^power)) / 2. Unset: a constant scale. Not for the process edm, whose time is a logarithm of sigma."""
     scales: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(None, min_length=1)
-    """Scale of each part of the condition, by its type, in place of guidance_scale: in this order, each part leads away
-    from the prediction without it and those after it. A part that is left out stays in all predictions. One more
-    prediction for each; for parts that were dropped alone (system.objective.drop_probabilities)."""
+    """Scale of each part of the condition, by its type, in place of guidance_scale. In this order, each part leads away
+    from the prediction without it and the parts after it. A part without a scale is in all predictions. Each scale
+    costs one more prediction. The parts must have been dropped alone (system.objective.drop_probabilities)."""
 
     @field_serializer("scales")
     def _as_pairs(self, scales: dict[str, float] | None) -> list[list[str | float]] | None:
-        """Return scales as pairs: another order gives other samples, and that of keys does not count in a digest."""
+        """Return scales as pairs: their order changes the samples, but a digest ignores the order of keys."""
         return None if scales is None else [[name, scale] for name, scale in scales.items()]
 
     @field_validator("scales", mode="before")
     @classmethod
     def _of_pairs(cls, value: Any) -> Any:
-        """Return the scales of pairs, as they are written, by name."""
+        """Return the scales by name, as a configuration has them."""
         return dict(value) if isinstance(value, list | tuple) and all(map(_is_pair, value)) else value
 
     @model_validator(mode="after")
@@ -69,7 +68,7 @@ class Guidance(Sparse):
         return self
 
     def share(self, grid: Grid) -> float:
-        """Return the predictions beyond the first at a point of a grid, on average over its points."""
+        """Return the mean number of additional predictions per point of a grid."""
         if self.guidance_scale == 1 and self.scales is None:
             return 0.0
         count = float(len(self.scales or "1"))
@@ -109,15 +108,15 @@ def guided(
     **cond). With a scale s_k for each of n parts of the condition it computes e_0 + sum of s_k * (e_k - e_{k-1}), where
     e_k has the first k of them, so that e_n is positive.
 
-    null_cond: by name, what replaces the condition in the negative prediction; broadcast over the batch. A condition
-    it does not name is kept. negative: the network of the negative prediction, for autoguidance a weaker one, with an
-    empty null_cond; none: `network` itself, called once with [positive; negative] as one batch. times: guide only at
-    t in [low, high], in the network's own time; elsewhere, and with guidance_scale 1, there is one plain call.
-    rise_at: the share of the way from 1 to the scale at times t [B], where it is not the same at all of them. What the
-    network returns beyond the guided channels of x (a learned variance) is the positive prediction's.
+    null_cond: replacements of conditions in the negative prediction, by name; broadcast over the batch. A condition
+    that it does not name is kept. negative: the network of the negative prediction, for autoguidance a weaker one, with
+    an empty null_cond; None: `network` itself, called once with [positive; negative] as one batch. times: guide only at
+    t in [low, high], in the network's own time; elsewhere, and with guidance_scale 1, there is one plain call. rise_at:
+    the position between 1 and the scale at times t [B], from 0 to 1; None: always 1. Output channels beyond the guided
+    ones (such as a learned variance) are those of the positive prediction.
 
-    Raises ValueError for nothing to differ between the two predictions, a null for an absent condition, a scale of one,
-    or first_three on fewer than three channels.
+    Raises ValueError if the two predictions do not differ, for a null or a scale of an absent condition, and for
+    first_three on fewer than three channels.
     """
     if guidance_scale == 1:
         return network
@@ -164,7 +163,7 @@ def guided(
 
 
 def times_between(grid: Grid, low: float, high: float) -> tuple[float, float]:
-    """Return the first and last time of a grid whose noise level sigma / alpha lies in [low, high]; (inf, -inf): none
+    """Return the first and last time of a grid whose noise level sigma / alpha lies in [low, high]; (inf, -inf) if none
     does."""
     level = grid.sigma[:-1] / grid.alpha[:-1]
     inside = grid.time[(level >= low) & (level <= high)].tolist()

@@ -1,9 +1,9 @@
 """Heun's method for the probability flow ODE, dx = x0 dalpha + eps dsigma: the mean of the slopes at both ends.
 
-Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", Algorithm 1, for any
-(alpha, sigma): on the straight path of flow matching it is the ODE solver of Ma et al. 2024, "SiT". Order 2. With
-`s_churn`, on the edm process, their Algorithm 2: each step first adds noise, and starts from the larger sigma. There
-the grid has two points a step; what the first step would add is in the noise that it starts from.
+Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", Algorithm 1, for any (alpha,
+sigma): on the straight path of flow matching it is the ODE solver of Ma et al. 2024, "SiT". Order 2. With `s_churn`, on
+the edm process, their Algorithm 2: each step first adds noise, and starts from the larger sigma. The grid then has two
+points per step; the initial noise includes the noise that the first step would add.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from image_diffusion.samplers.image_noise import step_noise
 
 
 class Heun(SpacedByNoise):
-    """Two network calls a step, one in the last; order 2."""
+    """Heun's method: two network calls per step, one in the last step; order 2."""
 
     type: Literal["heun"] = "heun"
     s_churn: float = Field(0.0, ge=0)
-    """Amount of noise that is added, over all steps (Karras et al. 2022, section 4); 0: none. For the edm process."""
+    """Total amount of noise that the steps add (Karras et al. 2022, section 4); 0: none. For the process edm."""
     s_min: float = Field(0.0, ge=0)
-    """No noise is added where sigma is below this."""
+    """Sigma below which no noise is added."""
     s_max: float | None = Field(None, gt=0)
-    """No noise is added where sigma is above this; unset: no such bound."""
+    """Sigma above which no noise is added; unset: no such bound."""
     s_noise: float = Field(1.0, gt=0)
-    """Standard deviation of the noise that is added, over that which sigma asks for."""
+    """Factor of the standard deviation of the added noise."""
 
     @property
     def draws_noise(self) -> bool:
@@ -43,16 +43,16 @@ class Heun(SpacedByNoise):
 
     @property
     def starts_anywhere(self) -> bool:
-        """False with churn: every other point of the grid is where a step ends and noise is yet to be added."""
+        """False with churn: at every other point of the grid a step ends, and its noise is not yet added."""
         return self.s_churn == 0
 
     def calls(self, grid: Grid) -> int:
-        """Twice a step, once in the last."""
+        """Return the number of network calls: two per step, one in the last step."""
         return grid.num_steps if self.s_churn else 2 * grid.num_steps - 1
 
     def grid(self, process: Process) -> Grid:
-        """Return the grid of points, as for every sampler; with churn, two points a step: sigma as the step before left
-        it, and with its noise; the first step begins with noise. Raises ValueError for churn on another process."""
+        """Return the grid of points, as for every sampler; with churn, two points per step: sigma before and after
+        noise is added; the first step starts after it. Raises ValueError for churn on another process than edm."""
         if not self.s_churn:
             return super().grid(process)
         if not isinstance(process, Edm):
@@ -69,7 +69,7 @@ class Heun(SpacedByNoise):
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """An Euler step, then the same step again with the mean of the predictions before and after it.
 
-        The last step stays Euler's: it ends at no noise, where the network cannot be asked.
+        The last step is Euler's: it ends without noise, where the network cannot be evaluated.
         """
         if self.s_churn:
             yield from self._churned(denoiser, grid, x, streams)
@@ -86,8 +86,8 @@ class Heun(SpacedByNoise):
             yield Step(x, first.x0)
 
     def _churned(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
-        """Yield the steps between points 0, 2, 4, … of the grid, which have the added noise; 1, 3, … are where steps
-        end."""
+        """Yield the steps from points 0, 2, 4, … of the grid, which include the added noise; steps end at points 1, 3,
+        …."""
         sigmas = grid.sigma.tolist()
         last = grid.num_steps - 1
         for i in range(0, last + 1, 2):

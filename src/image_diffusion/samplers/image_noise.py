@@ -1,4 +1,4 @@
-"""The random numbers of an image being made: its own, whatever batch, device or order it is made in."""
+"""Random numbers of each image, which do not depend on the batch, the device or the order of images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_diffusion.core.random.streams import Streams
 
 
 def image_streams(seeds: Tensor, seed: int = 0) -> Streams:
-    """Return the streams of images to be made. seeds: int64 [B], one an image; seed: shared by all of them."""
+    """Return the streams of images to be made. seeds: int64 [B], one per image; seed: shared by all."""
     return Streams(seed=seed, epoch=torch.zeros_like(seeds), sample=seeds)
 
 
@@ -26,5 +26,5 @@ def step_noise(streams: Streams, step: int, x: Tensor) -> Tensor:
 
 
 def at_step(streams: Streams, step: int) -> Streams:
-    """Return the streams of a step, for each image its own."""
+    """Return the streams of a step, one for each image."""
     return replace(streams, epoch=torch.full_like(streams.sample, step))

@@ -2,14 +2,14 @@
 
 DPM-Solver++ (2M) solves the probability flow ODE in log(alpha / sigma), with x0 extrapolated from the last two steps:
 Lu et al. 2022, "DPM-Solver++: Fast solver for guided sampling of diffusion probabilistic models", Algorithm 2, and its
-form for the reverse SDE, SDE-DPM-Solver++ (2M). UniPC is a multistep predictor whose every step is corrected with the
-prediction made after it, at no further call: Zhao et al. 2023, "UniPC: A unified predictor-corrector framework for fast
+form for the reverse SDE, SDE-DPM-Solver++ (2M). UniPC is a multistep predictor; each step is corrected with the
+prediction after it, without a further call: Zhao et al. 2023, "UniPC: A unified predictor-corrector framework for fast
 sampling of diffusion models", in its form that predicts x0, with B(h) = exp(h) - 1.
 
-Both see a path only through alpha / sigma: scaling x_t by any function of time scales their steps with it. So
-x_t / (alpha + sigma) goes to a scheduler set to its straight path, where alpha' + sigma' = 1 and alpha' / sigma' is the
-grid's own ratio. Every grid (variance preserving, straight, alpha = 1) is run exactly, on the noise levels of the grid
-instead of the scheduler's, which are written over.
+Both depend on a path only through alpha / sigma: scaling x_t by a function of time scales their steps equally. So x_t /
+(alpha + sigma) is passed to a scheduler with a straight path, where alpha' + sigma' = 1 and alpha' / sigma' is the
+grid's ratio. Every grid (variance preserving, straight, alpha = 1) is run exactly: its noise levels overwrite those of
+the scheduler.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LEAST_ALPHA = 1e-6  # at alpha = 0, where flow matching starts, the solvers' log
 
 
 class MultistepSolver(SpacedByNoise):
-    """Solver whose steps of order 2 need a last one that is not far longer in log(alpha / sigma) than that before."""
+    """Solver of order 2, whose last step must not be far longer in log(alpha / sigma) than the one before."""
 
     num_steps: NumSteps = 20
 
     def grid(self, process: Process) -> Grid:
-        """Return the grid of points, as for samplers of its kind. A plain number of steps, evenly in time, leaves out
-        timestep 0 of a discrete process, which is of so little noise that a step of order 2 to it overshoots."""
+        """Return the grid of points, as in the base class. A plain number of steps, evenly in time, leaves out timestep
+        0 of a discrete process: it has so little noise that a step of order 2 to it overshoots."""
         shifted = self.shifted(process)
         if isinstance(shifted, Discrete) and self.spacing == "time" and isinstance(self.num_steps, int):
             return shifted.build().solver_grid(self.num_steps)
@@ -44,11 +44,12 @@ class MultistepSolver(SpacedByNoise):
 
 
 class DpmSolver(MultistepSolver):
-    """One network call a step, order 2: diffusers' DPMSolverMultistepScheduler on our noise levels."""
+    """DPM-Solver++: one network call per step, order 2; diffusers' DPMSolverMultistepScheduler on the grid's noise
+    levels."""
 
     type: Literal["dpm_solver"] = "dpm_solver"
     adds_noise: bool = False
-    """Solve the reverse SDE instead: the noise of later steps covers the errors of earlier ones."""
+    """Solve the reverse SDE instead of the ODE: the noise of later steps covers the errors of earlier ones."""
 
     @property
     def draws_noise(self) -> bool:
@@ -66,7 +67,8 @@ class DpmSolver(MultistepSolver):
 
 
 class UniPc(MultistepSolver):
-    """One network call a step, order 2 and corrected: diffusers' UniPCMultistepScheduler on our noise levels."""
+    """UniPC: one network call per step, order 2 and corrected; diffusers' UniPCMultistepScheduler on the grid's noise
+    levels."""
 
     type: Literal["unipc"] = "unipc"
 
@@ -81,8 +83,8 @@ class UniPc(MultistepSolver):
 def run_scheduler(
     scheduler: Any, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams | None = None
 ) -> Iterator[Step]:
-    """Step x [B, ...] down the grid. scheduler: made with prediction_type "sample" and use_flow_sigmas. streams: of the
-    noise of a scheduler that adds some."""
+    """Step x [B, ...] along the grid. scheduler: made with prediction_type "sample" and use_flow_sigmas. streams: of
+    the noise, if the scheduler adds any."""
     scheduler.set_timesteps(grid.num_steps)
     scheduler.sigmas = (grid.sigma / (grid.alpha + grid.sigma)).clamp(max=1 - LEAST_ALPHA).cpu()
     scheduler.set_begin_index(0)

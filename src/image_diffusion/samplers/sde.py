@@ -1,12 +1,12 @@
 """The reverse SDE by Euler and Maruyama's method: dx = (v - D score) dt + sqrt(2 D) dw, with any diffusion D of t.
 
 Ma et al. 2024, "SiT: Exploring flow and diffusion-based generative models with scalable interpolant transformers",
-section 2, whose w_t is 2 D here; the forms of D, their defaults and the last step are those of the code that it was
-published with. Every D has the marginals of the process (Albergo et al. 2023, "Stochastic interpolants", section 2.3).
+section 2, whose w_t is 2 D here; the forms of D, their defaults and the last step are those of its published code.
+Every D has the marginals of the process (Albergo et al. 2023, "Stochastic interpolants", section 2.3).
 
-x_t / (alpha + sigma) lies on the straight path at t = sigma / (alpha + sigma): every process is sampled there. Of the
-forms linear is sigma on it, and of the last steps Euler's is Tweedie's. Unlike there no step takes away more noise than
-there is, so D may be infinite at t = 1: where D dt > t^2, its D is t^2 / dt.
+x_t / (alpha + sigma) lies on the straight path at t = sigma / (alpha + sigma): every process is sampled on it. There
+the published form linear equals sigma, and the published last step of Euler equals Tweedie's. Unlike the published
+code, no step removes more noise than there is, so D may be infinite at t = 1: where D dt > t^2, D is t^2 / dt.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ FORMS: dict[Form, Callable[[float, float], float]] = {
     "decreasing": lambda t, norm: 0.25 * (1 - norm * math.cos(math.pi * t)) ** 2,
     "increasing_decreasing": lambda t, norm: norm * math.sin(math.pi * t) ** 2,
 }
-"""D of the time t, 1 at noise, and of `norm`."""
+"""D as a function of the time t, which is 1 at pure noise, and of `norm`."""
 
 
 class Sde(SpacedByNoise):
-    """One network call a step, order 1 in distribution; the last step draws no noise."""
+    """Euler-Maruyama: one network call per step, order 1 in distribution; the last step draws no noise."""
 
     type: Literal["sde"] = "sde"
     num_steps: NumSteps = 250
     diffusion: Form = "sigma"
-    """Amount of noise that is taken away and put back, as a function of time: a constant; sbdm, that of score-based
-    diffusion (Song et al. 2021); sigma; decreasing towards the image; or only in between."""
+    """Amount of noise that each step removes and adds again, as a function of time: constant; sbdm, that of score-based
+    diffusion (Song et al. 2021); sigma; decreasing towards the image; or increasing_decreasing, zero at both ends."""
     norm: float = Field(1.0, gt=0)
     """Magnitude of the diffusion."""
     last_step: Literal["mean", "tweedie"] = "mean"
-    """The last step's result: its mean, which keeps the noise that the step would take away and put back, or the
-    predicted x0. A first step that is the last one takes x0."""
+    """Result of the last step. mean: the mean of the step, without the noise that it would add; tweedie: the predicted
+    x0. With a single step, always the predicted x0."""
     last_step_size: float | None = Field(None, gt=0, lt=1)
     """Size of the last step in time, before any shift. Unset: it begins where sigma / (alpha + sigma) is 0.04, so its
-    size is 0.04 for a flow without shift, as published; of the processes discrete and edm it is that of their least
-    noise, which cannot be set."""
+    size is 0.04 for a flow without shift, as published. For the processes discrete and edm their least noise fixes the
+    size, and it must be unset."""
 
     @property
     def draws_noise(self) -> bool:
         return True
 
     def grid(self, process: Process) -> Grid:
-        """Return the grid of points, as for samplers of its kind. Raises ValueError for the size of a last step that
-        the process fixes."""
+        """Return the grid of points, as in the base class. Raises ValueError for a last_step_size if the process fixes
+        it."""
         process, size = self.shifted(process), self.last_step_size
         if isinstance(process, Flow | Continuous):
             built = process.build()

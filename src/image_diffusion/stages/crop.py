@@ -5,7 +5,7 @@
 The shard of an image depends on its path, so after images change, only their shards are rewritten.
 
 With --part 2/8, only the shards of that part are written, and --output lists them. Parts can run at the same time. A
-last call with --made combines them: the result has the same bytes as that of one call.
+last call with --made combines them: the result has the same bytes as without parts.
 """
 
 from __future__ import annotations

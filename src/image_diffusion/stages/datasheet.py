@@ -32,13 +32,13 @@ def write_datasheet(
 ) -> dict[str, Any]:
     """Write datasheet.json, index.html and the pictures into `output`, of the crops in a folder; returns the sheet.
 
-    captions: see `describe_images`. processes: how many threads compare images. Raises ValueError if the crops are
-    missing or damaged.
+    captions: see `describe_images`. processes: number of threads that compare images. Raises ValueError if the crops
+    are missing or damaged.
     """
     every = open_shards(crops, "all", renders=True)
     records = [read_record(crops, shard) for shard in range(len(every.manifest["shards"]))]
     crops_of = [sample for record in records for sample in record.samples]
-    rows = [row for row, sample in enumerate(crops_of) if sample.view == 0]  # of an image of several crops the first
+    rows = [row for row, sample in enumerate(crops_of) if sample.view == 0]  # the first crop of an image with several
     samples = [crops_of[row] for row in rows]
     pairs = near_duplicates(
         [sample.look for sample in samples],
@@ -72,7 +72,7 @@ def captions_of(config: DataConfig) -> dict[str, list[str]] | None:
     """Return the captions that come with the images, in columns named `caption`; None without captions."""
     try:
         return config.source.captions_beside(("caption",))
-    except ValueError:  # a source that has none says so in this way
+    except ValueError:  # the error of a source without captions
         return None
 
 

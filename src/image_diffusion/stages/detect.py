@@ -15,7 +15,7 @@ from image_diffusion.metrics.features.classifier_training import DetectorTrainin
 
 
 def main() -> None:
-    """Read the command line, train, say how good the detector is."""
+    """Read the command line, train, and print the detector's accuracy."""
     parser = Parser(
         prog="image-diffusion detect",
         description="Train the classifier whose features the inpipe metrics use.",

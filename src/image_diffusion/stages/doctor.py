@@ -2,8 +2,9 @@
 
     python -m image_diffusion doctor --config train.yaml --data manifest.json --output doctor.json
 
-After 20 s, it stops measuring, says so, and uses the steps measured so far. It fails, with a one-line error, if memory
-or disk do not suffice. With --tflops, nothing is measured: the cost on other GPUs is computed from operations.
+After 20 s, it stops measuring, prints a note, and uses the steps measured so far. It fails, with a one-line error, if
+memory or disk do not suffice. With --tflops, nothing is measured: the cost on other GPUs is computed from the number of
+operations.
 """
 
 from __future__ import annotations
@@ -127,14 +128,14 @@ def main() -> None:
 
 
 def steps_in_words(config: TrainConfig) -> str:
-    """Return the number of steps, which is the largest one where the training may end before."""
+    """Return the number of steps in words: the maximum if the training may stop early."""
     return f"{config.steps:,} steps{' at most' if config.patience is not None else ''}"
 
 
 def tell_counted(
     training: Training, processes: int, tflops: float, output: Path, per_machine: int | None = None
 ) -> None:
-    """Print and write the time and memory of a training on GPUs of that rate, without any GPU."""
+    """Print and write the time and memory of a training on GPUs with this rate. It requires no GPU."""
     config = training.stage.train
     steps = steps_in_words(config)
     cost = counted(training.network, training.task, config, processes, per_machine)
@@ -152,8 +153,8 @@ def tell_counted(
 
 
 def sampling_seconds(settings: Any, sampling: Sampling, cost: Forecast, decode_s: float) -> float:
-    """Return the seconds in which images are made on one device: passes of the network like the one that was timed in
-    the same precision, and the decoding. settings: None: no images are made. decode_s: of one image."""
+    """Return the sampling time of all images on one device, in seconds: of passes of the network, timed in the same
+    precision, and of decoding. settings: None: there are no samples. decode_s: of one image."""
     calls = sampling.num_evaluations(settings) if settings is not None else 0
     if not calls:
         return 0.0
@@ -161,13 +162,13 @@ def sampling_seconds(settings: Any, sampling: Sampling, cost: Forecast, decode_s
 
 
 def by_jobs(number: int) -> str:
-    """Words for several that work side by side; none for one."""
+    """Return the number of parallel jobs in words; empty for one job."""
     return f" by {number} jobs side by side" if number > 1 else ""
 
 
 def cut_short(cost: Forecast, steps: int, not_decoded: bool) -> str | None:
-    """Return a line that says what was measured when the time was over; None if all was. not_decoded: True if the
-    codec's part is missing."""
+    """Return a note on measurements that the time limit cut short; None if there are none. not_decoded: true if
+    decoding was not measured."""
     missing = [f"{cost.measured_steps} of {steps} steps were timed"] if cost.measured_steps < steps else []
     if cost.not_measured:
         passes = ", ".join(cost.not_measured)
@@ -178,8 +179,7 @@ def cut_short(cost: Forecast, steps: int, not_decoded: bool) -> str | None:
 
 
 def decoding_seconds(training: Training, until: Deadline, count: int = 4) -> float | None:
-    """Return the seconds in which the codec decodes one image, the second time if time allows two; None if no time is
-    left."""
+    """Return the decoding time of one image in seconds, of a second pass if time allows; None if no time is left."""
     if not until.left_s:
         return None
     spec, codec = training.spec, training.decoder()
@@ -196,7 +196,8 @@ def decoding_seconds(training: Training, until: Deadline, count: int = 4) -> flo
 
 
 def check(memory: float, memory_limit: float, disk: float, disk_free: float, key: str = "train.microbatch") -> None:
-    """Raise ValueError for what does not fit. All in GiB. key: of the examples computed at once."""
+    """Raise ValueError if memory or disk do not suffice. All in GiB. key: of the number of examples computed at
+    once."""
     if memory > memory_limit:
         raise ValueError(
             f"Training needs {memory:.2f} GiB of memory, but {memory_limit:.2f} GiB may be used. Make "

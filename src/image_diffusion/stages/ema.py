@@ -73,7 +73,7 @@ def _reconstructed(state: Path, weights: Path | None, width: float) -> tuple[dic
     if weights is None:
         raise ValueError("--width needs --weights, the file that the training ended with.")
     model = read_model(weights.parent)
-    end = model.get("ended_early_at", model.get("train", {}).get("steps", sys.maxsize))  # the best may be earlier
+    end = model.get("ended_early_at", model.get("train", {}).get("steps", sys.maxsize))  # the best step may be earlier
     tensors, step = reconstruct(_run_of(state, weights, model), width, end)
     examples = model["examples_seen"] // model["step"] * step
     return tensors, {**model, "step": step, "examples_seen": examples, "ema": average_name(width)}
@@ -81,7 +81,7 @@ def _reconstructed(state: Path, weights: Path | None, width: float) -> tuple[dic
 
 def _run_of(state: Path, weights: Path, model: dict[str, Any]) -> Path:
     """Return the folder of the run that ended with these weights. state: of that run, or of all."""
-    fingerprint: str = model.get("fingerprint", state.absolute().name)  # other programs write none
+    fingerprint: str = model.get("fingerprint", state.absolute().name)  # weights of other programs have none
     if state.absolute().name == fingerprint:
         return state
     if not (state / fingerprint).is_dir():

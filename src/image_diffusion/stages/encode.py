@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def import_of(stage: EncodeStage, codec: Codec | Tokens, output: Path) -> Import | None:
-    """Return the import of latents that others have encoded; None: the data are crops to encode. Raises ValueError."""
+    """Return the import of latents encoded elsewhere; None: the data are crops to encode. Raises ValueError."""
     if stage.data is None:
         return None
     images = DataSpec(channels=stage.data.num_channels, resolution=stage.data.resolution, num_classes=1)
@@ -100,7 +100,7 @@ def import_of(stage: EncodeStage, codec: Codec | Tokens, output: Path) -> Import
 
 
 def summary(manifest: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers that show if an encoding makes sense: spread of the latents, or use of the codebook."""
+    """Return numbers for checking an encoding: the spread of the latents, or the use of the codebook."""
     if manifest["kind"] == "tokens":
         return codebook_use(torch.tensor(manifest["token_counts"]))
     return {"latent_std": manifest["statistics"]["global_std"]}

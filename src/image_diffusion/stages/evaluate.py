@@ -81,7 +81,7 @@ def main() -> None:
             reference=arguments.reference,
             references=arguments.references,
             previews=arguments.previews,
-            report=arguments.report if world.is_main else None,  # the other processes share the work, and write nothing
+            report=arguments.report if world.is_main else None,  # other processes share the work, but write nothing
             encoded=arguments.encoded,
             pairs=arguments.pairs,
             raw=partial(raw_network, weights),
@@ -102,10 +102,10 @@ def evaluate(
     output: Path,
     writes: bool,
 ) -> None:
-    """Measure; write metrics.json and print the numbers, where this process is the one that `writes`.
+    """Measure; write metrics.json and print the numbers if this process `writes`.
 
-    files: those that `inputs` does not name and that change the numbers, so that the same command resumes after one
-    that was stopped, and only then. Raises ValueError for samples of other weights.
+    files: further files that change the numbers, in addition to those of `inputs`; only a command with the same files
+    resumes after an interruption. Raises ValueError for samples of other weights.
     """
     if model is not None and inputs.samples is not None:
         check_samples_of(model.sha256, inputs.samples)
@@ -139,7 +139,7 @@ def evaluate(
 
 
 def check_samples_of(sha256: str, samples: Path) -> None:
-    """Raise ValueError where what describes samples says that they are of other weights than those with this sha256."""
+    """Raise ValueError if the metadata of samples name other weights than those with this sha256."""
     described = samples.with_suffix(".json")
     made_with = read_json(described).get("weights_sha256", sha256) if described.is_file() else sha256
     if made_with != sha256:
@@ -150,13 +150,13 @@ def check_samples_of(sha256: str, samples: Path) -> None:
 
 
 def raw_network(weights: Path) -> nn.Module | None:
-    """Return the network with the weights that were not averaged, where they were kept beside `weights`."""
+    """Return the network with the weights without averaging; None unless they were kept next to `weights`."""
     folder = weights.parent / "raw"
     return load_model(folder).network.to(best_device()) if (folder / "model.json").is_file() else None
 
 
 def evaluation_settings(model: Model | None, section: str, config: Path, changes: list[str]) -> Any:
-    """Return the section of a file that a model is evaluated by, with some values changed."""
+    """Return the section of a file with the settings of a model's evaluation, with some values changed."""
     sections = model.system.sections if model is not None else {section: Section(EvaluateConfig, EvaluateConfig())}
     return load_sections(config, [section], sections, changes)[section]
 
@@ -191,8 +191,8 @@ def measure(evaluation: Evaluation, inputs: EvaluationInputs, model: Model | Non
 
 
 def _tracked_metrics(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers by the names under which they are tracked: those of a judge that must not be believed lie
-    apart, so that nothing is chosen by them."""
+    """Yield the numbers by the names under which they are tracked: those of an unreliable detector have a prefix, so
+    that nothing is selected by them."""
     doubts = result.get("doubts", ())
     for name, entry in result["metrics"].items():
         if entry["value"] is not None:
@@ -201,7 +201,8 @@ def _tracked_metrics(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def print_metrics(metrics: dict[str, dict[str, Any]], doubt: str | None = None) -> None:
-    """Print a line for each metric, and each doubt once, with the metrics it is about. doubt: about the headline."""
+    """Print a line for each metric, and each doubt once, with the metrics that it concerns. doubt: about the
+    headline."""
     for name, entry in metrics.items():
         if entry["value"] is not None:
             interval = entry["interval"]

@@ -39,16 +39,16 @@ from image_diffusion.training.load_model import check_trained_by, load_codec, lo
 
 
 def write_model(model: Model, format_: str, codec_weights: Path | None, folder: Path) -> CardUse:
-    """Write a model as another program reads it. Raises ValueError for what that has no place for."""
+    """Write a model in a format of another program. Raises ValueError for a model that the format does not support."""
     codec = load_codec(model, codec_weights, torch.device("cpu"))
     return export_of(model.system, format_).write(model.system, model, codec, folder)
 
 
 def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) -> str:
-    """Write a weights folder from a network that was trained elsewhere. Returns what it was taken for.
+    """Write a weights folder from a network trained elsewhere. Returns a description of the recognised model.
 
-    codec: of a DiT's latents. experiment: the file that describes a network of no published name. Raises ValueError
-    listing what is missing, unexpected or of another shape, or for weights of a kind that no system knows.
+    codec: of a DiT's latents. experiment: the file that describes a network without a published name. Raises ValueError
+    with a list of tensors that are missing, unexpected or of another shape, and for weights that no system recognises.
     """
     content = {} if path.is_dir() else load_tensors(path)
 
@@ -68,7 +68,7 @@ def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) 
             "system": dump(foreign.system),
             "spec": dump(foreign.spec),
             "codec": {"config": dump(foreign.codec), "identity": foreign.identity, "scale": None},
-            # Foreign files carry no class names.
+            # Foreign files have no class names.
             "classes": [str(number) for number in range(foreign.spec.num_classes)],
             "step": 0,
             "examples_seen": 0,
@@ -80,7 +80,7 @@ def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) 
 
 
 def _unknown_weights(content: Mapping[str, Any], path: Path) -> str:
-    """Return the message on a file or folder that no system knows."""
+    """Return the message for a file or folder that no system recognises."""
     advice = (
         "Use weights of a DiT or SiT, of a U-Net of improved-diffusion or guided-diffusion, of lucidrains' RIN, of a "
         "discrete VAE of DALLE-pytorch or OpenAI, of a prior of DALLE2-pytorch, or a folder of a PriorTransformer."
@@ -96,12 +96,12 @@ def _unknown_weights(content: Mapping[str, Any], path: Path) -> str:
 
 
 class Published(Config):
-    """A checkpoint that others published."""
+    """A published checkpoint of another project."""
 
     file: str
     """Name of the file."""
     what: str
-    """Model and paper that the checkpoint is of."""
+    """Model and paper of the checkpoint."""
     source: str
     """The page of its authors."""
     licence: str
@@ -109,20 +109,20 @@ class Published(Config):
     sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of the file, if its authors give it."""
     codec: str | None = None
-    """The autoencoder of its latents, where it works on any: a folder or a name on the Hugging Face Hub."""
+    """Autoencoder of its latents, if it has latents: a folder or a name on the Hugging Face Hub."""
     experiment: str | None = None
-    """The experiment file that describes what the file does not tell, as --experiment of export does: its path from
-    here."""
+    """Experiment file that describes properties missing from the checkpoint, as --experiment of export: its path
+    relative to this description."""
     cited: tuple[PublishedResult, ...] = ()
     """Results that its authors measured, and the differences if its images are made by this package."""
     sample: SampleConfig
-    """Settings by which images are made with it."""
+    """Settings for sampling from it."""
 
 
 def read_published(config: Path, path: Path, codec: str | None, folder: Path) -> Published:
-    """Write a weights folder from the file that a description is of.
+    """Write a weights folder from the file of a description.
 
-    codec: in place of the one that it names. Raises ValueError for another file.
+    codec: replaces the codec of the description. Raises ValueError for another file.
     """
     published = load(Published, config)
     if not path.is_file():
@@ -139,7 +139,7 @@ def read_published(config: Path, path: Path, codec: str | None, folder: Path) ->
 
 
 def check_metrics_of(sha256: str, measured: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError where the metrics of a file are of other weights than those with this sha256."""
+    """Raise ValueError if the metrics of a file are of other weights than those with this sha256."""
     if measured["protocol"].get("weights", {}).get("sha256", sha256) != sha256:
         raise ValueError(f"{path} is of other weights than --weights. Run evaluate with these weights.")
 

@@ -8,7 +8,7 @@ ADM and EDM, and reference.json, which names the images and the detector. Severa
 the images.
 
 With --part 2/8, only the images of that part are processed, and --output is an .npz of their features. Parts can run at
-the same time. A last call with --made joins them into the same bytes as one call writes, and removes them.
+the same time. A last call with --made joins them, with the same bytes as without parts, and removes them.
 
 Features are kept until the output is complete: after an interruption, the same command resumes.
 """
@@ -30,7 +30,7 @@ from image_diffusion.training.parallel.world import join
 
 
 def main() -> None:
-    """Read the command line, look, write the folder."""
+    """Read the command line, compute the features, and write the folder."""
     parser = command.Parser(prog="image-diffusion reference", description=__doc__)
     parser.add_config("section detector, YAML")
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")

@@ -23,7 +23,7 @@ Nothing is downloaded. --output is then a folder: `train` has the weights, from 
 After an interruption, the same command resumes after the last finished batch.
 
 With --part 2/8, only the samples of that part are drawn and written. Parts can run at the same time. A last call with
---made joins them into the same bytes as one call writes, and removes them.
+--made joins them, with the same bytes as without parts, and removes them.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main(words: Sequence[str] | None = None) -> None:
     output = output or Path("drawn", files.name, kind.file)
     remove_stale_parts(output, arguments.part, arguments.made)
     described = protocol(settings, model) | generator.described
-    described["settings"].pop("keep", None)  # which changes no image
+    described["settings"].pop("keep", None)  # keep does not change any image
     identity = [described, dump(model.system), model.codec]
     with resumable(output, identity, [files.small_images, *embeddings]):
         if arguments.part is not None:
@@ -170,7 +170,7 @@ def main(words: Sequence[str] | None = None) -> None:
             return
         rows = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
         samples = joined(arguments.made, settings) if arguments.made else cached_batches(generator, rows)
-        # Who names a trained experiment wants to have the images, and parts have been stored.
+        # A command that names a trained experiment stores all images; so do parts.
         count = settings.num_samples if arguments.trained or arguments.made else settings.num_stored
         with open_journal(arguments.journal, "sample") as journal, Progress("sample", count, kind.one) as progress:
             journal.params({"sample": dump(settings)})
@@ -179,7 +179,7 @@ def main(words: Sequence[str] | None = None) -> None:
             journal.metrics({"examples_seen": model.examples_seen}, model.step)
             for title, picture in pictures.items():
                 journal.image(title, picture, model.step)
-    for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
+    for part in arguments.made:  # here and not in Snakemake, which may be killed before it removes them
         part.unlink(missing_ok=True)
     shown = "".join(f", shown in {picture}" for picture in list(pictures.values())[:1])
     rest = f"; evaluate makes all {settings.num_samples:,}" if count < settings.num_samples else ""
@@ -188,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def read_published(description: Path, path: Path, codec: str | None, folder: Path) -> TrainedFiles:
     """Write published weights to a folder, and the settings to sample them with; returns those files."""
-    # By name: the code digest of this stage leaves out what reads and exports weights, which change no sample.
+    # By name: this keeps the import and export of weights, which change no sample, out of this stage's code digest.
     export = import_module("image_diffusion.stages.export")
     published = export.read_published(description, path, codec, folder / "train")
     print(f"sample: {published.what}. Licence: {published.licence}", flush=True)
@@ -206,7 +206,7 @@ def short_changes(values: Mapping[str, Any], classes: Sequence[str]) -> list[str
 
 
 def _label(text: str, classes: Sequence[str]) -> str:
-    """Return a class of the command line as --set has it: a number, a position, or else a name."""
+    """Return a class of the command line in the form of --set: a number, a position, or otherwise a name."""
     is_number = text.isdecimal() and text == str(int(text))
     is_position = text not in classes and re.fullmatch(r"\{position: *\d+\}", text)
     return text if is_number or is_position else json.dumps(text)

@@ -21,7 +21,7 @@ from image_diffusion.metrics.sweep_curve import plot_sweep, sweep_curve
 
 
 def point_of(text: str) -> tuple[str, Path]:
-    """ "1.5=a/metrics.json" -> ("1.5", the path)."""
+    """Return the value and the path of a point: "1.5=a/metrics.json" -> ("1.5", the path)."""
     value, separator, path = text.partition("=")
     if not separator or not value or not path:
         raise argparse.ArgumentTypeError(f"'{text}' is not a point. Write VALUE=PATH, such as 1.5=a/metrics.json.")
@@ -55,7 +55,7 @@ def main() -> None:
         if rule is not None:
             journal.params({"choose": rule.text, "chosen": curve["choice"]["step"]})
         for number, point in enumerate(curve["points"]):
-            # An axis of whole numbers is its own step; of other values the step is the place in the list.
+            # A whole number is its own step; for other values the step is the position in the list.
             step = int(point["value"]) if point["value"].isdecimal() else number
             entries = point["metrics"].items()
             journal.metrics({name: entry["value"] for name, entry in entries if entry["value"] is not None}, step)

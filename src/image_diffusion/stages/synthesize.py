@@ -5,12 +5,11 @@
 
 Writes a folder: the images with their classes and seeds in the layout of `synthesize.format`, README.md (the data
 card), croissant.json, scorecard.json, index.html (the page of the scorecard) and provenance.json. If
-`synthesize.require` does not hold, the folder is called `quarantine` instead, and the command fails. After an
-interruption, the same command resumes. If a set was quarantined, changing `require` or `format` does not draw its
-images again.
+`synthesize.require` is not met, the folder is named `quarantine` instead, and the command fails. After an interruption,
+the same command resumes. If a set was quarantined, changing `require` or `format` does not draw its images again.
 
-With --part 2/8, only the images of that part are drawn and written. A last call with --made joins the parts into the
-same bytes as one call writes, and removes them.
+With --part 2/8, only the images of that part are drawn and written. A last call with --made joins the parts, with the
+same bytes as without parts, and removes them.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def main() -> None:
     if NumberPairs.kind in model.pairs:
         columns = NumberColumns.described(model.pairs[NumberPairs.kind])
         with_numbers = [open_shards(arguments.data.parent, name) for name in SPLITS]
-        for split in with_numbers:  # leaves out the images that have none
+        for split in with_numbers:  # without the images that have no numbers
             for manifest in arguments.pairs:
                 split.join(open_shards(manifest.parent, "all"))
     request = requested(config, with_numbers[0], columns, model.system.sampling().takes_classes)
@@ -141,8 +140,8 @@ def main() -> None:
                 f"synthesize.require does not hold: {'; '.join(wrong)}. The images are in {folder}, and "
                 f"{folder / 'index.html'} has all scores. Train or sample otherwise, or change the requirement."
             )
-    shutil.rmtree(output.with_name("quarantine"), ignore_errors=True)  # of an earlier run
-    for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
+    shutil.rmtree(output.with_name("quarantine"), ignore_errors=True)  # folder of an earlier run
+    for part in arguments.made:  # here and not in Snakemake, which may be killed before it removes them
         part.unlink(missing_ok=True)
     fewer = (
         "" if len(selection.rows) == selection.num_requested else f" of {selection.num_requested:,} that were asked for"
@@ -151,8 +150,8 @@ def main() -> None:
 
 
 def numbers_of_rows(described: dict[str, Any], rows: NDArray[np.int64]) -> dict[str, list[float | None]]:
-    """Return the numbers that some of the images were asked for, by column; empty without numbers. described: what the
-    maker of the images says of them."""
+    """Return the numbers that some of the images were requested with, by column; empty without numbers. described: the
+    description by the maker of the images."""
     values: dict[str, list[float | None]] = described.get("conditions", {}).get("values", {})
     return {name: [of_all[row] for row in rows.tolist()] for name, of_all in values.items()}
 
@@ -160,7 +159,7 @@ def numbers_of_rows(described: dict[str, Any], rows: NDArray[np.int64]) -> dict[
 def compared_numbers(
     columns: NumberColumns | None, numbers: dict[str, list[float | None]], train: Shards, held_out: Shards
 ) -> Numbers | None:
-    """Return the numbers that regressors learn; None without numbers."""
+    """Return the numbers for training regressors; None without numbers."""
     if columns is None:
         return None
     rows = [dict(zip(numbers, cells, strict=True)) for cells in zip(*numbers.values(), strict=True)]

@@ -59,8 +59,8 @@ def main() -> None:
     request = None
     if options.experiment is not None:
         request = _requested(options)
-        journals(request)  # fail before a store is created
-    # It imports MLflow, which takes seconds: a wrong argument should fail before.
+        journals(request)  # fails before a store is created
+    # This imports MLflow, which takes seconds, so arguments are checked before.
     from image_diffusion.tracking.tracker import Tracker
 
     tracker = Tracker(store, options.project)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _requested(options: argparse.Namespace) -> Request:
-    """Return the request for one experiment: as its plan says, where it has one, but for what the options say."""
+    """Return the request for one experiment: that of its plan, if it has one, with the values of the options."""
     experiment: Path = options.experiment
     has_plan = plan_file(experiment.parent, experiment.name).is_file()
     planned = request_of(experiment.parent, experiment.name) if has_plan else Request(experiment)

@@ -76,10 +76,10 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """Training of a stage, put together from its configuration.
+    """Training of a stage, assembled from its configuration.
 
-    spec: of what it learns from. decoder: builds the codec, where previews are made. task: a network -> what is done
-    with it. sets: of shards that are read. model, data, split: those of `training.session.run`.
+    spec: of the training data. decoder: builds the codec for previews. task: a network -> its training task. sets: of
+    shards that are read. model, data, split: as in `training.session.run`.
     """
 
     stage: TrainStage
@@ -97,7 +97,7 @@ class Training:
         return network
 
     def build(self, world: World) -> Task:
-        """Return the task: what to train on what."""
+        """Return the training task."""
         return self.task(self.network())
 
 
@@ -108,8 +108,8 @@ def prepare_training(
     pairs: Sequence[Path | str] = (),
     changes: Sequence[str] = (),
 ) -> Training:
-    """Put together what the stage of a file trains on the data of a manifest. pairs: the manifests of what the system
-    reads beside them. changes: what is to be another value than the file says.
+    """Assemble the training of a configuration file on the data of a manifest. pairs: the manifests of additional sets
+    that the system reads. changes: values that replace those of the file.
 
     Raises ValueError if configuration, data, pairs and codec do not fit one another.
     """
@@ -184,8 +184,8 @@ def prepare_training(
 
 
 def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> None:
-    """Join to the data what the system reads beside them, in its order. Raises ValueError if that is missing or
-    another."""
+    """Join to the data the additional sets that the system reads, in its order. Raises ValueError if sets are missing
+    or do not fit."""
     kinds = stage.system.reads_beside
     if bool(kinds) != bool(pairs):
         raise ValueError(
@@ -219,8 +219,8 @@ def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> 
 
 
 def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) -> Codec:
-    """Return the codec that wrote the data. scale: of those. weights: folder of the trained codec. Raises ValueError
-    when it was another one."""
+    """Return the codec of the experiment. scale: of the data. weights: folder of the trained codec. Raises ValueError
+    when another codec wrote the data."""
     codec: Codec = stage.codec.build(weights, scale, torch.device("cpu"), torch.float32)
     written_by: dict[str, Any] = data.manifest.get("codec", {"type": "rgb"})
     if written_by != codec.identity:

@@ -1,1 +1,1 @@
-"""A trained model -> a data set of its images that other programs read, and a scorecard of its use and its risk."""
+"""A trained model -> a data set of its images for other programs, and a scorecard of its utility and privacy."""

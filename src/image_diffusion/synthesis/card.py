@@ -1,4 +1,4 @@
-"""Words about a synthetic data set: its data card, README.md, and the page of its scorecard."""
+"""Texts on a synthetic data set: its data card, README.md, and the page of its scorecard."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ A low privacy score is a measurement by the attacks below, not a proof of anonym
 
 
 def _command(facts: DataSetFacts, experiment: str) -> str:
-    """Return the command that draws an image of the set again, and how to write a missing number."""
+    """Return the command that draws an image of the set again, with the notation of missing numbers."""
     label = " --label CLASS" if facts.has_classes else ""
     command = f"image-diffusion sample {experiment}{label} --num 1 --set sample.first_seed=SEED"
     if not facts.numbers:
@@ -85,7 +85,7 @@ _COUNTS = {
 
 
 def counts_table(counts: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
-    """Return the head and the rows of a table of `Selection.counts`: of a set without selection only the images."""
+    """Return the head and the rows of a table of `Selection.counts`; without selection, only the numbers of images."""
     of_each = [of_class.keys() for of_class in counts.values()]
     selected = any(of_class["drawn"] != of_class["kept"] for of_class in counts.values())
     shown = [name for name in _COUNTS if name == "kept" or (selected and all(name in names for names in of_each))]
@@ -100,8 +100,8 @@ def score_page(
     wrong: Sequence[str],
     counts: Mapping[str, Mapping[str, int]],
 ) -> str:
-    """Return the page of a scorecard. require: the requirement; wrong: a sentence for each condition that does not
-    hold. counts: `Selection.counts`."""
+    """Return the page of a scorecard. require: the requirement; wrong: a sentence for each condition that is not met.
+    counts: `Selection.counts`."""
     body = [f"<p>{html.escape(facts.description)}</p>", *_release(require, wrong)]
     for group, rows in _rows_by_group(scores):
         body += [f"<h2>{group}</h2>", "<table>", _line(HEADS, "th")]

@@ -1,4 +1,4 @@
-"""Describe a synthetic data set in Croissant 1.0, JSON-LD that catalogues of data sets read
+"""Description of a synthetic data set in Croissant 1.0, JSON-LD for catalogues of data sets
 (https://docs.mlcommons.org/croissant/docs/croissant-spec.html)."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Entity = dict[str, Any]
 @dataclass(frozen=True)
 class DataSetFacts:
     """Facts about a data set that Croissant and the data card state. published: an ISO date. files: sha256 by path.
-    numbers: columns of numbers that the images were asked for. has_classes: whether the images have classes."""
+    numbers: columns of numbers that the images were requested with. has_classes: whether the images have classes."""
 
     name: str
     description: str

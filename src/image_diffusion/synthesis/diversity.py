@@ -1,10 +1,10 @@
-"""Effective number of samples: how many different images a set amounts to.
+"""Effective number of samples: the number of different images that a set is equivalent to.
 
 Order two of the Vendi score (Pasarkar and Dieng 2023, "Cousins of the Vendi score"), which is the Rényi kernel entropy
 score of Jalali et al. (2023, "An information-theoretic evaluation of generative models in learning multi-modal
 distributions"): 1 / E[k(x, y)²] for independent x and y. Unlike the score of order one, which grows with the number of
-images, its denominator has an unbiased estimate, so that sets of different sizes compare (Ospanov and Farnia 2024, "Do
-Vendi scores converge with finite samples?").
+images, its denominator has an unbiased estimate, so that sets of different sizes are comparable (Ospanov and Farnia
+2024, "Do Vendi scores converge with finite samples?").
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def bandwidth(features: Tensor) -> float:
 def effective_number(features: Tensor, sigma: float) -> Estimate:
     """Return 1 / mean k(x_i, x_j)² over the pairs i ≠ j, with k(x, y) = exp(-|x - y|² / (2 sigma²)).
 
-    A set of m equally frequent images that have nothing in common has m; identical images have 1. features: float32
-    [N, D]. sigma: the bandwidth, in units of the features; the interval is given that. NaN where no two images are
-    alike, which says only that the number is large.
+    A set of m equally frequent images that have nothing in common has m; identical images have 1. features: float32 [N,
+    D]. sigma: the bandwidth, in units of the features; the interval assumes it is exact. NaN if no two images are
+    similar, which means only that the number is large.
     """
     n = len(features)
     if n < 2 or not sigma > 0:
@@ -42,7 +42,7 @@ def effective_number(features: Tensor, sigma: float) -> Estimate:
     for rows, squared in squared_distances(features, features):
         similar = torch.exp(-squared.cpu() / sigma**2)
         places = torch.arange(n)[rows]
-        similar[torch.arange(len(places)), places] = 0  # an image with itself is no pair
+        similar[torch.arange(len(places)), places] = 0  # without pairs of an image with itself
         of_rows = torch.zeros(len(places), NUM_BLOCKS, dtype=torch.float64).index_add_(1, block, similar)
         sums.index_add_(0, block[places], of_rows)
     total = float(sums.sum())
@@ -53,7 +53,7 @@ def effective_number(features: Tensor, sigma: float) -> Estimate:
         return Estimate(value, n, note=few)
     left = n - torch.bincount(block, minlength=NUM_BLOCKS)
     without = sums.sum() - sums.sum(dim=0) - sums.sum(dim=1) + sums.diagonal()
-    # Of the mean of k², whose interval is symmetric and free of bias, and not of its inverse.
+    # The interval is that of the mean of k², which is unbiased and symmetric, not that of its inverse.
     mean = jackknife(total / n / (n - 1), (without / left / (left - 1)).tolist(), n, 0, 1)
     assert mean.interval is not None
     low, high = mean.interval

@@ -1,5 +1,4 @@
-"""Write synthetic images with their classes and seeds in the layouts that other programs read. The same images give
-the same bytes."""
+"""Write synthetic images with their classes and seeds in common layouts. Equal images give equal bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from image_diffusion.metrics.samples import Samples
 _IN_A_FILE = 5000
 """Images in one tar or Parquet file."""
 _LONGEST_NAME = 255
-"""Bytes in the name of a folder, at most."""
+"""Maximum number of bytes in the name of a folder."""
 _NOT_IN_FOLDERS = re.compile(r'^\.+|[/\\:*?"<>|%\x00-\x1f\x7f-\x9f]')
 UNLABELLED = "unlabelled"
 """Name of the folder of images without classes."""
@@ -31,8 +30,8 @@ UNLABELLED = "unlabelled"
 
 @dataclass(frozen=True)
 class SyntheticSet:
-    """Images of a set. seeds: of each, int64 [N]. numbers: those that each was asked for, by column; None for a missing
-    one."""
+    """Images of a set. seeds: of each, int64 [N]. numbers: requested for each image, by column; None for a missing
+    number."""
 
     samples: Samples
     seeds: NDArray[np.int64]
@@ -68,9 +67,9 @@ class SyntheticImage:
 
 
 def write_folders(folder: Path, images: SyntheticSet) -> None:
-    """Write `images/CLASS/SEED.png`, which torchvision's ImageFolder reads, and `images/metadata.csv`, which adds
-    label, seed and numbers where Hugging Face's imagefolder reads it. A class without images has no folder: ImageFolder
-    refuses an empty one."""
+    """Write `images/CLASS/SEED.png`, which torchvision's ImageFolder reads, and `images/metadata.csv` with label, seed
+    and numbers, which Hugging Face's imagefolder reads. A class without images has no folder: ImageFolder rejects empty
+    folders."""
     root = folder / "images"
     root.mkdir()
     with (root / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
@@ -84,8 +83,8 @@ def write_folders(folder: Path, images: SyntheticSet) -> None:
 
 
 def folder_name(class_name: str) -> str:
-    """Return the folder of a class: its name; what no folder may contain is percent-encoded, and a name that is too
-    long is cut and ends in a digest."""
+    """Return the folder of a class: its name. Characters that a folder's name may not have are percent-encoded; a name
+    that is too long is cut and ends in a digest."""
     name = _NOT_IN_FOLDERS.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), class_name)
     if len(name.encode()) <= _LONGEST_NAME:
         return name
@@ -100,8 +99,8 @@ def _files_of(images: SyntheticSet) -> Iterator[tuple[int, list[SyntheticImage]]
 
 
 def write_webdataset(folder: Path, images: SyntheticSet) -> None:
-    """Write `shard-00000.tar`, …: of each image SEED.png, SEED.cls, the number of its class, and SEED.json: class,
-    label, seed and numbers, where `pairs.columns` reads them."""
+    """Write `shard-00000.tar`, …, with three files per image: SEED.png; SEED.cls, the number of its class; and
+    SEED.json with class, label, seed and numbers, which `pairs.columns` can read."""
     for number, part in _files_of(images):
         with tarfile.open(folder / f"shard-{number:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
             for image in part:
@@ -115,8 +114,8 @@ def write_webdataset(folder: Path, images: SyntheticSet) -> None:
 
 
 def write_parquet(folder: Path, images: SyntheticSet) -> None:
-    """Write `data/train-00000.parquet`, …: columns image (bytes and path), label, seed and numbers, with the types that
-    Hugging Face's datasets reads from the schema's metadata."""
+    """Write `data/train-00000.parquet`, …: columns image (bytes and path), label, seed and numbers, with types in the
+    schema's metadata for Hugging Face's datasets."""
     import pyarrow as pa  # here: loading it would slow the start of every stage
     from pyarrow import parquet
 

@@ -1,7 +1,6 @@
-"""Statistics of what a set of synthetic images tells about the images that its model was trained on.
-
-Distances are between images reduced to 16 x 16 pixels (`metrics/images/memorization.py`), and not between features of
-the data set's own detector: that was trained on the same images, which alone sets them apart from held-out ones.
+"""Statistics of the information in synthetic images about the training images of their model. Distances are between
+images reduced to 16 x 16 pixels (`metrics/images/memorization.py`), not between features of the data set's own
+detector, whose training on the same images alone distinguishes them from held-out images.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from image_diffusion.metrics.distances.precision_recall import squared_distances
 from image_diffusion.metrics.images.memorization import LEAST_HELD_OUT
 
 FALSE_POSITIVES = 0.01
-"""Share of non-members at which `true_positives` is measured."""
+"""False-positive rate at which `true_positives` is measured."""
 _LEAST = 20
 
 
@@ -29,10 +28,10 @@ def nearest_distances(queries: Tensor, images: Tensor, k: int = 1) -> Tensor:
 def membership_auc(members: Tensor, others: Tensor) -> Estimate:
     """Return the area under the ROC curve of membership inference by the distance to the nearest synthetic image.
 
-    It is the probability that a training image lies nearer to the synthetic set than an image that the model never saw;
-    0.5: the set does not tell them apart (the attack of Chen et al. 2020, "GAN-Leaks", on generated samples alone).
-    members, others: distances [N] and [M]. The interval is DeLong's (DeLong et al. 1988), for other members and others
-    of the same distributions, given the synthetic set.
+    It is the probability that a training image is nearer to the synthetic set than an image outside the training set;
+    0.5: the set does not distinguish them (the attack of Chen et al. 2020, "GAN-Leaks", on generated samples alone).
+    members, others: distances [N] and [M]. The interval is DeLong's (DeLong et al. 1988), over members and others of
+    the same distributions, for a fixed synthetic set.
     """
     n, m = len(members), len(others)
     if min(n, m) < _LEAST:
@@ -45,18 +44,18 @@ def membership_auc(members: Tensor, others: Tensor) -> Estimate:
 
 
 def _placements(near: Tensor, far: Tensor) -> Tensor:
-    """Return for each distance of `near` the share of `far` beyond it, ties by half, float64 [N]."""
+    """Return for each distance of `near` the share of larger distances in `far`; ties count half. Float64 [N]."""
     ordered = far.to(torch.float64).sort().values
     below, up_to = (torch.searchsorted(ordered, near.to(torch.float64), right=right) for right in (False, True))
     return 1 - (below + up_to).to(torch.float64) / 2 / len(far)
 
 
 def true_positives(members: Tensor, others: Tensor) -> Estimate:
-    """Return the share of members that are recognised where 1 % of the others are mistaken for members (Carlini et al.
-    2022, "Membership inference attacks from first principles", section III).
+    """Return the share of members that are recognised at the threshold where 1 % of the others are mistaken for members
+    (Carlini et al. 2022, "Membership inference attacks from first principles", section III).
 
     members, others: distances to the nearest synthetic image, [N] and [M]. Others at a distance of 0 are left out: they
-    are trained on, too. The interval is Wilson's, given the threshold.
+    are trained on, too. The interval is Wilson's, for a fixed threshold.
     """
     others = others[others > 0]
     if len(others) < LEAST_HELD_OUT:
@@ -65,8 +64,8 @@ def true_positives(members: Tensor, others: Tensor) -> Estimate:
 
 
 def nearest_ratio(samples: Tensor, train: Tensor) -> Estimate:
-    """Return the mean ratio of the distance to the nearest training image to that to the second nearest: near 0 for
-    copies of single images. samples, train: [N, D] and [M, D]."""
+    """Return the mean ratio of the distances to the nearest and the second nearest training image: near 0 for copies of
+    single images. samples, train: [N, D] and [M, D]."""
     first, second = nearest_distances(samples, train, 2).unbind(dim=1)
     ratio = torch.where(second > 0, first / second, torch.zeros_like(first))
     return mean_estimate(ratio, 0, 1)

@@ -1,4 +1,4 @@
-"""Requested images of a set: a number of each class, as many as the training images, or those of a table."""
+"""Requested images of a set: a number per class, as many as the training images, or those of a table."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from image_diffusion.systems.diffusion.conditions.rows import check_names, label
 from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
 
 COUNT = "count"
-"""Column of a table that says how many images of a row are asked for."""
+"""Column of a table with the number of images of a row."""
 TAKEN = frozenset({COUNT, "file_name"})
-"""Further names that a column of numbers must not have: of a table, and of the files of a set."""
+"""Further names that a column of numbers must not have: names of other columns of tables and sets."""
 LEAST = EvaluateConfig().least_samples
-"""Images of the smallest set that has scores."""
+"""Size of the smallest set that can be scored."""
 _KEY = "synthesize.table"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Images that a set asks for.
+    """Requested images of a set.
 
-    settings: values of the section `sample` that draw them, `num_samples` of them; more images repeat them.
-    groups: int64 [N], the group of each image: its class, its row of the table. An image may take the place of another
-    one of its group.
+    settings: values of the section `sample` that draw the `num_samples` images; more images repeat the request. groups:
+    int64 [N], the group of each image: its class, or its row of the table. Images of a group are interchangeable.
     """
 
     settings: dict[str, Any]
@@ -46,7 +45,7 @@ class Request:
         """Return the values of the section `sample` that draw `times` as many images."""
         count = int(np.ceil(times * len(self.groups)))
         drawn = self.settings | {"num_samples": count}
-        if count % len(self.groups):  # else what is listed repeats itself in turn
+        if count % len(self.groups):  # otherwise lists repeat in turn
             rows = self._rows(count).tolist()
             drawn |= {key: [of[row] for row in rows] for key, of in self.settings.items() if isinstance(of, list)}
         return drawn
@@ -56,8 +55,8 @@ class Request:
         return self.groups[self._rows(num_drawn)]
 
     def _rows(self, num_drawn: int) -> NDArray[np.int64]:
-        """Return which of the requested images each one repeats that is drawn: all in turn; then, where the settings
-        list them, the same share of each group."""
+        """Return the requested image that each drawn one repeats: all in turn; the rest are the same share of each
+        group if the settings list conditions."""
         turns, spare = divmod(num_drawn, len(self.groups))
         rows = np.arange(num_drawn) % len(self.groups)
         if spare and any(isinstance(value, list) for value in self.settings.values()):
@@ -69,8 +68,8 @@ class Request:
 def requested(
     config: SynthesizeConfig, train: Shards, columns: NumberColumns | None, takes_classes: bool = True
 ) -> Request:
-    """Return the images that a set asks for. columns: the numbers that the network is conditioned on, if any, which
-    `train` holds beside its images. takes_classes: whether it is conditioned on the class, too."""
+    """Return the requested images of a set. columns: the numbers that the network is conditioned on, if any, which are
+    joined to `train`. takes_classes: whether it is conditioned on the class, too."""
     if config.table is not None:
         return _of_table(config.table, columns.names if columns is not None else ())
     if config.like == "train":
@@ -139,7 +138,7 @@ def _like(train: Shards, columns: NumberColumns | None, takes_classes: bool) -> 
 
 
 def _request_of_rows(rows: Sequence[Mapping[str, Any]], groups: NDArray[np.int64]) -> Request:
-    """Return the request for images of rows, whose classes take the place of those of the section `sample`."""
+    """Return the request for images of rows, whose classes replace those of the section `sample`."""
     return _request({"conditions": rows} | ({"labels": "balanced"} if LABEL in rows[0] else {}), groups)
 
 

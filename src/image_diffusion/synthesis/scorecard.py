@@ -1,4 +1,4 @@
-"""Measure a set of synthetic images: fidelity, diversity, utility and privacy, each beside what real images get."""
+"""Scores of a set of synthetic images: fidelity, diversity, utility and privacy, each with the score of real images."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from image_diffusion.synthesis.utility import (
 )
 
 _MOST = 10_000
-"""Images of each kind that distances are measured between at most."""
+"""Maximum number of images of each kind for distances."""
 _MOST_COMPARED = 2000
-"""Images of each kind whose pairs the effective number is measured on at most."""
+"""Maximum number of images of each kind for the effective number."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def measure_set(
 
     config: the classifiers of the utility. references: folders of the detector's features of the real images, if these
     are stored. pictures: a folder for pictures, which show training images too. numbers: those that the images were
-    asked for, and those of the real images; the utility is then of regressors. Raises ValueError for too few images.
+    requested with, and those of the real images; the utility is then that of regressors. Raises ValueError for too few
+    images.
     """
     settings = EvaluateConfig(two_sample=False)
     entries = evaluate_samples(synthetic, real, [detector], settings, pictures, references=references)["metrics"]
@@ -80,7 +81,7 @@ def measure_set(
 
 
 def _with_selection(scores: Scores, reject: RejectConfig) -> Scores:
-    """Return the scores, with a note at those by whose measure the images were selected: these are too good."""
+    """Return the scores, with a note on scores whose measure also selected the images: these are too optimistic."""
     by_detector = ("agreement",) if reject.needs_classes else ()
     chosen = (*by_detector, *(("copies",) if reject.near_training else ()))
     note = "the images were selected by this measure (synthesize.reject)"
@@ -90,7 +91,7 @@ def _with_selection(scores: Scores, reject: RejectConfig) -> Scores:
 
 
 def _effective_number(synthetic: Samples, real: RealImages, detector: Detector) -> dict[str, Any]:
-    """Return the score of the effective number, by the detector's features, and that of held-out images."""
+    """Return the score of the effective number, in the detector's features, with that of held-out images."""
 
     def features(images: ImageSet, title: str) -> Tensor:
         rows = fixed_subset(images.num_samples, _MOST_COMPARED).numpy()
@@ -103,7 +104,7 @@ def _effective_number(synthetic: Samples, real: RealImages, detector: Detector) 
 
 
 def faults(scores: Scores, requirement: str) -> list[str]:
-    """Return a sentence for each condition of a requirement that does not hold; none where the set may be released."""
+    """Return a sentence for each condition of a requirement that is not met; empty if the set may be released."""
     conditions = parse_requirement(requirement)
     return [f"{row.text}: {miss}" for row in conditions if (miss := row.miss(scores)) is not None]
 
@@ -119,14 +120,14 @@ def numbers_of(scores: Scores) -> dict[str, float]:
 
 
 def _of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a score from an entry of metrics.json, whose floor is what held-out images get."""
+    """Return a score from an entry of metrics.json, whose floor is the value of held-out images."""
     note = "; ".join(filter(None, (entry["note"], entry.get("doubt"))))
     value = entry["value"] if entry["debiased"] is None else entry["debiased"]
     return _score(value, entry["interval"], entry["floor"], entry["n"], note)
 
 
 def score_of(estimate: Estimate, real: float | None) -> dict[str, Any]:
-    """Return a score from an estimate. real: what real images get; None where they get nothing."""
+    """Return a score from an estimate. real: the value of real images; None without one."""
     if math.isnan(estimate.value):
         return _missing(estimate.note)
     real = None if real is None or math.isnan(real) else real
@@ -145,7 +146,8 @@ def _score(
 
 
 def _utility(synthetic: Samples, real: RealImages, config: SynthesizeConfig, numbers: Numbers | None) -> Scores:
-    """Return the scores of utility, and the verdict on each gain; what real images get is the accuracy with them."""
+    """Return the scores of utility, and the verdict on each gain; the value of real images is the accuracy with
+    them."""
     names = [name for name, score in SCORES.items() if score.group == "Utility"]
     real = real if numbers is None else numbers.real
     num_classes = len(real.train.classes) if synthetic.has_labels else 0
@@ -186,7 +188,7 @@ _OF_REGRESSORS = "of regressors of the numbers: the share of the held-out varian
 
 
 def _with_numbers(images: Labelled) -> Labelled:
-    """Return the images without those of which no number is known, where numbers are to be recognised."""
+    """Return the images with a known number, if the task is to recognise numbers; otherwise all images."""
     if images.numbers is None:
         return images
     return images.take(images.numbers[..., 1].bool().any(dim=1).nonzero().squeeze(1))
@@ -201,8 +203,8 @@ def verdict(gain: Estimate) -> str | None:
 
 
 def measure_privacy(synthetic: Samples, real: RealImages) -> Scores:
-    """Return the scores that are measured on pixels. Real images get theirs by the same measure: half of the held-out
-    images in place of the synthetic set, and the others in place of all held-out ones."""
+    """Return the scores that are measured on pixels. The scores of real images use the same measures, with half of the
+    held-out images in place of the synthetic set and the other half as held-out images."""
     held_out = _pixels(real.validation)
     if len(held_out) < 4 or real.train.num_samples < 4:
         few = _missing("not measured: it takes four held-out images")

@@ -12,8 +12,8 @@ _EXAMPLE = "copies.upper < 0.05 and utility.gain.lower > 0"
 
 @dataclass(frozen=True)
 class Score:
-    """A score. group: of the scorecard. better: the direction; empty where none is. meaning: in plain words. metric: of
-    `evaluate` that it is; empty for one that is measured here."""
+    """A score. group: of the scorecard. better: the direction; empty if there is none. meaning: in plain words. metric:
+    its name in `evaluate`; empty if it is measured here."""
 
     group: str
     better: str
@@ -49,12 +49,12 @@ SCORES = {
     ),
     "membership.true_positives": Score("Privacy", "lower", "training images recognised at 1 % false positives, share"),
 }
-"""Scores by the name that a requirement calls them by, in the order of the page."""
+"""Scores by their names in requirements, in the order of the page."""
 
 
 def parse_requirement(text: str) -> list[Condition]:
-    """Return the conditions of a requirement such as `copies.upper < 0.05 and utility.gain.lower > 0`; none for an
-    empty one. Raises ValueError for what is not a comparison of a known number with a bound."""
+    """Return the conditions of a requirement such as `copies.upper < 0.05 and utility.gain.lower > 0`; none if it is
+    empty. Raises ValueError for anything but comparisons of a known number with a bound."""
     return parse_conditions(text, "score", _check_score, _EXAMPLE)
 
 

@@ -1,4 +1,4 @@
-"""Selection of synthetic images: which were drawn, which were rejected and why, and which fill the set."""
+"""Selection of synthetic images: images drawn, images rejected with the reasons, and images of the set."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from image_diffusion.synthesis.config import RejectConfig
 from image_diffusion.synthesis.request import Request
 
 Reasons = Mapping[str, NDArray[np.bool_]]
-"""By reason, whether each image is rejected for it, bool [N]. An image may be rejected for several."""
+"""For each reason, whether it rejects each image, bool [N]. Several reasons may reject an image."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Images of a set among those that were drawn. rows: int64 [K], their positions, in order. reasons: of all that
-    were drawn. num_requested: the number of images that was asked for."""
+    """Images of a set among the images drawn. rows: int64 [K], their positions, in order. reasons: of all images drawn.
+    num_requested: the requested number of images."""
 
     rows: NDArray[np.int64]
     reasons: Reasons
@@ -32,7 +32,7 @@ class Selection:
 
     def counts(self, samples: Samples, unlabelled: str) -> dict[str, dict[str, int]]:
         """Return by class how many images were drawn, rejected for each reason, rejected in all, kept, and not needed.
-        samples: all that were drawn. unlabelled: the name of the class of images without classes."""
+        samples: all images drawn. unlabelled: the name of the class of images without classes."""
         classes = samples.classes if samples.has_labels else [unlabelled]
         rejected = _any(self.reasons, samples.num_samples)
         kept = np.isin(np.arange(samples.num_samples), self.rows)
@@ -46,7 +46,7 @@ class Selection:
 
 
 class Chosen:
-    """Some rows of images that are read when they are needed; `metrics.samples.Rows`."""
+    """Some rows of images, read on demand; implements `metrics.samples.Rows`."""
 
     def __init__(self, samples: Samples, rows: NDArray[np.int64]) -> None:
         self._samples, self._rows = samples, rows
@@ -58,9 +58,9 @@ class Chosen:
 
 
 def select(samples: Samples, request: Request, reasons: Reasons) -> Selection:
-    """Return of each group the first images that are not rejected, as many as are asked for.
+    """Return the first images of each group that are not rejected, up to the requested number.
 
-    Raises ValueError where every image is rejected.
+    Raises ValueError if every image is rejected.
     """
     groups, wanted = request.group_of_each(samples.num_samples), request.num_of_each
     passed = np.flatnonzero(~_any(reasons, samples.num_samples))
@@ -72,7 +72,7 @@ def select(samples: Samples, request: Request, reasons: Reasons) -> Selection:
         )
     order = np.argsort(groups[passed], kind="stable")
     ordered = groups[passed][order]
-    place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)  # of each image among those of its group
+    place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)  # position of each image in its group
     rows = np.sort(passed[order[place < wanted[ordered]]])
     return Selection(rows, reasons, int(wanted.sum()))
 
@@ -87,7 +87,7 @@ def chosen(samples: Samples, selection: Selection) -> Samples:
 def reasons_to_reject(samples: Samples, real: RealImages, detector: Detector, config: RejectConfig) -> Reasons:
     """Return which images are rejected, by each reason that is set.
 
-    Raises ValueError for a reason that the data set has no detector or too few images for.
+    Raises ValueError for a reason that requires a detector or more images than the data set has.
     """
     reasons: dict[str, NDArray[np.bool_]] = {}
     detected, pixels = detect_each([detector, reduced], samples, "images to select")

@@ -30,10 +30,9 @@ def write_set(
     experiment: str,
     weights: Path,
 ) -> None:
-    """Write the folder of a set, complete or not at all.
-
-    wrong: a sentence for each condition of the requirement that does not hold. counts: `Selection.counts`. described:
-    how the images were made. weights: of the model, whose time is the date of the set.
+    """Write the folder of a set atomically. wrong: a sentence for each condition of the requirement that is not met.
+    counts: `Selection.counts`. described: how the images were made. weights: of the model; their modification time is
+    the date of the set.
     """
     counts = {name: of_class for name, of_class in counts.items() if of_class["drawn"]}
     filled = sum(of_class["kept"] > 0 for of_class in counts.values())

@@ -1,8 +1,7 @@
-"""Use of synthetic images: classifiers or regressors trained with and without them, tested on held-out real images.
-
-Each is a small convolutional network, trained from scratch on images reduced to 32 pixels, with the same
-number of steps whatever it is trained on. The features of the data set's detector are not used: they were fitted to all
-real training images, and so would answer for a classifier that is given few of them.
+"""Utility of synthetic images: classifiers or regressors trained with and without them, and tested on held-out real
+images. Each is a small convolutional network, trained from scratch on images reduced to 32 pixels, with the same number
+of steps for every training set. The features of the data set's detector are not used: they were fitted to all real
+training images, which would help a classifier trained on only a few.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ MULTIPLES = (1, 2, 4)
 _SIZE, _BATCH = 32, 64
 _RATE = 0.003
 MOST_IMAGES = 20_000
-"""Real images that classifiers are trained on, and tested on, at most."""
+"""Maximum number of real images for training, and for testing."""
 _LEAST_TESTED = 2
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images and what is to be recognised in them. images: uint8 [N, C, 32, 32]. labels: int64 [N], the classes.
-    numbers: float32 [N, columns, 2], as `NumberColumns.scaled` returns them; None without."""
+    """Images with the labels or numbers to recognise. images: uint8 [N, C, 32, 32]. labels: int64 [N], the classes.
+    numbers: float32 [N, columns, 2], as `NumberColumns.scaled` returns them; None without numbers."""
 
     images: Tensor
     labels: Tensor
@@ -62,7 +61,7 @@ class Labelled:
 
 
 class Task(Protocol):
-    """Task of recognising something in images. outputs: of the network. bounds: lowest and highest score of one."""
+    """Recognition task. outputs: number of outputs of the network. bounds: lowest and highest score of an image."""
 
     @property
     def outputs(self) -> int: ...
@@ -95,8 +94,9 @@ class Classification:
 
 @dataclass(frozen=True)
 class Regression:
-    """Recognition of numbers. An image scores 1 less its squared error over the variance of the held-out images, mean
-    over its numbers; the mean over images is the share of the variance that is explained (R²) if none is missing.
+    """Recognition of numbers. The score of an image is 1 minus its squared error divided by the variance of the
+    held-out images, as a mean over its numbers; without missing numbers, the mean over images is the explained share of
+    the variance (R²).
 
     variance: of each column of the held-out images, float64 [columns].
     """
@@ -124,9 +124,8 @@ class Regression:
 
 
 def regression(held_out: Labelled) -> tuple[Regression, Labelled]:
-    """Return the task of recognising the numbers of held-out images, and those of them that have all numbers.
-
-    Raises ValueError where fewer than two have, or a number is the same in all.
+    """Return the task of recognising the numbers of held-out images, and the images that have all numbers. Raises
+    ValueError if fewer than two have them, or a number is the same in all.
     """
     assert held_out.numbers is not None
     complete = held_out.take(held_out.numbers[..., 1].bool().all(dim=1).nonzero().squeeze(1))
@@ -156,8 +155,8 @@ def _resized(images: Tensor) -> Tensor:
 
 
 def training_sets(real: Labelled, synthetic: Labelled) -> dict[str, Labelled]:
-    """Return what classifiers are trained on, by name: synthetic and real images alone, and real ones with 1, 2 and 4
-    times as many synthetic ones, as far as the set goes; with all of a set that is smaller than the real one."""
+    """Return the training sets by name: only synthetic images, only real images, and real images with 1, 2 and 4 times
+    as many synthetic images if there are enough, or with all of them if they are fewer than the real images."""
     counts = {f"real_and_{k}x": k * len(real) for k in MULTIPLES if k * len(real) <= len(synthetic)}
     counts = counts or {"real_and_all": len(synthetic)}
     return {
@@ -176,12 +175,12 @@ def utility(
     steps: int,
     num_classes: int = 0,
 ) -> dict[str, Estimate]:
-    """Return the mean scores on held-out images, by what the networks were trained on, and the gains: the score with
-    real images and the largest multiple of synthetic ones, less that with real images alone; with classes `gain_rarest`
-    over the rarest quarter of those with real images.
+    """Return the mean scores on held-out images, by training set, and the gains: the score with real images and the
+    largest multiple of synthetic ones, minus that with only real images; with classes also `gain_rarest`, over the
+    rarest quarter of the classes with real images.
 
-    num_seeds: networks of each kind, two or more; steps: of each. Intervals are over seeds and held-out images
-    (`crossed_mean`).
+    num_seeds: networks per training set, two or more; steps: of each network. Intervals are over seeds and held-out
+    images (`crossed_mean`).
     """
     sets = training_sets(real, synthetic)
     cached, right = batches("utility"), dict[str, Tensor]()
@@ -256,9 +255,8 @@ def crossed_mean(values: Tensor, low: float = -math.inf, high: float = math.inf)
 
     The variance is the sum of that of the mean of each seed and that of the mean of each image, which is not below that
     of the mean of two crossed random effects (Owen 2007, "The pigeonhole bootstrap", section 3), each with its own
-    Student's t: three seeds give a poor estimate of their spread. The latter is taken as if at least one of the images
-    differed by one, since answers that are all the same say little when they are few. low, high: bounds that the
-    interval is cut to.
+    Student's t: three seeds give a poor estimate of their spread. The latter assumes that at least one of the images
+    differs by one, since a few equal answers are weak evidence. low, high: bounds of the interval.
     """
     from scipy.special import stdtrit  # here: loading it would slow the start of every stage
 

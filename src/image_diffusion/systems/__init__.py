@@ -1,4 +1,4 @@
-"""Systems, one file each: a page states the parts that its system is made of, and its name stands in `AnySystem`."""
+"""Systems, one module each, which defines the parts of the system. `AnySystem` lists all systems."""
 
 from typing import Annotated, get_args
 

@@ -1,7 +1,7 @@
 """Interface of a system, a kind of model. Commands use only this interface, so they do not depend on particular
-systems. Each page of this folder lists the parts of one system; code that systems of one family share is in the
-family's folder (`diffusion`, `codec`, `prior`, `tokens`). How it is sampled from and evaluated, two objects say that it
-returns (`sampling.py`, `evaluation.py`). `docs/extending.md` shows a whole new kind of system.
+systems. Each module of a system lists its parts; code that a family of systems shares is in the family's folder
+(`diffusion`, `codec`, `prior`, `tokens`). A system returns two objects that define its sampling and its evaluation
+(`sampling.py`, `evaluation.py`). `docs/extending.md` shows how to add a system.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class Sections(Protocol):
     def train(self) -> TrainSettings: ...
 
     def section(self, name: str) -> Any:
-        """Return a section that the system has, by name."""
+        """Return a section of the system by name."""
         ...
 
 
 @dataclass(frozen=True)
 class Others:
-    """Experiments that an experiment depends on. codec: trains its codec. small_images: samples the images that its own
-    are conditioned on. against: samples the images that its samples are compared with. start: trains its initial
-    weights; start_codec: trains the codec of that experiment. embeddings: samples the embeddings that it decodes."""
+    """Experiments that an experiment depends on. codec: trains its codec. small_images: samples the images that its
+    samples are conditioned on. against: samples the images that its samples are compared with. start: trains its
+    initial weights; start_codec: trains the codec of that experiment. embeddings: samples the embeddings that it
+    decodes."""
 
     codec: Sections | None = None
     small_images: Sections | None = None
@@ -64,22 +65,21 @@ class Others:
 
 
 class System(Adaptable, ABC):
-    """Base class of a system: the model that an experiment trains. A page that has this as its base, and its name in
-    `AnySystem`, is a new kind of system."""
+    """Base class of a system: the model that an experiment trains. To add a system, derive a class from this one in a
+    new module and add it to `AnySystem`."""
 
     sections: ClassVar[Mapping[str, Section]]
     """Sections of the system's experiments, in addition to the common ones. Any other section is an error."""
     recipe: ClassVar[Mapping[str, Any]] = {}
-    """Values of the section `train` where a file gives none, beyond the defaults that all systems share."""
+    """Defaults of the section `train` that differ from those of all systems."""
     reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
-    """Kinds of shards that the system learns from."""
+    """Kinds of shards that the system is trained on."""
     takes_augmentation: ClassVar[bool] = False
     """True if the parameters of the augmentation can be a condition of the network."""
 
     def check(self, experiment: Sections, others: Others) -> None:
-        """Raise ValueError for sections that do not go together.
-
-        The network is built of shapes alone, so that its own checks speak.
+        """Raise ValueError for sections that do not go together. The network is built without weights, to run its own
+        checks.
         """
         if experiment.codec.stores not in self.reads:
             raise ValueError(
@@ -98,13 +98,13 @@ class System(Adaptable, ABC):
 
     @property
     def reads_beside(self) -> tuple[str, ...]:
-        """Return the kinds of shards of the section `pairs` that training reads next to its data; none where the pairs
-        are its data."""
+        """Return the kinds of shards of the section `pairs` that training reads in addition to its data; none if the
+        pairs are its data."""
         return ()
 
     @property
     def latents(self) -> LatentShape | None:
-        """Return the shape of the latents, where the trained network is the codec of other experiments."""
+        """Return the shape of the latents if the trained network is a codec of other experiments."""
         return None
 
     def spec(self, data: Shards) -> DataSpec:
@@ -131,21 +131,21 @@ class System(Adaptable, ABC):
         codec: Codec,
         beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
-        """Return the input of the objective from stored samples [B, …], labels int64 [B] and their random numbers.
-        beside: the entries of the shards of `reads_beside` for the same samples, [B, …], by kind."""
+        """Return the objective's input for stored samples [B, …] with labels, int64 [B], and random numbers. beside:
+        the entries of the shards of `reads_beside` for the same samples, [B, …], by kind."""
         return Batch(codec.draw(stored, streams), {}, streams)
 
     def sampling(self) -> Sampling:
-        """Return how samples are made with a trained network."""
+        """Return the sampling of trained networks."""
         return Sampling()
 
     @abstractmethod
     def evaluation(self) -> Evaluation:
-        """Return how a trained network is evaluated."""
+        """Return the evaluation of trained networks."""
 
 
 def check_arrays(experiment: Sections) -> None:
-    """Raise ValueError for a system or codec that knows pictures alone, where the images are arrays."""
+    """Raise ValueError if the images are arrays and the system or codec supports only pictures."""
     system, codec = experiment.system, experiment.codec
     knows_pictures = {"system.type": (system, "pairs" in system.reads), "codec.type": (codec, not codec.takes_arrays)}
     for key, (value, is_alone) in knows_pictures.items():
@@ -157,7 +157,7 @@ def check_arrays(experiment: Sections) -> None:
 
 
 def check_flips(system: System, probability: float) -> None:
-    """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability) and cannot be."""
+    """Raise ValueError if examples cannot be mirrored as train.flip_probability requires."""
     if probability > 0 and "pairs" in system.reads:  # embeddings, which have no mirror image
         raise ValueError(
             f"train.flip_probability is {probability:g}, but {' and '.join(system.reads)} have no mirror image. Set "
@@ -207,21 +207,21 @@ class Model(TrainedNetwork):
 
 
 def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
-    """Return the shapes that the data of an experiment fix for its network, as of one class. codec: the experiment that
-    trains its codec. Raises ValueError when they do not fit."""
+    """Return the shapes that the data of an experiment fix for its network, assuming one class. codec: the experiment
+    that trains its codec. Raises ValueError when they do not fit."""
     images = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution, num_classes=1)
     spec = experiment.codec.spec(images, codec.system.latents if codec is not None else None)
     return spec.model_copy(update={"conditions": experiment.system.sampling().derived_conditions(spec)})
 
 
 def columns_of(experiment: Sections) -> tuple[str, ...]:
-    """Return the columns of numbers of the images of an experiment; none without any."""
+    """Return the columns of numbers that an experiment has for its images; empty if it has none."""
     sets = sets_of(experiment.section("pairs"))
     return next((pairs.columns for pairs in sets if isinstance(pairs, NumberPairs)), ())
 
 
 def makes(experiment: Sections, kind: str) -> bool:
-    """True if the stage `sample` of an experiment samples this kind of data."""
+    """True if the stage `sample` of an experiment makes samples of this kind."""
     system = experiment.system
     has_samples = "sample" in system.sections and experiment.section("sample") is not None
     return has_samples and system.sampling().files.kind == kind

@@ -28,13 +28,11 @@ class EvaluationInputs:
 
     model: None for samples from elsewhere. settings: the section that `Evaluation.section` names. data: the folder of
     crops, or of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote;
-    reference: what is compared with in place of a split; references: folders of what detectors have seen in the splits;
-    previews: those that training kept, in a folder for each fingerprint of a run; report: a folder for pictures.
-    encoded: the folder of what the codec makes of the crops, where `Evaluation.reads_encoded` says so. pairs: the
-    folders of the sets beside the crops, where `Evaluation.reads_pairs` says so. raw: loads the
-    network with the weights that were not averaged, where they were kept. read: what `samples` names -> the images,
-    with these classes
-    and levels.
+    reference: samples or a file to compare with in place of a split; references: folders of the detectors' features of
+    the splits; previews: of the training, in a folder for each fingerprint of a run; report: a folder for pictures.
+    encoded: the folder of the encoded crops, if `Evaluation.reads_encoded`. pairs: the folders of the sets of pairs, if
+    `Evaluation.reads_pairs`. raw: loads the network with the weights without averaging, if they were kept. read: reads
+    the images of `samples`, with these classes and levels.
     """
 
     model: TrainedNetwork | None
@@ -58,11 +56,11 @@ class Evaluation(ABC):
     section: ClassVar[str] = "evaluate"
     """Name of the section."""
     reads_encoded: ClassVar[bool] = False
-    """True if the training data are also read as the codec encodes them."""
+    """True if the encoded training data are read, too."""
 
     @property
     def reads_pairs(self) -> bool:
-        """True if samples are also compared with the pairs that lie beside the images."""
+        """True if samples are also compared with the pairs of the images."""
         return False
 
     @abstractmethod
@@ -71,17 +69,17 @@ class Evaluation(ABC):
 
     @abstractmethod
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
-        """Return the content of metrics.json: {"metrics", "curve", "classes", "protocol"}, and perhaps "doubt".
+        """Return the content of metrics.json: {"metrics", "curve", "classes", "protocol"}, and optionally "doubt".
 
-        Raises ValueError for what is missing or does not fit, before any long computation.
+        Raises ValueError for missing or unsuitable inputs, before any long computation.
         """
 
     def detectors(self, settings: Any) -> Sequence[DetectorConfig]:
-        """Return the detectors; none where no image is evaluated."""
+        """Return the detectors; none if no images are evaluated."""
         return ()
 
     def against(self, settings: Any) -> SamplesOf | str | None:
-        """Return the samples or the file that samples are compared with in place of the data; None: the data."""
+        """Return the samples or the file to compare with in place of the data; None: the data."""
         return None
 
     def reads_splits(self, settings: Any) -> bool:

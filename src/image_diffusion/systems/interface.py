@@ -16,9 +16,9 @@ from image_diffusion.data.augment.operations import Augment
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a system's experiments. kind: the type of its keys, a Config or an annotated union of some. default:
-    its value if omitted; None: an optional section is then absent, any other must be written, for instance as
-    `example`. keys: those that have an effect with this system; None: all.
+    """A section of a system's experiments. kind: the type of the section, a Config or an annotated union of Configs.
+    default: its value if omitted; None: the section is absent if it is optional, and required otherwise; `example`
+    shows a value. keys: those that have an effect with this system; None: all.
     """
 
     kind: Any
@@ -29,7 +29,7 @@ class Section:
 
 
 def all_but(kind: type[Config], *left_out: str) -> frozenset[str]:
-    """Return the keys of a section but some."""
+    """Return the keys of a section except those left out."""
     assert set(left_out) <= set(kind.model_fields), left_out
     return frozenset(kind.model_fields) - set(left_out)
 
@@ -38,10 +38,10 @@ class TrainSettings(Protocol):
     """Settings of the section `train` that systems read.
 
     flip_probability: share of examples that are mirrored. augment: augmentation of the images, whose parameters are a
-    condition of the network; None: none. grid_every_steps: steps from one preview to the next; None: there are no
-    previews. init_from: weights to start from; None: random ones. layer_decay: factor of the learning rate from a block
-    to the one before; None: one rate for all. patience: share of the steps without improvement that ends a training;
-    None: it ends at the last step.
+    condition of the network; None: none. grid_every_steps: steps between previews; None: no previews. init_from:
+    initial weights; None: random. layer_decay: factor of the learning rate from a block to the one before; None: one
+    rate for all. patience: share of the steps without improvement after which training stops early; None: it never
+    does.
     """
 
     @property
@@ -67,11 +67,12 @@ class TrainSettings(Protocol):
         ...
 
     def check_pairs(self, shares: Sequence[int] = ()) -> None:
-        """Raise ValueError if the neighbours of a global batch would be computed apart."""
+        """Raise ValueError if adjacent samples of a global batch would be computed separately."""
         ...
 
     def check_average(self, number: float | Literal["raw"]) -> None:
-        """Raise ValueError unless the average of a rate or width, or the weights as trained, can be had of the end."""
+        """Raise ValueError unless the average with a rate or width, or the raw weights, are available at the end of
+        training."""
         ...
 
 
@@ -79,11 +80,11 @@ class TrainSettings(Protocol):
 class TrainedNetwork:
     """A trained network, with the contents of its weights folder other than the system.
 
-    network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
-    codec: {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of
-    the whole training. fingerprint: of its run, empty for weights from elsewhere. pairs: what the manifest says of the
-    pairs that it learnt from, or of each set that lay beside its training data, by kind. folder: the weights folder;
-    None for a model that was never in one. untrained: names of classes without a training image.
+    network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number. codec:
+    {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of the
+    whole training. fingerprint: of its run, empty for weights from elsewhere. pairs: the manifest's description of the
+    pairs that it was trained on, or of each set next to its training data, by kind. folder: the weights folder; None if
+    the model was not loaded from one. untrained: names of classes without a training image.
     """
 
     network: nn.Module

@@ -1,4 +1,4 @@
-"""Pictures that samples are made of (`sample.given`, `sample.start`), cropped as the images of the data set are."""
+"""Pictures to sample from (`sample.given`, `sample.start`), cropped as the images of the data set."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
 from image_diffusion.systems.pairs.images import ImageCropper
 
 _GREY = 128
-_KNOWN = 128  # the least grey level of a mask that stands for a known pixel
+_KNOWN = 128  # lowest grey level of a known pixel in a mask
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures that samples are made of: seed s takes row s modulo the number of rows.
+    """Pictures to sample from: seed s takes row s modulo the number of rows.
 
-    start: uint8 [M, C, H, W], with `strength`. known: uint8 [N, C, H, W], grey where they are not known, with `mask`,
-    bool [N, 1, H, W] or [1, 1, H, W], true where they are, and `resamplings`. factor: pixels along an edge for each
-    element of x along it.
+    start: uint8 [M, C, H, W], with `strength`. known: uint8 [N, C, H, W], grey where unknown, with `resamplings` and
+    `mask`, bool [N, 1, H, W] or [1, 1, H, W], true where known. factor: number of pixels along an edge per element of
+    x.
     """
 
     start: Tensor | None
@@ -40,14 +40,14 @@ class Pictures:
     factor: int
 
     def of_seeds(self, seeds: Tensor, encode: Callable[[Tensor], Tensor]) -> FromImages:
-        """Return how the samples of some seeds, int64 [B], are made. encode: uint8 images [B, C, H, W] -> x0."""
+        """Return the sampling of some seeds, int64 [B]. encode: uint8 images [B, C, H, W] -> x0."""
         start, known, mask = (_rows(pixels, seeds) for pixels in (self.start, self.known, self.mask))
         x0 = None if known is None else encode(known)
         where = None if x0 is None or mask is None else least_known(mask, self.factor).to(x0.device)
         return FromImages(None if start is None else encode(start), self.strength, x0, where, self.resamplings)
 
     def pasted(self, images: Tensor, seeds: Tensor) -> Tensor:
-        """Return the images of some seeds, uint8 [B, C, H, W], with the known pixels exactly as in the pictures."""
+        """Return the images of some seeds, uint8 [B, C, H, W], with the known pixels copied from the pictures."""
         known, mask = _rows(self.known, seeds), _rows(self.mask, seeds)
         return images if known is None or mask is None else torch.where(mask, known, images)
 
@@ -63,7 +63,7 @@ class Pictures:
 
 
 def listed(inpainting: Inpainting | None, start: Start | None) -> list[Path]:
-    """Return all files that the two sections name. Raises ValueError where there are none."""
+    """Return all files that the two sections name. Raises ValueError if there are none."""
     paths = {"sample.start.images": start.images} if start is not None else {}
     if inpainting is not None:
         paths |= {"sample.given.images": inpainting.images, "sample.given.mask": inpainting.mask}
@@ -73,10 +73,11 @@ def listed(inpainting: Inpainting | None, start: Start | None) -> list[Path]:
 def read_pictures(
     inpainting: Inpainting | None, start: Start | None, crop: Path | None, spec: DataSpec
 ) -> Pictures | None:
-    """Return the pictures of `sample.given` and `sample.start`; None where both are unset.
+    """Return the pictures of `sample.given` and `sample.start`; None if both are unset.
 
     crop: crop.yaml of the data set. spec: of the data that the network was trained on, pixels or latents. Raises
-    ValueError for pictures that cannot be read or that do not fit, and for a mask that leaves nothing to do.
+    ValueError for pictures that cannot be read or that do not fit, and for a mask without known or without unknown
+    pixels.
     """
     if inpainting is None and start is None:
         return None
@@ -105,7 +106,7 @@ def read_pictures(
 
 
 def check_crop(data: DataConfig) -> None:
-    """Raise ValueError for a way of cropping that makes several crops of an image, or one at random."""
+    """Raise ValueError for a crop type that makes several crops of an image, or a random one."""
     if data.crop.type in ("multi", "random_resized"):
         raise ValueError(
             f"sample.given and sample.start need the one crop that an image gives, but data.crop.type is "
@@ -114,8 +115,8 @@ def check_crop(data: DataConfig) -> None:
 
 
 def least_known(mask: Tensor, factor: int) -> Tensor:
-    """Return where a latent is known, bool [N, 1, h, w], for a mask of pixels [N, 1, H, W]: where all `factor` by
-    `factor` pixels are that it stands for."""
+    """Return the mask of known latents, bool [N, 1, h, w], for a mask of pixels [N, 1, H, W]: a latent is known if all
+    of its `factor` by `factor` pixels are."""
     return F.avg_pool2d(mask.float(), factor) == 1
 
 
@@ -131,7 +132,7 @@ def _known_part(inpainting: Inpainting, data: DataConfig, factor: int) -> tuple[
             f"{inpainting.images}. Give one mask for all images, or one of the same name for each."
         )
     images, sizes = ImageCropper(data, {}).read(files, "sample.given.images")
-    # White bars of `data.crop.type: pad` are known, whatever the colour that the data set has there.
+    # The bars of `data.crop.type: pad` are white, and so known, whatever their colour in the data set.
     grey = data.model_copy(update={"channels": 1, "background": WHITE})
     levels, mask_sizes = ImageCropper(grey, {}).read(masks, "sample.given.mask")
     for i, size in enumerate(sizes):
@@ -153,7 +154,7 @@ def _known_part(inpainting: Inpainting, data: DataConfig, factor: int) -> tuple[
 
 
 def _files(key: str, named: str) -> list[Path]:
-    """Return the files of a folder in the order of their names, or a file alone."""
+    """Return the files of a folder in the order of their names, or a single file."""
     if Path(named).is_file():
         return [Path(named)]
     try:

@@ -1,6 +1,5 @@
-"""Samples batch by batch: made, shared by several jobs as parts, and joined again.
-
-Finished batches are kept (`core.files.partial_results`), so that the same command resumes after one that was stopped.
+"""Samples in batches: making them, dividing them into parts of several jobs, and joining the parts. Finished batches
+are stored (`core.files.partial_results`), so that the same command resumes after an interruption.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def write_part(
 ) -> int:
     """Write the samples of part i of n, (i, n), as an .npz, and return their number.
 
-    title, one: of the progress, and what one sample is called in it. labels: of the samples, to be written with them.
+    title, one: title of the progress, and name of one sample in it. labels: of the samples, written with them.
     """
     rows = rows_of_part(settings.num_samples, settings.batch_size, part)
     count: int = sum(batch.stop - batch.start for batch in rows)
@@ -48,8 +47,8 @@ def write_part(
 
 
 def remove_stale_parts(output: Path, part: tuple[int, int] | None, joined_parts: Sequence[Path]) -> None:
-    """Remove the parts that killed runs left beside an output, whole or half-written: those of another number of parts,
-    and when they are joined all but `joined_parts`. What is being written stays."""
+    """Remove complete and incomplete parts that killed runs left next to an output: those of another number of parts,
+    and when parts are joined all except `joined_parts`. Files that are being written are kept."""
     names = {path.name for path in joined_parts}
     for path in sorted(output.parent.glob("*part-*-of-*.npz*")):
         match = _PART.fullmatch(path.name)
@@ -64,7 +63,7 @@ def remove_stale_parts(output: Path, part: tuple[int, int] | None, joined_parts:
 
 
 def cached_batches(maker: Maker, rows: Iterable[slice]) -> Iterator[Tensor]:
-    """Yield the batches of these rows; those that an interrupted command finished are read again."""
+    """Yield the batches of these rows; those that an interrupted command finished are read from disk."""
 
     def generate(chosen: slice) -> Arrays:
         return {"samples": maker(chosen).numpy()}
@@ -76,9 +75,7 @@ def cached_batches(maker: Maker, rows: Iterable[slice]) -> Iterator[Tensor]:
 
 def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
     """Yield the batches [B, C, H, W] or [B, dim] that the parts wrote, in order. A damaged part is removed, to be made
-    again.
-
-    Raises ValueError when one is damaged, or they are not all of them.
+    again. Raises ValueError when a part is damaged or missing.
     """
     arrays = []
     for path in parts:
@@ -107,14 +104,14 @@ def first(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
 
 
 def with_progress(batches: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:
-    """Yield the batches, each counted as it passes."""
+    """Yield the batches, and count them in the progress."""
     for batch in batches:
         yield batch
         progress.advance(len(batch))
 
 
 def protocol(settings: Any, model: Model) -> dict[str, Any]:
-    """Return the description of how samples are made, which metrics.json repeats beside every number."""
+    """Return the description of how samples are made, which metrics.json repeats."""
     return {
         "kind": "samples",
         "num_samples": settings.num_samples,

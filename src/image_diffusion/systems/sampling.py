@@ -1,6 +1,6 @@
 """Sampling from trained models: the interface of a kind of system to `sample`, to previews, to `doctor` and to serving.
 
-`System.sampling` returns it. It holds the values that sampling depends on, and does not know the system.
+`System.sampling` returns it. It contains the values that sampling depends on, and does not refer to the system.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.interface import TrainedNetwork
 
 Preview = Callable[[nn.Module, int, Path], Mapping[str, Path | float]]
-"""Function of the network, with averaged weights where there are any, the step, and a folder for its files -> pictures
-and numbers by name."""
+"""Function of the network (with averaged weights, if any), the step, and a folder for its files -> pictures and numbers
+by name."""
 
 Embed = Callable[[Sequence[str], Tensor], Tensor]
 """Function of captions and the seed of each, int64 [N] -> image embeddings [N, dim], as the stage `sample` writes
@@ -40,10 +40,10 @@ Predict = Callable[[Any], Any]
 
 
 class SampleSettings(Protocol):
-    """Settings of the section `sample` that the stage `sample` reads, whatever else the section holds.
+    """Settings of the section `sample` that the stage `sample` reads for every system.
 
-    batch_size: the number of samples made at once; it does not change them. num_jobs: of jobs that make the samples.
-    num_stored: of samples that are stored, the first ones. first_seed: sample number i has seed first_seed + i.
+    batch_size: the number of samples made at once; it does not change them. num_jobs: the number of jobs. num_stored:
+    the number of samples stored, from the first one. first_seed: sample number i has seed first_seed + i.
     """
 
     @property
@@ -64,10 +64,9 @@ class SampleSettings(Protocol):
 
 @dataclass(frozen=True)
 class SamplingSources:
-    """Inputs of sampling beside the model: the samples of another experiment, or a file.
-
-    small_images: what images are conditioned on; "validation": what is made of the held-out crops. embeddings: what
-    images are made of; "validation": those of held-out images."""
+    """Inputs of sampling other than the model: the samples of another experiment, or a file. small_images: images that
+    samples are conditioned on; "validation": derived from the held-out crops. embeddings: that samples are conditioned
+    on; "validation": of held-out images."""
 
     small_images: SamplesOf | str | None = None
     embeddings: SamplesOf | str | None = None
@@ -75,10 +74,10 @@ class SamplingSources:
 
 @dataclass(frozen=True)
 class PreviewInputs:
-    """Inputs of the previews that a system makes while it trains.
+    """Inputs of the previews during training.
 
     spec: of the data. codec: builds the codec, on the device of the network. settings: the section `preview`. training,
-    validation: the splits. num_samples: how many of those a validation looks at.
+    validation: the splits. num_samples: number of samples used per validation.
     """
 
     spec: DataSpec
@@ -90,17 +89,17 @@ class PreviewInputs:
 
     @property
     def held_out(self) -> Shards:
-        """Return the validation split, or the training split where nothing is held out."""
+        """Return the validation split, or the training split if the validation split is empty."""
         return self.validation if self.validation.num_samples else self.training
 
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """Inputs of the stage `sample`. settings: the section `sample`. codec: on the device that samples.
+    """Inputs of the stage `sample`. settings: the section `sample`. codec: on the sampling device.
 
-    load: a weights folder -> its model. small_images: what images are conditioned on, where the command line names it.
-    embeddings: what images are made of: the folder of some, or those of the pairs and of the crops of held-out images.
-    crop: crop.yaml of the data set, by which pictures are cropped that samples are made of."""
+    load: a weights folder -> its model. small_images: images that samples are conditioned on, if the command line names
+    them. embeddings: a folder of embeddings, or the folders of the pairs and of the crops of held-out images. crop:
+    crop.yaml of the data set, by which the pictures of `sample.given` and `sample.start` are cropped."""
 
     model: TrainedNetwork
     settings: Any
@@ -115,7 +114,7 @@ class Maker(Protocol):
     """Maker of the samples of the stage `sample`, each from its own seed.
 
     labels: of all images, int64 [N]; None without classes. titles: captions of all images in grids; empty: none.
-    described: entries of samples.json that replace settings or are added to them.
+    described: entries of samples.json, in addition to the settings or in place of them.
     """
 
     @property
@@ -140,9 +139,8 @@ class Maker(Protocol):
 class SamplesToWrite:
     """Samples that the stage `sample` is about to write.
 
-    batches: the samples, in order; count: their number, below that of the settings where not all are stored. settings:
-    the section `sample`. description: how they are made, for a JSON file beside them. output: where the command line
-    wants them.
+    batches: the samples, in order; count: their number, smaller than in the settings if not all are stored. settings:
+    the section `sample`. description: content of the JSON file next to them. output: path from the command line.
     """
 
     batches: Iterable[Tensor]
@@ -157,7 +155,7 @@ class SamplesToWrite:
 class SampleFiles(ABC):
     """Format of the samples of a system, and how they are written.
 
-    kind: of the samples. one: what one of them is called. file: that the command names as its output.
+    kind: of the samples. one: name of a single sample. file: name of the output file.
     """
 
     kind: ClassVar[Literal["images", "embeddings"]]
@@ -166,16 +164,16 @@ class SampleFiles(ABC):
 
     @abstractmethod
     def shown(self, settings: Any) -> int:
-        """Return the number of samples that a person looks at first."""
+        """Return the number of samples to show."""
 
     @abstractmethod
     def write(self, samples: SamplesToWrite) -> dict[str, Path]:
-        """Write them, and what describes them; pictures of them, by name."""
+        """Write the samples and their description. Returns pictures of them, by name."""
 
 
 class ImageFiles(SampleFiles):
-    """Files of images: samples.npz, of all images or of the first ones; grid.png, other pictures that the maker draws,
-    samples.json; of arrays samples.ome.tif; with `pictures` in the settings each image as a PNG."""
+    """Files of images: samples.npz with all images or the first ones, grid.png, other pictures of the maker,
+    samples.json; for arrays samples.ome.tif; with the setting `pictures` a PNG for each image."""
 
     kind: ClassVar = "images"
     one: ClassVar = "image"
@@ -186,7 +184,7 @@ class ImageFiles(SampleFiles):
         return int(settings.grid_images)
 
     def write(self, samples: SamplesToWrite) -> dict[str, Path]:
-        """Write them; no more than a batch is in memory."""
+        """Write the files; only one batch at a time is in memory."""
         settings, maker, folder = samples.settings, samples.maker, samples.output.parent
         labels = None if maker.labels is None else maker.labels[: samples.count]
         digests = ImageDigests()
@@ -198,7 +196,7 @@ class ImageFiles(SampleFiles):
         pictures = maker.pictures()
         for name, picture in pictures.items():
             save_picture(picture, folder / f"{name}.png")
-        shutil.rmtree(folder / "pictures", ignore_errors=True)  # of a run that made more
+        shutil.rmtree(folder / "pictures", ignore_errors=True)  # files of an earlier run with more images
         if settings.pictures:
             for seed, image in enumerate(images, settings.first_seed):
                 drawn = as_pictures(spec.shown(torch.from_numpy(image.copy()).permute(2, 0, 1)[None]))
@@ -216,8 +214,8 @@ class ImageFiles(SampleFiles):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table that a served model takes. required: whether it has to be given. example: what one may hold;
-    none where the column is not part of the example."""
+    """A column of a table that a served model takes. required: whether a request must have it. example: its values in
+    the example; empty if it is not part of the example."""
 
     kind: Literal["long", "double", "string", "binary"]
     required: bool = False
@@ -228,8 +226,8 @@ class Column:
 class Served:
     """Inputs and outputs of a served model.
 
-    columns: of a table, by name; or images: the shape of one that is taken, [H, W, C]. Either way it gives images
-    [N, H, W, C] of `dtype`.
+    columns: of the input table, by name; or images: the shape of an input image, [H, W, C]. The outputs are images [N,
+    H, W, C] of `dtype`.
     """
 
     columns: dict[str, Column] = field(default_factory=dict)
@@ -238,14 +236,14 @@ class Served:
 
 
 class Sampling:
-    """Sampling from the models of a kind of system. This base class is that of a system that makes no samples."""
+    """Sampling from the models of a kind of system. This base class is for systems that make no samples."""
 
     files: ClassVar[SampleFiles] = ImageFiles()
     """Format of the samples that the stage `sample` makes."""
 
     @property
     def takes_classes(self) -> bool:
-        """True if a class is among what a sample is made of."""
+        """True if samples are conditioned on a class."""
         return False
 
     def sources(self, settings: Any) -> SamplingSources:
@@ -253,16 +251,17 @@ class Sampling:
         return SamplingSources()
 
     def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the conditions that are made of the images themselves, by name. spec: of these."""
+        """Return the shapes of the conditions that are derived from the images themselves, by name. spec: of the
+        images."""
         return {}
 
     def pictures(self, settings: Any) -> list[str]:
-        """Return the files of images that samples are made of, and of their masks. Raises ValueError where a folder
-        holds none."""
+        """Return the image files that samples are made from, and their masks. Raises ValueError if a folder has
+        none."""
         return []
 
     def num_listed(self, settings: Any) -> int:
-        """Return the number of rows or prompts that the section `sample` lists; 0 without any. Raises ValueError for a
+        """Return the number of rows or prompts in the section `sample`; 0 if there are none. Raises ValueError for a
         file that cannot be read."""
         return 0
 
@@ -292,9 +291,9 @@ class Sampling:
     def served(
         self, spec: DataSpec, classes: list[str], pairs: Mapping[str, Any] | None = None, embeds: bool = False
     ) -> Served | None:
-        """Return the inputs and outputs of the served model; None: it makes nothing of what a request can name. pairs:
-        what the model says of the sets that it learnt from, by kind. embeds: whether a model that makes embeddings of
-        captions is served with it. Raises ValueError for a model that no request fits."""
+        """Return the inputs and outputs of the served model; None: it cannot be served. pairs: the model's description
+        of the sets that it was trained on, by kind. embeds: whether a model that makes embeddings of captions is served
+        with it. Raises ValueError for a model that cannot answer requests."""
         return None
 
     def predictor(
@@ -305,12 +304,12 @@ class Sampling:
         weaker: TrainedNetwork | None,
         embed: Embed | None = None,
     ) -> Predict:
-        """Return the function that answers requests. settings: the section `sample`, where the system has it; weaker:
-        the network that those name; embed: `embedder` of the model that makes the embeddings that those name. Only
-        where `served` returns the columns of a request."""
+        """Return the function that answers requests. settings: the section `sample`, if the system has one; weaker: the
+        network of `weaker_weights`; embed: the `embedder` of the model of `embeddings`. Call it only if `served` does
+        not return None."""
         raise ValueError("The model makes nothing of seeds or images alone.")
 
     def embedder(self, model: TrainedNetwork, settings: Any) -> Embed:
-        """Return the function that makes image embeddings of new captions. Only where samples are embeddings. settings:
-        the section `sample`. Raises ValueError for settings that do not fit the model."""
+        """Return the function that makes image embeddings of new captions, if the samples are embeddings. settings: the
+        section `sample`. Raises ValueError for settings that do not fit the model."""
         raise ValueError("The model makes no embeddings. Name an experiment with a prior.")

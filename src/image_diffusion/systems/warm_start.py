@@ -1,4 +1,4 @@
-"""Weights of one training as the start of another, on other classes or at another resolution."""
+"""Initial weights from another training, on other classes or at another resolution."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from image_diffusion.core.types import DataSpec
 class WarmStart:
     """Tensors of a system's network that change with other classes or another resolution.
 
-    class_rows: with a row for each class, and perhaps one more for none: other classes get other rows. positions:
-    [1, N, D], with a row for each place of a grid: interpolated for another one. new_layers: prefixes of the
-    names of tensors that the weights may lack: they start as in a new network, where they have no effect yet.
-    scaled_by: keys of the system that define how stored values become x, which must be equal.
+    class_rows: with a row for each class, and optionally a null row; rows are matched by class. positions: [1, N, D],
+    with a row for each cell of a grid; interpolated for another grid. new_layers: prefixes of tensors that the weights
+    may lack; they are initialised as in a new network, where they have no effect. scaled_by: keys of the system that
+    define how stored values become x, which must be equal.
     """
 
     class_rows: tuple[str, ...] = ()
@@ -33,24 +33,24 @@ class WarmStart:
 
 
 class Adaptable(Config):
-    """A system whose training can start from the weights of another one."""
+    """A system whose training can start from the weights of another training."""
 
     type: str
     """Name of the system."""
 
     warm_start: ClassVar[WarmStart] = WarmStart()
-    """Tensors that may differ from those that a training starts from."""
+    """Tensors that may differ from the loaded weights."""
 
     def started_shape(self) -> tuple[int, int, int, int]:
-        """Return depth, width, heads and patch of the transformer whose weights a proposed training can start from.
-        Raises ValueError with the reason why no proposal can."""
+        """Return depth, width, heads and patch of the transformer, for proposals to train from its weights. Raises
+        ValueError with the reason if there can be none."""
         raise ValueError(f"are a {self.type}")
 
 
 @dataclass(frozen=True)
 class Trained:
     """Origin of weights. classes: their names by number; None if only numbers are known, as for published weights.
-    pairs: description of the sets beside the images, by kind."""
+    pairs: description of the additional sets, by kind."""
 
     system: Adaptable
     spec: DataSpec
@@ -66,7 +66,7 @@ class Trained:
 @dataclass(frozen=True)
 class Change:
     """A tensor that differs from the loaded one. here, there: shapes in the network and in the weights; empty if it is
-    missing. effect: what was done."""
+    missing. effect: the adaptation, in words."""
 
     name: str
     here: tuple[int, ...]
@@ -104,7 +104,7 @@ def fitted(
         changes.append(Change(name, shape, source_shape, effect))
 
     def moved(name: str, tensor: Tensor) -> bool:
-        """Return True for positions whose grid has other sides, even if it has as many cells."""
+        """Return True for positions on a grid of other sides, even with the same number of cells."""
         grids = (
             _grid(tensor.shape[1], trained.spec.size) for trained in (source, target) if name in differing.positions
         )
@@ -150,8 +150,8 @@ def fitted(
 
 
 def other_settings(target: Trained, source: Trained) -> list[str]:
-    """Return the settings that no shape depends on and that weights were trained with other values of, each with both
-    values; of a part of another type, the type alone."""
+    """Return the settings that differ from those of the weights and do not affect shapes, each with both values; for a
+    part of another type, only the type."""
     ours, theirs = ({"system": dump(trained.system), "pairs": dict(trained.pairs)} for trained in (target, source))
     for settings in (ours, theirs):
         for key in _NO_SETTINGS:
@@ -175,11 +175,11 @@ def table(changes: Sequence[Change]) -> str:
 
 _SHOWN = 4
 _NO_SETTINGS = ("size", "depth", "width", "num_heads", "patch", "gradient_checkpointing")
-"""Keys of a network that `fitted` compares, or that change no result."""
+"""Keys of a network that `fitted` compares, or that do not affect its results."""
 
 
 def _decides(trained: Trained) -> dict[str, Any]:
-    """Return the part of a configuration that decides the shapes of a network."""
+    """Return the part of a configuration that determines the shapes of a network."""
     system = dump(trained.system)
     objective = system.get("objective", {})
     return {
@@ -190,9 +190,9 @@ def _decides(trained: Trained) -> dict[str, Any]:
 
 
 def _heads(trained: Trained) -> dict[str, Any]:
-    """Return the settings of the heads of attention, which change the result of a network and may change no shape."""
+    """Return the settings of attention heads, which affect the results of a network, but not always its shapes."""
     network = getattr(trained.system, "network", None)
-    named = getattr(network, "shape", network)  # of a DiT, those of its size
+    named = getattr(network, "shape", network)  # for a DiT, the settings of its size
     names = ("num_heads", "num_heads_upsample", "head_channels", "head_width")
     return {name: getattr(named, name) for name in names if hasattr(named, name)}
 
@@ -201,14 +201,14 @@ def _rows(loaded: Tensor, own: Tensor, target: Trained, source: Trained) -> tupl
     """Return a row for each class and, if there is one, the null row; and a description of the changes, empty without
     changes.
 
-    own: the random rows of the network, added to the mean so that new classes differ from the first step on.
+    own: the network's random rows, added to the mean so that new classes differ from one another at the start.
     """
     loaded, own = _with_numbers(loaded), _with_numbers(own)
     count, num_rows = target.spec.num_classes, len(own)
     class_rows = loaded[: source.spec.num_classes]
     mean = class_rows.mean(dim=0, keepdim=True)
     null = loaded[source.spec.num_classes :] if len(loaded) > len(class_rows) else mean
-    if target.classes is None or source.classes is None:  # as many classes are the same ones, in their order
+    if target.classes is None or source.classes is None:  # the same number of classes: assumed the same, in order
         places: list[int | None] = list(range(count)) if count == len(class_rows) else [None] * count
     else:
         numbers = {name: number for number, name in enumerate(source.classes)}
@@ -223,20 +223,20 @@ def _rows(loaded: Tensor, own: Tensor, target: Trained, source: Trained) -> tupl
 
 
 def _interpolated(positions: Tensor, size: Size, new_count: int, new_size: Size) -> Tensor:
-    """Interpolate [1, n, D] over a grid on images of a size -> [1, new_count, D] over that on images of another."""
+    """Interpolate positions [1, n, D] for images of a size -> [1, new_count, D] for images of another size."""
     grid = _with_numbers(positions).unflatten(1, _grid(positions.shape[1], size)).permute(0, 3, 1, 2)
     resized = F.interpolate(grid.float(), _grid(new_count, new_size), mode="bicubic", align_corners=False)
     return resized.permute(0, 2, 3, 1).reshape(1, new_count, -1).to(positions.dtype)
 
 
 def _grid(count: int, size: Size) -> Size:
-    """Return the rows and columns of a number of square cells on an image of a size."""
+    """Return the rows and columns of a grid of `count` square cells on an image of a size."""
     rows = math.isqrt(count * size[0] // size[1])
     return rows, count // rows
 
 
 def _with_numbers(tensor: Tensor) -> Tensor:
-    """Return zeros instead of a meta tensor, whose arithmetic would load PyTorch's compiler for seconds."""
+    """Return zeros in place of a meta tensor, whose arithmetic would load PyTorch's compiler, which takes seconds."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
 

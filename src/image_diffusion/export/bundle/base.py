@@ -41,22 +41,22 @@ class ExportedModel(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The network that was trained."""
+        """Return the trained network."""
         return self.networks[NETWORK]
 
     @property
     def device(self) -> torch.device:
-        """Device that the network computes on."""
+        """Return the device of the network."""
         return next(self.network.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the network's weights."""
+        """Return the dtype of the network's weights."""
         return next(self.network.parameters()).dtype
 
 
 def named(place: list[str]) -> Any:
-    """Return the object with this name in a module of the package that this file is in. place: module, without the
-    package, and name."""
+    """Return the object with this name in a module of this file's package. place: module, without the package, and
+    name."""
     module, name = place
     return getattr(importlib.import_module(f"{__name__.partition('.')[0]}.{module}"), name)

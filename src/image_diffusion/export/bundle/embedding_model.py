@@ -13,7 +13,7 @@ from image_diffusion.systems.prior.reading import EmbeddingReading
 
 
 class ExportedPrior(ExportedModel):
-    """Captions' embeddings -> images' embeddings."""
+    """Embeddings of captions -> embeddings of images."""
 
     def forward(self, cond: dict[str, Tensor], seeds: list[int], settings: dict[str, Any]) -> Tensor:
         """Return embeddings, float32 [N, dim]; the arguments are those of the pipeline. Raises ValueError for arguments

@@ -1,4 +1,5 @@
-"""Makes image embeddings with a prior of image-diffusion. Needs diffusers, torch and pydantic; not image-diffusion."""
+"""Pipeline of a prior of image-diffusion, which makes image embeddings. Needs diffusers, torch and pydantic; not
+image-diffusion."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 class Pipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Captions' embeddings -> images' embeddings."""
+    """Embeddings of captions -> embeddings of images."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -32,8 +33,8 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
 
         text_embed: [N, dim]; text_encodings: of a caption's tokens, [N, L, dim]. seeds: one per caption; if omitted,
         drawn from `generator`. num_candidates: embeddings sampled per caption, of which the nearest to the caption is
-        kept. settings: others of image-diffusion's EmbeddingSampling. Raises ValueError for what the model does not
-        understand.
+        kept. settings: further settings of image-diffusion's EmbeddingSampling. Raises ValueError for arguments that do
+        not fit the model.
         """
         cond = {"text_embed": text_embed}
         if text_encodings is not None:

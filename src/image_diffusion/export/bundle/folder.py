@@ -1,4 +1,4 @@
-"""A folder that diffusers loads with the code beside it, on machines where this package is not installed.
+"""A folder that diffusers loads with its own code, on machines without this package.
 
 model_index.json names the pipeline and its parts; pipeline.py is what a user calls; model/ holds config.json, the
 weights, and exported.py, the modules of this package that the model needs; vae/ the autoencoder of the latents, as
@@ -28,7 +28,7 @@ from image_diffusion.export.bundle.module_sources import bundled
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and how it is built: config.build(spec, **options)."""
+    """A network, and the arguments that build it: config.build(spec, **options)."""
 
     network: nn.Module
     config: Config
@@ -45,11 +45,11 @@ def write_hub_folder(
     needed: tuple[type, ...] = (),
     vae: Any = None,
 ) -> None:
-    """Write a folder that `DiffusionPipeline.from_pretrained` loads, whole or not at all.
+    """Write atomically a folder that `DiffusionPipeline.from_pretrained` loads.
 
     model: the class that loads the networks and that the pipeline calls. pipeline: the module that becomes pipeline.py.
-    networks: by file name. described: further plain data for `model`. needed: further classes that it loads by name
-    (`place_of`). vae: an autoencoder of diffusers.
+    networks: by file name. described: further plain data for `model`. needed: further classes that `model` loads by
+    name (`place_of`). vae: an autoencoder of diffusers.
     """
     classes = (model, *needed, *(type(part.config) for part in networks.values()))
     package, sources = bundled(part.__module__ for part in classes)

@@ -19,14 +19,14 @@ from image_diffusion.text_encoders import encoder_of
 from image_diffusion.text_encoders.base import encode_captions
 
 CODEC = "codec"
-"""The name of the network of a codec that diffusers does not have."""
+"""Name of the network of a codec that diffusers does not have."""
 
 
 class ExportedDiffusion(ExportedModel):
     """Seeds -> images."""
 
     settings: ClassVar[type[SampleConfig]] = SampleConfig
-    """Type of the settings by which images are made."""
+    """Type of the sampling settings."""
 
     def forward(
         self,
@@ -86,7 +86,7 @@ class ExportedDiffusion(ExportedModel):
         return Generator(self.network, reading, self.spec, codec, settings, null=null)
 
     def _image(self, image: Tensor | None, count: int) -> dict[str, Tensor]:
-        """Return the image that each of `count` images is conditioned on, where the model takes any."""
+        """Return the image that each of `count` images is conditioned on, if the model takes images."""
         shape = self.spec.conditions.get(IMAGE)
         if (image is None) != (shape is None):
             raise ValueError(

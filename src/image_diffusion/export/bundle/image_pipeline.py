@@ -1,4 +1,5 @@
-"""Makes images with a model of image-diffusion. Needs diffusers, torch and pydantic; not image-diffusion itself."""
+"""Pipeline of a model of image-diffusion, which makes images. Needs diffusers, torch and pydantic; not image-diffusion
+itself."""
 
 from __future__ import annotations
 
@@ -41,16 +42,16 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> Any:
         """Sample images, each from its own seed: they do not depend on the batch and equal those of image-diffusion.
 
-        seeds: an image each; left out, `num_images` are drawn from `generator`. class_labels: numbers or names of
-        classes, each in turn; left out, those that `sample` gives the seeds. prompt: of a model conditioned on words,
-        each in turn. image_embeds: of a model conditioned on embeddings, float [N, dim], each in turn. image: of a
-        model conditioned on images, such as small ones to enlarge, float [N, C', h, w] in [-1, 1], each in turn.
-        sampler: a sampler of image-diffusion, such as {"type": "ddim", "num_steps": 50}; left out, the one that its
-        kind of model is usually sampled with. num_inference_steps: its steps. guidance_scale: one for the whole
-        condition, or one for each part by its type. precision: float32, tf32 or bf16. output_type: "pil", "np" ([N, H,
-        W, C]) or "pt" ([N, C, H, W]): uint8, or the numbers of arrays, which "pil" shows as pictures. numbers: of a
-        model conditioned on numbers, rows of them by name, each in turn; a missing one is left out. Raises ValueError
-        for what the model does not understand."""
+        seeds: one per image; if omitted, `num_images` seeds are drawn from `generator`. class_labels: numbers or names
+        of classes, used in turn; if omitted, those of the seeds in `sample`. prompt: for a model conditioned on text,
+        used in turn. image_embeds: for a model conditioned on embeddings, float [N, dim], used in turn. image: for a
+        model conditioned on images, such as small ones to enlarge, float [N, C', h, w] in [-1, 1], used in turn.
+        sampler: a sampler of image-diffusion, such as {"type": "ddim", "num_steps": 50}; if omitted, the default of the
+        type of system. num_inference_steps: its number of steps. guidance_scale: one for the whole condition, or one
+        for each part by its type. precision: float32, tf32 or bf16. output_type: "pil", "np" ([N, H, W, C]) or "pt"
+        ([N, C, H, W]): uint8, or the numbers of arrays, which "pil" shows as pictures. numbers: for a model conditioned
+        on numbers, rows of numbers by name, used in turn; a missing number is left out. Raises ValueError for arguments
+        that do not fit the model."""
         if seeds is None:
             seeds = torch.randint(2**31, (num_images,), generator=generator).tolist()
         images: Tensor = self.model(

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pydantic  # noqa: F401 - told as missing before anything else is loaded
+import pydantic  # noqa: F401 - reported if missing, before anything else is loaded
 import torch
 from torch import nn
 
@@ -50,7 +50,7 @@ class _Importer(importlib.abc.InspectLoader, importlib.abc.MetaPathFinder):
 
 
 class Exported:
-    """Named in model_index.json; `from_pretrained` gives the model itself."""
+    """Class named in model_index.json; `from_pretrained` returns the model itself."""
 
     @classmethod
     def from_pretrained(cls, folder: str, torch_dtype: torch.dtype | None = None, **_: Any) -> nn.Module:

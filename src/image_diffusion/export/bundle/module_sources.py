@@ -19,8 +19,8 @@ def bundled(modules: Iterable[str]) -> tuple[str, dict[str, str]]:
 
     modules: dotted names, `image_diffusion.…`, with all that they import from this package, directly or not. The name
     contains a digest of the sources, so that two exported models never import each other's code or an installed
-    `image_diffusion`. What is imported for the type checker alone is left out. Packages of which no name is imported
-    are empty.
+    `image_diffusion`. Imports for the type checker only are left out. Packages from which no name is imported are
+    empty.
     """
     sources: dict[str, str] = {}
     waiting = list(modules)
@@ -54,6 +54,6 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _path(module: str) -> Path | None:
-    """Return the file of a module; None for a name that is something inside one."""
+    """Return the file of a module; None for a name inside a module."""
     stem = _ROOT / Path(*module.split("."))
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)

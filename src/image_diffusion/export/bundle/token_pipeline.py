@@ -1,4 +1,5 @@
-"""Encodes and decodes images with a discrete VAE of image-diffusion. Needs diffusers, torch and pydantic."""
+"""Pipeline of a discrete VAE of image-diffusion, which encodes and decodes images. Needs diffusers, torch and
+pydantic."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ class Autoregressive(TokenSampler):
     """One token after the other."""
 
     type: Literal["autoregressive"] = "autoregressive"
-    """One token after the other, for a network that was trained so."""
+    """One token after the other, for a network that was trained to predict the next token."""
 
     @property
     def calls(self) -> int:
-        """All tokens together take as long as one call with all of them."""
+        """Return 1: all tokens together cost as much as one call with all tokens."""
         return 1
 
     def steps(self, predictor: Predictor, streams: Streams, places: int) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Base of the samplers of tokens: probabilities that are cut, draws that belong to the image, guidance of logits."""
+"""Base of the samplers of tokens: truncated probabilities, draws from each image's own streams, guidance of logits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class TokenSampler(Config, ABC):
     """Method that draws a token from the network's prediction of it."""
 
     temperature: float = Field(1.0, gt=0)
-    """Divisor of the logits: below 1, probable tokens become more so."""
+    """Divisor of the logits: below 1, probable tokens become more probable."""
     top_k: int | None = Field(None, ge=1)
-    """Draw among so many of the most probable tokens; unset: among all."""
+    """Number of most probable tokens to draw from; unset: all."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Draw among the fewest tokens that are so probable together (nucleus sampling); unset: among all."""
+    """Draw from the fewest tokens whose probabilities sum to this (nucleus sampling); unset: from all."""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., K] -> float64 [..., K], which sum to 1."""
+        """Return the probabilities of logits [..., K]: float64 [..., K], which sum to 1."""
         return cut(logits.double() / self.temperature, self.top_k, self.top_p)
 
     @property
     @abstractmethod
     def calls(self) -> int:
-        """Return the number of calls of the network with all tokens of an image, or of what takes as long."""
+        """Return the number of calls of the network with all tokens of an image, or the equivalent in time."""
 
     @abstractmethod
     def steps(self, predictor: Predictor, streams: Streams, places: int) -> Iterator[Tensor]:
@@ -39,32 +39,32 @@ class TokenSampler(Config, ABC):
 
 
 def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Return the softmax of logits [..., K] over the most probable tokens alone: as many as top_k, and of those the
-    fewest whose probabilities add up to top_p (Holtzman et al. 2020, "The curious case of neural text degeneration",
-    equations 2 and 3). Tokens that are equally probable at the edge of top_k stay together."""
+    """Return the softmax of logits [..., K] over the most probable tokens: top_k of them, and of those the fewest whose
+    probabilities sum to top_p (Holtzman et al. 2020, "The curious case of neural text degeneration", equations 2 and
+    3). Tokens as probable as the last one of top_k are all kept."""
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
     p = logits.softmax(-1)
     if top_p is None:
         return p
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p  # what comes before is enough without it
+    outside = ordered.cumsum(-1) - ordered >= top_p  # the tokens before it suffice
     p = p.masked_fill(outside.gather(-1, order.argsort(-1)), 0.0)
     return p / p.sum(-1, keepdim=True)
 
 
 def drawn(p: Tensor, uniform: Tensor) -> Tensor:
-    """Tokens, int64 [...], of probabilities [..., K] and numbers in [0, 1), [...]: where those fall among the sums."""
+    """Return tokens, int64 [...], by inverting the cumulative sums of probabilities [..., K] at numbers in [0, 1),
+    [...]."""
     sums = p.cumsum(-1)
     return torch.searchsorted(sums, (uniform.double() * sums[..., -1])[..., None], right=True)[..., 0]
 
 
 class Predictor:
-    """A network of tokens, conditioned on a batch of images' conditions and guided.
-
-    cond: its conditions, by name. null: what guidance leads away from; a condition that it does not name is kept.
-    Logits are null + guidance_scale * (conditioned - null) (Ho & Salimans 2022, on logits as in Chang et al. 2023,
-    "Muse", section 2.7). count: of images. hidden: the number that stands for a hidden token. device: of the network.
+    """A network of tokens with the conditions of a batch of images, and guidance. cond: the conditions, by name. null:
+    the conditions that guidance leads away from; a condition that it does not name is kept. Logits are null +
+    guidance_scale * (conditioned - null) (Ho & Salimans 2022, on logits as in Chang et al. 2023, "Muse", section 2.7).
+    count: of images. hidden: the number that stands for a hidden token. device: of the network.
     """
 
     def __init__(

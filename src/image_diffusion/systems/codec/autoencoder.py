@@ -1,4 +1,4 @@
-"""Small KL autoencoder: trained on crops, it is then the codec of other experiments."""
+"""Small KL autoencoder, trained on crops to be the codec of other experiments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of the systems that are codecs of other systems: they are trained on pixels, reconstruct them, and do not
+"""Base class of the codec systems: they are trained to encode and decode pixels for other systems, and do not
 sample."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PERCEPTUAL = "system.perceptual"
 
 
 class PerceptualConfig(LpipsConfig):
-    """LPIPS (Zhang et al. 2018) of an image and its reconstruction, and its weight. The weights are never
+    """LPIPS (Zhang et al. 2018) between an image and its reconstruction, and its factor. Its weights are never
     downloaded."""
 
     weight: float = Field(1.0, gt=0)
@@ -47,12 +47,12 @@ class PerceptualConfig(LpipsConfig):
 
 
 class CodecSystem(System):
-    """Base of the systems that learn to encode and decode images. Each derived class adds its network."""
+    """Base of the codec systems. Each derived class adds its network."""
 
     perceptual: PerceptualConfig | None = None
-    """A term of the loss for how different an image and its reconstruction look. Unset: the loss has no such term."""
+    """Perceptual term of the loss: how different an image and its reconstruction look. Unset: no such term."""
     adversarial: Adversarial | None = None
-    """A term of the loss from a discriminator between reconstructions and images. Unset: the loss has no such term."""
+    """Adversarial term of the loss, from a discriminator between reconstructions and images. Unset: no such term."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         "preview": Section(SampleConfig, SampleConfig(), frozenset({"batch_size"})),
@@ -60,7 +60,7 @@ class CodecSystem(System):
     }
     reads: ClassVar = ("crops",)
     decoded: ClassVar[str]
-    """Name of the reconstruction that is evaluated, one of the network's ways to decode."""
+    """Decoding mode of the network whose reconstructions are evaluated."""
 
     def check(self, experiment: Sections, others: Others) -> None:
         super().check(experiment, others)
@@ -85,7 +85,7 @@ class CodecSystem(System):
 
     @abstractmethod
     def build_own_objective(self, spec: DataSpec) -> Objective:
-        """Build the objective for images of `spec`, without the terms that every codec may have in addition."""
+        """Build the objective for images of `spec`, without the optional terms of all codecs."""
 
     @property
     def latents(self) -> LatentShape:

@@ -1,4 +1,4 @@
-"""Discrete VAE of DALL-E: trained on crops, it is then the codec of other experiments (Ramesh et al. 2021).
+"""Discrete VAE of DALL-E, trained on crops to be the codec of other experiments (Ramesh et al. 2021).
 
 Defaults that differ from those of lucidrains/DALLE-pytorch (docs/systems.md has all):
 

@@ -53,7 +53,7 @@ _SHOWN = 16
 
 @dataclass(frozen=True)
 class CodecEvaluation(ImageEvaluation):
-    """Evaluation of a codec's reconstructions. decoded: name of the way to decode that counts."""
+    """Evaluation of a codec's reconstructions. decoded: the main decoding mode."""
 
     decoded: str
 
@@ -81,12 +81,12 @@ def evaluate_codec(
 ) -> dict[str, Any]:
     """Evaluate the reconstructions of the held-out images. Returns plain data of the form of `evaluate_samples`.
 
-    Metrics of each way to decode ("mean" of a KL autoencoder, "soft" and "hard" of a discrete VAE): psnr, ssim, lpips
+    Metrics of each decoding mode ("mean" of a KL autoencoder, "soft" and "hard" of a discrete VAE): psnr, ssim, lpips
     if its weights are available, reconstruction_fd, same_class and, where the detector knows the data's classes,
-    agreement with the labels. Their floors are what real images score: the Fréchet distance of as many training images,
-    the agreement of the originals. For a codebook its usage, perplexity and dead codes. report: a folder for
-    reconstructions.png, worst.png (originals above, lowest PSNR first) and codebook.png. Raises ValueError, before any
-    long computation, for what does not fit.
+    agreement with the labels. Their floors are the values of real images: the Fréchet distance of the same number of
+    training images, the agreement of the originals. For a codebook also usage, perplexity and dead codes. report: a
+    folder for reconstructions.png, worst.png (originals above, lowest PSNR first) and codebook.png. Raises ValueError
+    for inputs that do not fit, before any long computation.
     """
     split = "validation" if data.validation.num_samples > 1 else "train"
     images = data.split(split)
@@ -153,8 +153,8 @@ def _entries_of_detector(
 def _measure(
     network: nn.Module, images: ImageSet, detectors: Sequence[Detector], looks: Lpips | None, identity: Any
 ) -> tuple[dict[str, Tensor], dict[str, list[Detected]], Tensor | None]:
-    """Return the quality of each image [N] by name; the detectors' features of the originals and of each way's
-    reconstructions; and how often each token is used by each block of images, int64 [blocks, K]. identity: identifies
+    """Return the quality of each image [N] by name; the detectors' features of the originals and of the reconstructions
+    of each decoding mode; and the count of each token in each block of images, int64 [blocks, K]. identity: identifies
     detectors and images."""
     block = block_of_each(images.num_samples)
     num_tokens = network.codebook.num_embeddings if isinstance(network, DVAE) else 0
@@ -176,7 +176,7 @@ def _measure(
                 tokens = result.tokens.flatten(1).cpu() + num_tokens * block[torch.from_numpy(chosen)].unsqueeze(1)
                 arrays["tokens"] = tokens.numpy()
             for name, array in arrays.items():
-                rows.setdefault(name, []).append(array[:count])  # without the rows that fill up the last batch
+                rows.setdefault(name, []).append(array[:count])  # without the padding of the last batch
             progress.advance(count)
         of_all = {name: np.concatenate(arrays) for name, arrays in rows.items()}
         if num_tokens:

@@ -1,4 +1,4 @@
-"""Reconstructions of a codec: pictures and metrics of one batch and, at intervals of its training, of many images."""
+"""Reconstructions of a codec: pictures and metrics, of one batch and, at intervals during training, of many images."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _SMALLEST_SSIM = 11  # pixels of its window
 class Reconstruction:
     """Reconstructions of a batch by a codec.
 
-    images: [B, C, H, W], uint8 or float32 from 0 to 255. decoded: the same shape, for each way the network has to
-    decode them ("mean" of the posterior; "soft" and "hard" tokens). tokens: the most probable ones, int64 [B, h, w];
-    None without a codebook.
+    images: [B, C, H, W], uint8 or float32 from 0 to 255. decoded: the same shape, for each decoding mode of the network
+    ("mean" of the posterior; "soft" and "hard" tokens). tokens: the most probable tokens, int64 [B, h, w]; None without
+    a codebook.
     """
 
     images: Tensor
@@ -42,15 +42,15 @@ class Reconstruction:
     tokens: Tensor | None
 
     def quality(self) -> dict[str, Tensor]:
-        """Return the quality of each image, float64 [B]: "psnr_…" in dB and, where both edges have 11 pixels, "ssim_…",
-        of each way."""
+        """Return the quality of each image, float64 [B], for each decoding mode: "psnr_…" in dB and, if both edges have
+        11 pixels or more, "ssim_…"."""
         values = {f"psnr_{way}": psnr(self.images, decoded) for way, decoded in self.decoded.items()}
         if min(self.images.shape[2:]) >= _SMALLEST_SSIM:
             values |= {f"ssim_{way}": ssim(self.images, decoded) for way, decoded in self.decoded.items()}
         return values
 
     def picture(self) -> Image.Image:
-        """Return a picture with the images in a row, and under them a row for each way."""
+        """Return a picture with a row of images, and a row for each decoding mode below."""
         return image_grid(torch.cat([self.images, *self.decoded.values()]).cpu(), columns=len(self.images))
 
 
@@ -74,10 +74,10 @@ def show_reconstructions(
     """Encode and decode images, [N, C, H, W] as `reconstruct` takes them, and return the measures of their
     reconstructions, by name.
 
-    "reconstructions": a picture, the first images in a row, and under them a row for each way the network has to
-    decode them. "psnr_…" in dB and "ssim_…" of each way, means over the images. Of a discrete VAE also "codebook": a
-    picture, how often each token is the most probable one; "codebook_usage", the share of tokens that ever are;
-    "dead_codes", the number of those that never are; and "codebook_perplexity". Pictures are written into the folder.
+    "reconstructions": a picture with a row of the first images, and a row for each decoding mode below. "psnr_…" in dB
+    and "ssim_…" of each decoding mode: means over the images. For a discrete VAE also "codebook": a picture of how
+    often each token is the most probable one; "codebook_usage": the share of tokens that are used; "dead_codes": the
+    number of unused tokens; and "codebook_perplexity". Pictures are written into the folder.
     """
     sums: dict[str, Tensor] = {}
     counts: Tensor | None = None
@@ -104,12 +104,12 @@ def show_reconstructions(
 
 @dataclass(frozen=True)
 class CodecSampling(Sampling):
-    """Previews and serving of a codec: it reconstructs images. decoded: name of the way to decode that counts."""
+    """Previews and serving of a codec, which reconstructs images. decoded: the main decoding mode."""
 
     decoded: str
 
     def preview(self, inputs: PreviewInputs) -> Preview:
-        """Return the function that reconstructs held-out images, as many as the network is validated on."""
+        """Return the function that reconstructs the held-out images of a validation."""
 
         def draw(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
             images = inputs.held_out.gather(np.arange(min(inputs.held_out.num_samples, inputs.num_samples)))
@@ -133,7 +133,7 @@ class CodecSampling(Sampling):
         network = on_best_device(model)
 
         def predict(images: NDArray[Any]) -> NDArray[Any]:
-            """Return the images, [N, H, W, C], as they are decoded from their latents."""
+            """Return the images, [N, H, W, C], decoded from their latents."""
             shown = model.spec.shown(torch.tensor(images).permute(0, 3, 1, 2))
             decoded = reconstruct(network, shown).decoded[self.decoded]
             if model.spec.levels is not None:

@@ -1,4 +1,5 @@
-"""Common base of the diffusion systems: a process, an objective, and all that follows from learning to remove noise."""
+"""Common base of the diffusion systems: a process, an objective, and the sampling and evaluation of denoising
+networks."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ from image_diffusion.systems.pictures import Pictures
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
 NOT_IN_PREVIEWS = ("small_images", "compile", "keep", "given", "start", "tiles", "weaker_weights")
-"""Keys of the section sample that do nothing in the section preview."""
+"""Keys of the section sample without effect in the section preview."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class DiffusionSystem(System):
 
     @property
     def has_null_label(self) -> bool:
-        """True if the label is dropped in training, with the other parts of the condition or alone."""
+        """True if labels are dropped in training, with the other parts of the condition or alone."""
         return self.objective.label_drop_probability > 0 or self.objective.drop_probabilities.get("label", 0) > 0
 
     @property
@@ -129,7 +130,7 @@ class DiffusionSystem(System):
 
     @property
     def conditioning(self) -> Conditions:
-        """Return the condition of the network: the key `condition`, or the class of an image in a system without it."""
+        """Return the condition of the network: the key `condition`, or the class in a system without that key."""
         return Conditions.written_as(getattr(self, "condition", LabelCondition()))
 
     @property
@@ -218,14 +219,14 @@ class DiffusionSystem(System):
 
 
 class VectorConditioned(Sparse, DiffusionSystem):
-    """Base of the systems whose network takes what is added to the embedding of the time, a class and numbers, and what
-    is added to the channels of its input, an image."""
+    """Base of the systems whose network takes a class and numbers, added to the embedding of the time, and an image,
+    appended to the channels of its input."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"condition"})
     takes_augmentation: ClassVar[bool] = True
 
     condition: VectorCondition = LabelCondition()
-    """Condition of the network: a class, numbers, an image, or a list of some that all hold."""
+    """Condition of the network: a class, numbers, an image, or a list of several, which apply together."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,

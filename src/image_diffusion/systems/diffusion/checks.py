@@ -33,8 +33,7 @@ from image_diffusion.systems.pictures import check_crop, listed
 
 
 def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Sections) -> None:
-    """Raise ValueError unless the section pairs provides exactly what training reads next to the images: sets of these
-    kinds."""
+    """Raise ValueError unless the section pairs provides exactly the sets that training reads: of these kinds."""
     sets = {of_kind.kind: of_kind for of_kind in sets_of(experiment.section("pairs"))}
     if missing := next((kind for kind in kinds if kind not in sets), None):
         reader = "system.alignment is set" if missing == "features" else f"system.condition.type is {condition.type}"
@@ -55,8 +54,8 @@ def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Section
 
 
 def check_condition(condition: Conditions, classes: Sequence[str] | None) -> None:
-    """Raise ValueError where the data lack the classes that the network is conditioned on beside others. classes: of
-    the data; None if unknown or unused."""
+    """Raise ValueError if a condition of several parts includes classes, but the data have none. classes: of the data;
+    None if unknown or unused."""
     if condition.reads and classes is not None and not classes:
         raise ValueError(
             f"system.condition is {condition.type}, but the data have no classes. Leave out {{type: label}}."
@@ -82,7 +81,7 @@ def check_objective(objective: Objective, process: Process, train: TrainSettings
 
 
 def check_drops(objective: Objective, condition: Conditions) -> None:
-    """Raise ValueError for parts to be dropped alone that the condition does not have, or that are its only one."""
+    """Raise ValueError for drop probabilities of parts that the condition does not have, or of its only part."""
     types = [part.type for part in condition.parts]
     named = next((name for name in objective.drop_probabilities if name not in types or len(types) < 2), None)
     if named is not None:
@@ -94,7 +93,7 @@ def check_drops(objective: Objective, condition: Conditions) -> None:
 
 
 def check_sections(process: Process, image: ImagePart | None, experiment: Sections, others: Others) -> None:
-    """Raise ValueError for sections without effect or in conflict. image: the part of the condition that is one."""
+    """Raise ValueError for sections without effect or in conflict. image: the image part of the condition."""
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
     if image is not None:
@@ -110,7 +109,7 @@ def check_sections(process: Process, image: ImagePart | None, experiment: Sectio
 
 
 def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
-    """Raise ValueError for sections that know pictures of 8 bits alone, where the images are arrays."""
+    """Raise ValueError if the images are arrays, for sections that support only pictures of 8 bits."""
     if experiment.data.dtype is None:
         return
     sample, evaluate = experiment.section("sample"), experiment.section("evaluate")
@@ -131,8 +130,7 @@ def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
 
 
 def _check_pictures(experiment: Sections, image: ImagePart | None) -> None:
-    """Raise ValueError where there are no pictures that samples could be made of, or what is made of them cannot be
-    judged."""
+    """Raise ValueError if there are no pictures to sample from, or if the samples could not be evaluated."""
     sample: SampleConfig = experiment.section("sample")
     if sample.given is not None or sample.start is not None:
         if isinstance(experiment.data.source, LatentSource):
@@ -151,7 +149,8 @@ def _check_pictures(experiment: Sections, image: ImagePart | None) -> None:
 
 
 def check_tiles(section: str, settings: SampleConfig, image: ImagePart | None) -> None:
-    """Raise ValueError for tiles of a network that is conditioned on images: those would have to be cut, too."""
+    """Raise ValueError for tiles of a network that is conditioned on images, which would have to be cut into tiles,
+    too."""
     if settings.tiles is not None and image is not None:
         raise ValueError(f"{section}.tiles is set, but the network is conditioned on an image. Leave it out.")
 
@@ -227,8 +226,8 @@ def check_settings(
 
 
 def _check_first_point(section: str, settings: SampleConfig, reading: Reading, grid: Grid, bounded: bool) -> None:
-    """Raise ValueError where sampling begins without any signal, and the predicted x0 is eps divided by it. bounded:
-    whether x are pixels."""
+    """Raise ValueError if sampling starts at alpha 0 and the network predicts eps, which then does not determine x0.
+    bounded: whether x are pixels."""
     first = 0 if settings.start is None else first_point(grid, settings.start.strength)
     is_clipped = settings.sampler.fitted(reading.variance, bounded).clip_denoised
     if reading.prediction == "eps" and grid.alpha[first] == 0 and not is_clipped:
@@ -239,7 +238,7 @@ def _check_first_point(section: str, settings: SampleConfig, reading: Reading, g
 
 
 def _warn_of_times(key: str, grid: Grid, process: Discrete) -> None:
-    """Write a line where a sampler asks at timesteps that respacing leaves out of training. key: of the sampler."""
+    """Log a warning if a sampler uses timesteps that respacing leaves out of training. key: of the sampler."""
     if process.respacing != "" and not torch.isin(grid.time, process.build().grid().time).all():
         log_line_once(
             f"warning: {key} asks the network at timesteps that system.process.respacing {process.respacing} leaves "
@@ -255,7 +254,7 @@ def check_guided_channels(section: str, settings: SampleConfig, channels: int) -
 
 
 def check_negative_prompt(section: str, settings: SampleConfig) -> None:
-    """Raise ValueError for a negative prompt of a section that guidance never leads away from."""
+    """Raise ValueError for a negative prompt that guidance does not use."""
     guidance = settings.guidance
     if not settings.negative_prompt:
         return
@@ -287,8 +286,8 @@ def _check_against(experiment: Sections, others: Others) -> None:
 
 
 def check_embeddings(condition: Conditions, experiment: Sections, prior: Sections | None) -> None:
-    """Raise ValueError if there are no embeddings, numbers or images to sample from, or if the prior learned from other
-    pairs."""
+    """Raise ValueError if there are no embeddings, numbers or images to sample from, or if the prior was trained on
+    other pairs."""
     if condition.draws(experiment.section("sample")) == "validation" and not experiment.data.has_validation:
         part, _ = condition.drawing(experiment.section("sample"))[0]
         raise ValueError(
@@ -318,16 +317,16 @@ def check_embeddings(condition: Conditions, experiment: Sections, prior: Section
 
 
 def _made_of_held_out(experiment: Sections) -> bool:
-    """True if samples are conditioned on what is made of held-out images or belongs to them, with which they are
-    compared."""
+    """True if the conditions of samples are derived from held-out images or stored with them, for comparison with
+    these."""
     sources = experiment.system.sampling().sources(experiment.section("sample"))
     is_paired = experiment.system.evaluation().reads_pairs and sources.embeddings == "validation"
     return is_paired or sources.small_images == "validation"
 
 
 def check_small_images(image: ImagePart | None, experiment: Sections, others: Others) -> None:
-    """Raise ValueError unless there are images that samples are conditioned on, and those of another experiment fit.
-    image: the part of the condition that is one.
+    """Raise ValueError unless samples have images as conditions, and those of another experiment fit. image: the image
+    part of the condition.
     """
     sample: SampleConfig = experiment.section("sample")
     data, base = experiment.data, others.small_images

@@ -1,5 +1,5 @@
-"""Condition of an image diffusion: one part or several, each the class of an image, a text, an image embedding, numbers
-or another image."""
+"""Condition of an image diffusion: one part or several. A part is a class, a text, an image embedding, numbers or
+another image."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ OnePart = Annotated[Part, Field(discriminator="type")]
 OneVector = Annotated[LabelCondition | _Vector, Field(discriminator="type")]
 
 AnyCondition = Annotated[OneOrSeveral[OnePart], alone(_EXAMPLE), AfterValidator(_fitting)]
-"""One part, or a list of parts that all hold. A list of one is the part alone."""
+"""One part, or a list of parts that apply together. A list of one part equals that part."""
 
 VectorCondition = Annotated[OneOrSeveral[OneVector], alone(_EXAMPLE), AfterValidator(_fitting)]
-"""One part or a list of those that every network takes: added to the embedding of the time, or to the input."""
+"""One part or a list, of the types that every network takes: added to the embedding of the time, or to the input."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Condition of parts that all hold, each of which may read a set of shards beside the images."""
+    """Condition of parts that apply together. Each part may read a set of shards in addition to the images."""
 
     parts: tuple[Part, ...]
 
     @classmethod
     def written_as(cls, written: Part | tuple[Part, ...]) -> Conditions:
-        """Return the condition that is written in a configuration."""
+        """Return the condition that a configuration contains."""
         return cls(written if isinstance(written, tuple) else (written,))
 
     @property
@@ -78,12 +78,12 @@ class Conditions:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Return the keys of the section sample that say what images are conditioned on."""
+        """Return the keys of the section sample that provide conditions."""
         return frozenset().union(*(part.keys for part in self.parts))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the kinds of the shards beside the images, in the order of the parts."""
+        """Return the kinds of the additional shards, in the order of the parts."""
         return tuple(part.reads for part in self.parts if part.reads is not None)
 
     @property
@@ -92,8 +92,8 @@ class Conditions:
         return next((part for part in self.parts if isinstance(part, ImagePart)), None)
 
     def check(self, section: str, settings: SampleConfig, pairs: Sequence[Any] = ()) -> None:
-        """Raise ValueError for settings that no part uses, and for classes in rows of a network without classes. pairs:
-        the sets of the section pairs."""
+        """Raise ValueError for settings that no part uses, and for classes in rows if the network takes no classes.
+        pairs: the sets of the section pairs."""
         for part in self.parts:
             part.check(section, self._seen_by(part, settings), _read_by(part, pairs))
         if settings.conditions is not None and not isinstance(settings.conditions, str):
@@ -103,7 +103,8 @@ class Conditions:
             self._check_classes(section, settings, bool(labels_of(rows, key)))
 
     def _check_classes(self, section: str, settings: SampleConfig, names_classes: bool) -> None:
-        """Raise ValueError for rows that name classes where the network takes none, or the settings name them too."""
+        """Raise ValueError for rows that name classes if the network takes none, or if the settings name classes,
+        too."""
         if names_classes and not self.takes_classes:
             raise ValueError(
                 f"{section}.conditions names a label, but the network takes no classes. Leave it out, or add "
@@ -118,16 +119,16 @@ class Conditions:
             part.check_pairs(_read_by(part, pairs), data)
 
     def spec(self, spec: DataSpec, beside: Mapping[str, Shards]) -> DataSpec:
-        """Return the shapes that a network has to be built for: those of every part. beside: the sets beside the
-        images, by kind."""
+        """Return the data spec of the network, with the conditions of every part. beside: the additional sets, by
+        kind."""
         specs = [part.spec(spec, beside.get(part.reads or "")) for part in self.parts]
         classes = max(of_part.num_classes for of_part in specs)
         conditions = {name: shape for of_part in specs for name, shape in of_part.conditions.items()}
         return spec.model_copy(update={"num_classes": classes, "conditions": conditions})
 
     def training_conditions(self, stored: Mapping[str, Tensor], streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
-        """Return the conditions of samples other than the class, by name. stored: the entries of the shards beside
-        them, by kind. spec: of the network."""
+        """Return the conditions of samples other than the class, by name. stored: their entries in the additional
+        shards, by kind. spec: of the network."""
         conditions = dict[str, Tensor]()
         for part in self.parts:
             if part.reads is not None:
@@ -135,7 +136,7 @@ class Conditions:
         return conditions
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source that images are made of beside the settings. Raises ValueError for two sources."""
+        """Return the source of the conditions that the settings do not contain. Raises ValueError for two sources."""
         drawing = self.drawing(settings)
         if len({str(source) for _, source in drawing}) > 1:
             unset = next(part.source_key for part, source in drawing if source == "validation")
@@ -147,20 +148,20 @@ class Conditions:
         return drawing[0][1] if drawing else None
 
     def drawing(self, settings: SampleConfig) -> list[tuple[Part, SamplesOf | str]]:
-        """Return the parts that images are made of beside the settings, with the source of each."""
+        """Return the parts with conditions that the settings do not contain, and the source of each."""
         return [(part, source) for part in self.parts if (source := part.draws(settings)) is not None]
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the images of the part that is one."""
+        """Return the source of images of the image part."""
         return None if self.image is None else self.image.draws_images(settings)
 
     def pictures(self, settings: SampleConfig) -> list[Path]:
-        """Return the files of images that the settings name for a part."""
+        """Return the image files that the settings name."""
         return [path for part in self.parts for path in part.pictures(settings)]
 
     def served(self, model: ServedFrom) -> dict[str, Column] | None:
-        """Return the columns of a request of a served model: the seed, and those of every part. None where a part
-        cannot be named in a request. Raises ValueError for two columns of one name."""
+        """Return the columns of a request of a served model: the seed, and those of every part. None if a part cannot
+        be in a request. Raises ValueError for two columns of the same name."""
         columns = {"seed": Column("long", required=True, example=(0, 1))}
         for part in self.parts:
             of_part = part.served(replace(model, pairs=_said_of(part, model.pairs)))
@@ -192,18 +193,18 @@ class Conditions:
         return replace(request, classes=[classes[i % len(classes)] for i in range(len(inputs.seeds))], labels=None)
 
     def _names(self, pairs: Sequence[Any]) -> list[str]:
-        """Return the columns of rows that the parts read. pairs: of each part its set of the section pairs, or what a
-        manifest says of it."""
+        """Return the columns of rows that the parts read. pairs: the set of each part, from the section pairs or from a
+        manifest."""
         return [name for part, of_part in zip(self.parts, pairs, strict=True) for name in part.names(of_part)]
 
     def _seen_by(self, part: Part, settings: SampleConfig) -> SampleConfig:
-        """Return the settings with the defaults of the keys of other parts, of which a part knows nothing."""
+        """Return the settings for a part: the keys of other parts have their defaults."""
         hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
         return settings.model_copy(update=hidden)
 
 
 def _said_of(part: Part, pairs: Mapping[str, Any] | None) -> Any:
-    """Return what the manifests, by kind, say of the set that a part reads; None without one."""
+    """Return the description in the manifests, by kind, of the set that a part reads; None without one."""
     return (pairs or {}).get(part.reads or "")
 
 

@@ -46,8 +46,7 @@ class DiTSystem(DiffusionSystem):
     objective: Objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
     """Prediction of the network, and the weighting of its error. Labels are dropped where the data have any."""
     condition: AnyCondition = LabelCondition()
-    """Condition of the network: a class, a text, an image embedding, numbers or an image; or a list of some that all
-    hold."""
+    """Condition of the network: a class, a text, an image embedding, numbers or an image; or a list of several."""
     alignment: Alignment | None = None
     """Alignment of the network's tokens with the features of a teacher (section pairs) during training. Unset: no
     alignment."""
@@ -96,7 +95,7 @@ class DiTSystem(DiffusionSystem):
             self._check_class_tokens(tokens, experiment)
 
     def _check_class_tokens(self, tokens: int, experiment: Sections) -> None:
-        """Raise ValueError for tokens of the class where there is none."""
+        """Raise ValueError for class tokens if there is no class."""
         if not self.conditioning.takes_classes:
             raise ValueError(
                 f"system.network.class_tokens is {tokens}, but system.condition has no class. Leave it out, or add "
@@ -133,7 +132,7 @@ class DiTSystem(DiffusionSystem):
         return self.network.build(spec, **self.build_options)
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
-        """Build the objective, aligned where the data have features. Raises ValueError where it does not fit the
+        """Build the objective, with alignment if the data have features. Raises ValueError if it does not fit the
         process or the data."""
         objective = super().build_objective(spec)
         if self.alignment is None or spec.features is None:

@@ -48,8 +48,8 @@ _ATTRIBUTES = {"painted_digits": evaluate_painted, "slanted_digits": evaluate_dr
 
 @dataclass(frozen=True)
 class DiffusionEvaluation(ImageEvaluation):
-    """Evaluate samples against real images, if there are any, and the likelihood, if it is configured. Without a model,
-    samples of any origin are evaluated. reading, image: of the system, for the likelihood.
+    """Evaluation of samples against real images, if there are any, and of the likelihood, if it is configured. Without
+    a model, samples of any origin are evaluated. reading, image: of the system, for the likelihood.
     """
 
     reading: Reading | None = None
@@ -96,7 +96,7 @@ class DiffusionEvaluation(ImageEvaluation):
 
 
 def _judged_samples(inputs: EvaluationInputs, path: Path, data: RealImages) -> dict[str, Any]:
-    """Return what metrics.json says of the samples in a file or a folder."""
+    """Return the content of metrics.json for the samples in a file or a folder."""
     settings: EvaluateConfig = inputs.settings
     if settings.against is not None and inputs.reference is None:
         raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
@@ -143,7 +143,7 @@ def real_images(folder: Path | str) -> RealImages:
 
 
 def joined(folder: Path | str, split: Split, pairs: Sequence[Path]) -> Shards:
-    """Return a split of a folder of crops, with the sets beside them. pairs: the folders of those."""
+    """Return a split of a folder of crops, joined with additional sets. pairs: the folders of the sets."""
     images = open_shards(folder, split, renders=True)
     for other in pairs:
         images.join(open_shards(other, "all"))
@@ -154,9 +154,9 @@ def check_likelihood(process: Process, codec: Config, settings: LikelihoodConfig
     """Return the process. Raises ValueError for one without a likelihood of images.
 
     It takes a chain of steps x_t -> x_s, each a Gaussian p(x_s | x_t) given x_t alone, that ends at pixels: a discrete
-    process on pixels, with any prediction and any variance. A flow or a continuous process is a differential equation
-    with no steps of its own, an estimate that is carried from step to step makes p depend on more than x_t, and the
-    decoder of latents gives no probability to a pixel.
+    process on pixels, with any prediction and any variance. A flow or a continuous process has no steps of its own,
+    self-conditioning makes p depend on more than x_t, and the decoder of latents does not define the probability of a
+    pixel.
     """
     advice = "Leave out evaluate.likelihood."
     if not isinstance(codec, Rgb):
@@ -168,15 +168,15 @@ def check_likelihood(process: Process, codec: Config, settings: LikelihoodConfig
             f"evaluate.likelihood: the process {process.type} has no steps of which the bound could consist; "
             f"only a discrete process has. {advice}"
         )
-    process.build().grid(settings.timesteps or None)  # raises for a respacing that cannot be had
+    process.build().grid(settings.timesteps or None)  # raises for an impossible respacing
     return process
 
 
 def likelihood_label(model: TrainedNetwork, drops_labels: bool, label: ClassLabel | None) -> int | None:
-    """Return the number of the class that the network is conditioned on for every image; None: each image's own.
+    """Return the number of the class that all images are conditioned on; None: each image's own class.
 
-    drops_labels: whether labels were dropped in training. label: that of `LikelihoodConfig`. Raises ValueError for a
-    class that the network does not have.
+    drops_labels: whether labels were dropped in training. label: of `LikelihoodConfig`. Raises ValueError for a class
+    that the network does not have.
     """
     if label is None:
         return None
@@ -193,10 +193,10 @@ def likelihood_label(model: TrainedNetwork, drops_labels: bool, label: ClassLabe
 
 
 class ImageBound:
-    """Bound on the likelihood of images, on the device of the network. It is conditioned on what the part `image` of
-    its condition makes of them; a class-conditional network on their labels, or on one label for all.
+    """Bound on the likelihood of images, on the device of the network. The conditions are derived from the images by
+    the part `image`; of a class-conditional network they are the images' labels, or one label for all.
 
-    timesteps: of the process's schedule, the most noise first. Raises ValueError as `check_likelihood` does.
+    timesteps: of the process's schedule, from most noise to least. Raises ValueError as `check_likelihood` does.
     """
 
     def __init__(

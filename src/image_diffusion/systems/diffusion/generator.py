@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from image_diffusion.systems.pictures import Pictures
 
 Cell = int | float | str | None
-"""Number of an image, its class, or the path of an image; nothing is a missing number."""
+"""A number of an image, its class, or the path of an image file; None: a missing number."""
 
 
 class SampleConfig(Sparse):
@@ -43,15 +43,16 @@ class SampleConfig(Sparse):
     first_seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the first image; image number i has seed first_seed + i."""
     seed: int = Field(0, ge=0)
-    """Seed that is mixed into every image's own seed: another value makes another set of images."""
+    """Seed combined with the seed of each image: another value gives other images."""
     labels: Literal["balanced", "random"] | list[ClassLabel] = "balanced"
-    """Classes of the images: each in turn, at random from the image's seed, or a list of names or numbers in turn. A
-    number is a class's name where names are numbers, and else its position; {position: 2} is always the latter."""
+    """Classes of the images. balanced: all classes in turn; random: drawn from the seed of each image; or a list of
+    names or numbers, used in turn. A number is a name if the classes' names are numbers, otherwise a position;
+    {position: 2} is always a position."""
     prompts: tuple[str, ...] | str | None = None
-    """Prompts of a network that is conditioned on words, each used in turn. A list, or a file: `.txt` with one a line,
-    or `.csv` or `.parquet` with a column "prompt"."""
+    """Prompts of a network that is conditioned on words, each used in turn. A list, or a file: `.txt` with one prompt
+    per line, or `.csv` or `.parquet` with a column "prompt"."""
     negative_prompt: str = ""
-    """Prompt that guidance leads away from; unset: the empty caption. Not without guidance, or with weaker_weights."""
+    """Prompt that guidance leads away from; unset: the empty caption. It requires guidance, without weaker_weights."""
     sampler: Sampler = Ddim()
     """Sampler and its number of steps."""
     guidance: Guidance = Guidance()
@@ -60,46 +61,46 @@ class SampleConfig(Sparse):
     """Weights folder of a weaker network for the same data (smaller, or trained for fewer steps). Guidance then leads
     away from its prediction (autoguidance) instead of the unconditional prediction."""
     small_images: Literal["validation"] | SamplesOf | str | None = None
-    """Images of a network that is conditioned on them, such as small ones to enlarge: {experiment: NAME} for the
-    samples of another experiment, a path of a samples.npz, or validation for what is made of the held-out images, so
-    that the result can be compared with them; unset: the last. Seed s takes image s modulo their number, and the
-    image's label unless `labels` are set. `conditions` names image files one by one."""
+    """Images that the network is conditioned on, such as small images to enlarge: {experiment: NAME} for the samples of
+    another experiment, the path of a samples.npz, or validation for images derived from the held-out images, with which
+    the samples can then be compared; unset: validation. Seed s takes image s modulo the number of images, and its label
+    unless `labels` is set. `conditions` names individual image files."""
     embeddings: SamplesOf | str | None = None
-    """Embeddings of a network that is conditioned on them: {experiment: NAME} for those that a prior samples from its
-    prompts, or a folder in the layout of clip-retrieval; unset: those of held-out images. Seed s takes number s modulo
-    their number."""
+    """Embeddings that the network is conditioned on: {experiment: NAME} for the samples of a prior, or a folder in the
+    layout of clip-retrieval; unset: embeddings of held-out images. Seed s takes embedding s modulo the number of
+    embeddings."""
     decoder: str | None = None
-    """Another autoencoder of the same latents that decodes them (a folder or a name on the Hub), such as the mse one of
-    Stable Diffusion for latents of its ema one, or a small one for previews; unset: the codec's own. Nothing is encoded
-    or trained again for it."""
+    """Autoencoder that decodes the latents in place of the codec (a folder or a name on the Hub), such as Stable
+    Diffusion's mse autoencoder for latents of its ema autoencoder, or a small autoencoder for previews; unset: the
+    codec. It requires no new encoding or training."""
     batch_size: int = Field(50, ge=1)
-    """Images made at once. Does not change them."""
+    """Number of images made at once. It does not change the images."""
     images_per_job: int = Field(5000, ge=1)
-    """Images that one job makes; for more of them several run side by side. Does not change them."""
+    """Images per job; more images are made by several jobs in parallel. It does not change the images."""
     precision: Precision = "tf32"
-    """Precision of the network: float32; tf32, a GPU then rounds the factors of its products to 10 bits; or bf16. The
-    sampler's own arithmetic is float32 always."""
+    """Precision of the network: float32; tf32: a GPU rounds the factors of products to 10 bits; or bf16. The sampler
+    itself always computes in float32."""
     compile: bool = False
-    """Compile the network's blocks with torch.compile: worth its minute for many images on a GPU."""
+    """Compile the network's blocks with torch.compile. It takes about a minute; useful for many images on a GPU."""
     pictures: bool = False
     """Also keep each image as a PNG named after its seed, in the folder `pictures`."""
     grid_images: int = Field(100, ge=1)
-    """Images in the picture grid.png."""
+    """Number of images in the picture grid.png."""
     keep: bool = True
-    """Store all images. false: `samples.npz` contains only those of grid.png, and `evaluate` generates all images
+    """Store all images. false: `samples.npz` contains only the images of grid.png, and `evaluate` generates all images
     during the evaluation, in one job; metrics.json is the same."""
 
     given: Inpainting | None = None
-    """Images of which a part is known, and the rest is filled in (inpainting); unset: none."""
+    """Images with a known part; sampling fills in the rest (inpainting). Unset: no inpainting."""
     start: Start | None = None
-    """Images that sampling starts from in place of noise; unset: none."""
+    """Images that sampling starts from instead of noise; unset: noise."""
     tiles: Tiles | None = None
-    """Tiles of a picture that is larger than the network makes; unset: one."""
+    """Tiles of a picture that is larger than the images of the network; unset: one tile."""
     conditions: list[dict[str, Cell]] | dict[str, list[Cell]] | str | None = None
-    """Rows of conditions, used in turn: numbers of a network that is conditioned on them, by name; under "image"
-    the path of an image file, of one that is conditioned on images; under "label" the class. A list of rows; a list of
-    values by name, for all combinations; or a table (`.csv`, `.tsv`, `.jsonl`, `.parquet`). Unset: those of held-out
-    images; seed s has those of image s modulo their number."""
+    """Rows of conditions, used in turn. A row holds the numbers that the network is conditioned on, by name; under
+    "image" the path of an image file, if it is conditioned on images; under "label" the class. Given as a list of rows;
+    a list of values for each name, for all combinations; or a table (`.csv`, `.tsv`, `.jsonl`, `.parquet`). Unset: the
+    conditions of held-out images; seed s takes those of image s modulo the number of images."""
 
     @field_validator("conditions", mode="before")
     @classmethod
@@ -200,7 +201,7 @@ class Generator:
         self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(
             plain, nothing, self._grid, negative
         )
-        self._guide(self._network)  # raises now what does not fit
+        self._guide(self._network)  # raises now if settings do not fit
         self._tiles, self._pictures = settings.tiles or Tiles(), pictures
 
     @torch.no_grad()
@@ -269,8 +270,9 @@ class Generator:
 
 
 def check_guidance(section: str, settings: SampleConfig, reading: Reading) -> None:
-    """Raise ValueError for guidance of average velocities, a power without a time from 1 to 0, and scales of parts that
-    were not dropped alone, or that a sampler or another network does not allow. section: the name of the settings."""
+    """Raise ValueError for guidance of average velocities; a power, if time does not run from 1 to 0; and scales of
+    parts that were not dropped alone, or that the sampler or weaker_weights do not allow. section: the name of the
+    settings."""
     scale = settings.guidance.guidance_scale
     if settings.sampler.asks_intervals and scale != 1:
         raise ValueError(
@@ -307,9 +309,9 @@ def requested_labels(
     """Return the label of each sample, int64 [N]; None without classes.
 
     labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed and the `seed` that all
-    share, a list of class names or numbers is repeated in turn. untrained: names of classes without a training image,
-    which only a list draws. first_seed: seed whose turn is the first, for seeds that need not follow each other; None:
-    the turns are those of the rows. Raises ValueError for a class that does not exist.
+    share, a list of class names or numbers is repeated in turn. untrained: names of classes without training images,
+    used only if a list names them. first_seed: seed of the first class in turn, for seeds that are not consecutive;
+    None: the classes follow the order of the rows. Raises ValueError for a class that does not exist.
     """
     if not classes:
         return None

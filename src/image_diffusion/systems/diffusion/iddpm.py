@@ -33,7 +33,7 @@ from image_diffusion.systems.warm_start import WarmStart
 
 
 class IddpmSystem(VectorConditioned):
-    """A U-Net on pixels. By default with the paper's cosine schedule of 4,000 timesteps and its hybrid loss."""
+    """A U-Net on pixels. The defaults are the paper's cosine schedule of 4,000 timesteps and its hybrid loss."""
 
     type: Literal["iddpm"] = "iddpm"
     """A U-Net, usually on pixels."""

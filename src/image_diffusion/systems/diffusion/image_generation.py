@@ -1,4 +1,4 @@
-"""Images of a diffusion system: those of the stage `sample`, the previews of a training, those that are served."""
+"""Images of a diffusion system: for the stage `sample`, for previews during training, and for serving."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 
 class Generates(Protocol):
-    """Generator of images from seeds, int64 [N], and labels, int64 [N] or none, on the device of its network.
+    """Generator of images from seeds, int64 [N], and labels, int64 [N] or None, on the device of its network.
 
-    settings: completed with the values of the model. conditions: those of each image beside its class, by name.
+    settings: completed with the values of the model. conditions: of each image other than its class, by name.
     """
 
     @property
@@ -75,8 +75,8 @@ class Generates(Protocol):
         ...
 
 
-_APART, _OF_EACH = 8, 4  # pictures beside the grid, and images in each
-_BESIDE = 8  # images that are shown step by step, or with what they are made of
+_APART, _OF_EACH = 8, 4  # number of pictures next to the grid, and of images in each
+_BESIDE = 8  # number of images shown step by step, or with their conditions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,7 @@ class ImageSampling(Sampling, ABC):
         pictures: Pictures | None = None,
     ) -> Generates:
         """Build the generator. weaker: the network of `settings.weaker_weights`. null: the condition that guidance
-        leads away from. pictures: those that the images are made of. Raises ValueError for a sampler or guidance that
-        do not fit."""
+        leads away from. pictures: to sample from. Raises ValueError for a sampler or guidance that do not fit."""
 
     @property
     def takes_classes(self) -> bool:
@@ -142,8 +141,8 @@ class ImageSampling(Sampling, ABC):
         return ImageMaker(generator, seeds, labels, described, request, titles, model.spec)
 
     def preview(self, inputs: PreviewInputs) -> Preview:
-        """Return the function that draws `step-NNNNNNN.png`, the same images as .npz, and of the first eight classes or
-        prompts a picture each, whose name is the same in all runs. Raises ValueError for a class that does not
+        """Return the function that writes `step-NNNNNNN.png`, the same images as .npz, and a picture for each of the
+        first eight classes or prompts, with the same name in all runs. Raises ValueError for a class that does not
         exist."""
         settings, classes = inputs.settings, inputs.training.classes
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
@@ -183,8 +182,8 @@ class ImageSampling(Sampling, ABC):
     def served(
         self, spec: DataSpec, classes: list[str], pairs: Mapping[str, Any] | None = None, embeds: bool = False
     ) -> Served | None:
-        """Return the columns of a request: seeds, and those of each part of the condition. None where a part cannot be
-        named in a request."""
+        """Return the columns of a request: seeds, and those of each part of the condition. None if a part cannot be in
+        a request."""
         columns = self.condition.served(ServedFrom(spec, classes, pairs, embeds))
         if columns is None:
             return None
@@ -202,9 +201,9 @@ class ImageSampling(Sampling, ABC):
         decoder, generators = codec(), list[Generates]()
 
         def predict(table: pandas.DataFrame) -> NDArray[Any]:
-            """Return images, [N, H, W, C]. table: the columns of `served`; without a class, each seed gets
-            the class that `sample` gives it. Raises ValueError for no rows, for a class that is missing in a row, does
-            not exist or is named twice, and for an image that cannot be read or does not fit."""
+            """Return images, [N, H, W, C]. table: the columns of `served`; without classes, each seed gets the same
+            class as in `sample`. Raises ValueError for an empty table, for a class that is missing in a row, does not
+            exist or is named twice, and for an image that cannot be read or does not fit."""
             if table.empty:
                 raise ValueError("The table has no rows. Give a row for each image.")
             seeds = torch.tensor(table["seed"].to_numpy(np.int64))
@@ -264,10 +263,10 @@ def _labels(
     seeds: Tensor,
     untrained: Sequence[str],
 ) -> Tensor | None:
-    """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions only
-    the evaluation uses it: the class that every prompt names, or the class of the embedded image. The conditions of
-    held-out images come with their classes, unless the settings choose others, or the network has text and no class as
-    condition."""
+    """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
+    only for the evaluation: the class that every prompt names, or the class of the embedded image. Conditions of
+    held-out images have their classes, unless the settings choose others, or the network is conditioned on text and not
+    on a class."""
     text_alone = "prompts" in request.described and not spec.num_classes
     if request.labels is not None and settings.labels == "balanced" and not text_alone:
         return request.labels
@@ -284,15 +283,15 @@ def _labels(
 
 
 def _titles(request: SamplingRequest, labels: Tensor | None, classes: list[str]) -> list[str]:
-    """Return what is written under each image: the title of its conditions, behind its class where the title is not a
-    prompt; nothing where only the class is known."""
+    """Return the caption of each image: the title of its conditions, after its class if the title is not a prompt;
+    empty if only the class is known."""
     if labels is None or not classes or "prompts" in request.described:
         return request.titles
     return [f"{classes[label]}, {title}" for label, title in zip(labels.tolist(), request.titles, strict=False)]
 
 
 def beside_conditions(images: Tensor, conditions: Tensor) -> Image.Image:
-    """Draw images, uint8 [N, C, H, W], below what they are made of, float32 [P, C', h, w] in [-1, 1]."""
+    """Draw images, uint8 [N, C, H, W], below their conditions, float32 [P, C', h, w] in [-1, 1]."""
     count, channels, *size = images.shape
     seen = conditions[torch.arange(count) % len(conditions)]
     seen = seen[:, : channels if seen.shape[1] >= channels else 1]
@@ -317,7 +316,7 @@ class ImageMaker:
 
     def pictures(self) -> dict[str, Image.Image]:
         """Return the pictures by name. steps: a row for each seed, from the noise to the last step's prediction.
-        conditions: what the first images are made of, above them, where that is an image."""
+        conditions: the first images below their conditions, if these are images."""
         chosen = ten_of(self.generator.trajectory(*self._for_rows(slice(_BESIDE))))
         images = self.spec.shown(torch.stack(chosen, dim=1).flatten(0, 1))
         pictures = {"steps": image_grid(images, columns=len(chosen))}
@@ -331,7 +330,7 @@ class ImageMaker:
 
 
 def _wanted_labels(rows: pandas.DataFrame) -> Sequence[ClassLabel]:
-    """Return the classes of a request's rows, in the form of the section `sample`; none where it names none."""
+    """Return the classes of a request's rows, in the form of the section `sample`; empty if it names none."""
     columns = [name for name in ("label", "class") if name in rows]
     if len(columns) > 1:
         raise ValueError("A class is given by a number, label, and by its name, class. Give one of the two.")

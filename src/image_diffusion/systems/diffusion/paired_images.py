@@ -1,5 +1,5 @@
-"""Comparison of samples with the images that their conditions were made of or belong to: enlarged ones with originals,
-painted masks with what was asked."""
+"""Comparison of samples with the originals of their conditions: enlarged images with the originals, images of masks
+with the requested masks."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ _SHOWN = 10
 def evaluate_paired(
     samples: Samples, originals: Shards, report: Path | None = None, train: Shards | None = None
 ) -> dict[str, Any]:
-    """Compare samples with the images of which their conditions were made, and with guesses without a network.
+    """Compare samples with the images that their conditions are derived from, and with guesses without a network.
 
-    Returns entries of metrics.json by name, for samples whose conditions are made of held-out images or lie beside
-    them; nothing for others. originals: the held-out images, with what lies beside them. train: the training images
-    with theirs, where conditions are masks: samples are then compared with their masks (`evaluate_masks`), and with no
-    image.
+    Returns entries of metrics.json by name, for samples whose conditions are derived from held-out images or stored
+    with them; empty for others. originals: the held-out images, with their additional sets. train: the training images
+    with theirs, if conditions are masks: samples are then compared with their masks only (`evaluate_masks`).
 
-    Where seeds run through the held-out images k times, an image has k samples. "psnr": of each of them, in dB, mean
-    over the images; "psnr_mean": of the mean of an image's samples, where k is above 1, an estimate of the posterior
-    mean, which no sample can match in PSNR; of small images also "psnr_bicubic": of their bicubic enlargement, and
-    "psnr_gain": psnr_mean, or psnr, minus that of bicubic, image by image. report: a folder for the picture
-    enlarged.png, or paired.png where the condition is no small image, from top to bottom: condition, bicubic, sample,
-    mean of the samples if k is above 1, original.
+    If the seeds repeat the held-out images k times, an image has k samples. "psnr": of each sample, in dB, mean over
+    the images; "psnr_mean": of the mean of an image's samples, if k is above 1: an estimate of the posterior mean,
+    whose PSNR no sample can reach; for small images also "psnr_bicubic": of their bicubic enlargement, and "psnr_gain":
+    psnr_mean (or psnr) minus psnr_bicubic, image by image. report: a folder for the picture enlarged.png, or paired.png
+    if the condition is not a small image, from top to bottom: condition, bicubic, sample, mean of the samples if k is
+    above 1, original.
 
     Raises ValueError when the held-out images are no longer those that the conditions were made of.
     """
@@ -62,7 +61,7 @@ def evaluate_paired(
     rows = np.unique(row_of_each)
     several = len(rows) < samples.num_samples
     if labels and train is not None:
-        rows = rows[:_SHOWN]  # for the picture alone
+        rows = rows[:_SHOWN]  # only for the picture
     parts: dict[str, list[Tensor]] = {}
     shown: Tensor | None = None
     for start in range(0, len(rows), AT_ONCE):
@@ -103,7 +102,7 @@ def evaluate_paired(
 
 @dataclass(frozen=True)
 class _AskedMasks:
-    """Samples with the masks that they were asked for. rows: of the held-out images that the masks lie beside."""
+    """Samples with their requested masks. rows: of the held-out images that the masks belong to."""
 
     samples: Samples
     held_out: Shards

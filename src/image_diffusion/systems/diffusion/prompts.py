@@ -19,10 +19,10 @@ EXAMPLE_PROMPTS = ("a white square on black", "a black square on white")
 
 
 def read_prompts(prompts: tuple[str, ...] | str, key: str) -> list[str]:
-    """Read the prompts of a list, of a `.txt` with one a line, or of the column "prompt" of a `.csv` or `.parquet`.
+    """Read the prompts of a list, of a `.txt` with one per line, or of the column "prompt" of a `.csv` or `.parquet`.
 
-    key: their key in the configuration, for the message. Raises ValueError for a file that cannot be read, and for
-    none.
+    key: their key in the configuration, for the message. Raises ValueError for a file that cannot be read, and if there
+    are no prompts.
     """
     if isinstance(prompts, tuple):
         texts, where = list(prompts), "it"
@@ -54,8 +54,8 @@ def check_judged(experiment: Sections) -> None:
 
 
 def classes_named(prompts: list[str], classes: list[str]) -> Tensor | None:
-    """Return the class that each prompt names, int64 [N]; None unless each one names one class, as a word or words of
-    it."""
+    """Return the class that each prompt names, int64 [N]; None unless each prompt contains the name of exactly one
+    class."""
     names = [re.compile(rf"(?<!\w){re.escape(name.replace('_', ' '))}(?!\w)", re.IGNORECASE) for name in classes]
     matches: dict[str, list[int]] = {}
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Properties of a diffusion system that sampling depends on: its noise, and how the output of its network is read."""
+"""Properties of a diffusion system that sampling depends on: its noise, and the meaning of its network's output."""
 
 from __future__ import annotations
 

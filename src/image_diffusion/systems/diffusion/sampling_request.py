@@ -16,11 +16,11 @@ class SamplingRequest:
     """Conditions of a request for images.
 
     titles: the title of each image in grids, such as its prompt; empty: none. conditions: the network's conditions by
-    name, [P, …]; image i uses row i modulo P. null: the condition that guidance leads away from, by name, unless it is
+    name, [P, …]; image i takes row i modulo P. null: the condition that guidance leads away from, by name, unless it is
     zeros. labels: the class that each image should show, int64 [N], if the conditions determine it. classes: the name
     of each image's class, for its title; empty: none. described: entries of samples.json: "prompts" of each image,
-    "embeddings" with their origin, and so on. drawn: pictures shown above the images, such as masks, float32
-    [P, C, H, W] in [-1, 1]; None: none.
+    "embeddings" with their origin, and so on. drawn: pictures shown above the images, such as masks, float32 [P, C, H,
+    W] in [-1, 1]; None: none.
     """
 
     titles: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class SamplingRequest:
 
 
 def joined(requests: Iterable[SamplingRequest]) -> SamplingRequest:
-    """Return one request with the conditions of several."""
+    """Return one request with the conditions of several requests."""
     parts = list(requests)
     return SamplingRequest(
         titles=[", ".join(of_image) for of_image in zip(*(part.titles for part in parts if part.titles), strict=True)],

@@ -1,5 +1,5 @@
-"""Sweeps: the same weights sampled and evaluated with several settings, or the same settings with weights of other
-steps or other averages."""
+"""Sweeps: sampling and evaluation of the same weights with several settings, or of several steps or averages with the
+same settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SweepConfig(Config):
     num_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers of sampling steps."""
     time_difference: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
-    """Additional distance of the steps of ddpm and ddim, in continuous time."""
+    """Additional lengths of the steps of ddpm and ddim, in continuous time (`time_difference`)."""
     checkpoint: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps of the training whose weights are sampled. Their checkpoints are kept with train.checkpoint.keep_every."""
     ema: tuple[Annotated[float, Field(ge=0, lt=1)] | Literal["raw"], ...] = ()
@@ -43,10 +43,9 @@ class SweepConfig(Config):
     """Images at each point; unset: as many as `sample.num_samples`."""
 
     choose: str = ""
-    """Rule by which the weights of one step of `checkpoint` are those of all stages after: a metric, `distance` for the
-    one that the experiment is ranked by, and perhaps conditions, as in `distance where copies.upper < 0.03`. A metric
-    has value, lower and upper. The images of the points then have other seeds than `sample`. Empty: the weights that
-    the training wrote."""
+    """Rule that chooses the step of `checkpoint` whose weights all later stages use: a metric (`distance`: the one that
+    ranks the experiment) and optional conditions, such as `distance where copies.upper < 0.03`. A metric has value,
+    lower and upper. The points then use other seeds than `sample`. Empty: the weights that the training wrote."""
 
     @field_validator("choose")
     @classmethod
@@ -81,7 +80,7 @@ class SweepConfig(Config):
         of `sample`."""
         plain = dump(base)
         plain["num_samples"] = self.num_samples or base.num_samples
-        if axis == "checkpoint" and self.choose:  # images that decide the choice say too much good of it
+        if axis == "checkpoint" and self.choose:  # the images that decide the choice would overrate it
             plain["first_seed"] = base.first_seed + base.num_samples
         elif axis == "guidance_scale":
             plain["guidance"]["guidance_scale"] = float(value)

@@ -1,1 +1,1 @@
-"""Pairs of embeddings on which a prior trains."""
+"""Sets of pairs: embeddings that a prior trains on, and conditions or features of images."""

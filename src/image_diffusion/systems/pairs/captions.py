@@ -26,15 +26,15 @@ class CaptionPairs(BesideCrops):
     kind: ClassVar[str] = "captions"
     condition: ClassVar[str] = "text"
     type: Literal["captions"] = "captions"
-    """Encoded captions of the crops; for system.condition text."""
+    """Encoded captions of the crops, for system.condition text."""
     captions: Captions = ClassCaptions()
     """Source of the captions."""
     encoder: TextEncoderConfig = HashedText()
     """Text encoder."""
     num_tokens: int = Field(32, ge=1)
-    """Tokens kept of each caption; longer ones are cut."""
+    """Number of tokens kept of each caption; longer captions are cut."""
     num_captions: int = Field(1, ge=1)
-    """Captions kept of each image; training draws one of them in every epoch."""
+    """Number of captions kept of each image; training draws one of them in every epoch."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the stored encodings."""
 
@@ -65,7 +65,7 @@ class CaptionPairs(BesideCrops):
 
 
 class MadeOfCrops(PairSet):
-    """Encoded captions of a set of crops, one shard for each of theirs."""
+    """Base of the sets of encoded captions, with one shard for each shard of crops."""
 
     def __init__(self, crops: CaptionedCrops) -> None:
         self._crops, self.num_shards, self.num_rows = crops, crops.num_shards, crops.num_crops
@@ -80,8 +80,7 @@ class MadeOfCrops(PairSet):
 
 
 class EncodedCaptions(MadeOfCrops):
-    """Encodings [num_captions, 1 + num_tokens, dim] of each crop that has a caption; captions that it does not have are
-    zeros."""
+    """Encodings [num_captions, 1 + num_tokens, dim] of each crop that has a caption; missing captions are zeros."""
 
     kind: ClassVar = "captions"
     parts: ClassVar = ("caption",)
@@ -99,7 +98,7 @@ class EncodedCaptions(MadeOfCrops):
         }
 
     def made_from(self, shard: int) -> str:
-        """Return the digest of the captions and of their images' hashes: the encodings do not depend on the pixels."""
+        """Return the digest of the captions and of their images' hashes; the encodings do not depend on pixels."""
         crops = self._crops.shard(shard)
         texts = [captions[: self._config.num_captions] for captions in crops.captions]
         images = [sample.sha256 for sample in crops.samples], [sample.path for sample in crops.missing]

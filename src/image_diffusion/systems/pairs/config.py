@@ -1,8 +1,6 @@
-"""Sources of the pairs of the prior: the section `pairs` of an experiment.
-
-`hashed` needs no download: images are embedded by the small classifier of the data's own classes, captions by a hashing
-encoder. `contrastive` needs none either: it trains a small CLIP on the images and captions. `clip` embeds both by a
-CLIP. `files` takes embeddings that others have computed.
+"""Sources of the pairs of a prior: the section `pairs` of an experiment. `hashed` embeds images by the small classifier
+of the data's own classes, and captions by a hashing encoder. `contrastive` trains a small CLIP on the images and
+captions. Neither needs a download. `clip` embeds both by a CLIP. `files` imports embeddings computed elsewhere.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class _Pairs(PairSettings):
     kind: ClassVar[str] = "pairs"
     condition: ClassVar[str] = "embedding"
     splits: Splits = Splits()
-    """Shares of train, validation and test, by the hash of a pair's id."""
+    """Shares of the splits train, validation and test; the hash of a pair's id decides its split."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the stored embeddings."""
     num_tokens: int = Field(0, ge=0)
@@ -79,7 +77,7 @@ class HashedPairs(_OfCrops):
 
     @property
     def needs_detector(self) -> bool:
-        return True  # it embeds the images
+        return True  # which embeds the images
 
     def build(self, inputs: PairInputs) -> PairSet:
         if inputs.crops is None or inputs.detector is None:
@@ -133,16 +131,16 @@ class ClipPairs(_OfCrops):
 
 
 class FilePairs(_Pairs):
-    """Pairs that others have embedded, read from data.source."""
+    """Pairs of embeddings computed elsewhere, read from data.source."""
 
     type: Literal["files"] = "files"
     """Embeddings in files (data.source.type: embeddings)."""
     clip: ClipConfig | None = None
-    """CLIP that embeds the captions where the files have no text embeddings, or num_tokens is not 0."""
+    """CLIP that embeds the captions if the files have no text embeddings or num_tokens is not 0."""
 
     @property
     def needs_source(self) -> bool:
-        return True  # these pairs have no other input
+        return True  # which is the only input of these pairs
 
     @property
     def encoder_weights(self) -> str | None:
@@ -179,7 +177,7 @@ PairsConfig = Annotated[_Embedded | FilePairs | _Beside, Field(discriminator="ty
 
 
 def _of_different_kinds(value: Any) -> Any:
-    """Return the sets. Raises ValueError for two of one kind."""
+    """Return the sets. Raises ValueError for two sets of the same kind."""
     kinds = [pairs.kind for pairs in sets_of(value)]
     if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
         raise ValueError(f"two sets hold {twice}. Name one set of each kind.")
@@ -189,10 +187,10 @@ def _of_different_kinds(value: Any) -> Any:
 _EXAMPLE = "a set, such as {type: captions}"
 
 SeveralImagePairs = Annotated[OneOrSeveral[ImagePairs], alone(_EXAMPLE), AfterValidator(_of_different_kinds)]
-"""One set or a list of those that an image network reads next to the images. A list of one is the set alone."""
+"""One set, or a list of sets, that an image network reads next to the images. A list of one set equals that set."""
 
 SeveralVectorPairs = Annotated[OneOrSeveral[VectorPairs], alone(_EXAMPLE), AfterValidator(_of_different_kinds)]
-"""One set or a list of those that every image network can read next to the images."""
+"""One set, or a list of sets, that every image network can read next to the images."""
 
 SeveralPairs = OneOrSeveral[PairsConfig]
 
@@ -258,14 +256,14 @@ class CropPairs(MadeOfCrops):
 
 
 class StoredPairs(PairSet):
-    """Pairs read from parts, cut into shards of equal size whatever the parts are."""
+    """Pairs read from the source's parts, in shards of equal size, which do not depend on the sizes of the parts."""
 
     kind: ClassVar = "pairs"
     parts: ClassVar = PARTS
 
     def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:
         self._source, self._text = source, text
-        self._listed = lru_cache(maxsize=1)(self._list)  # a shard is read in many calls, and listing reads its captions
+        self._listed = lru_cache(maxsize=1)(self._list)  # a shard is read in many calls; listing reads its captions
         self._parts = source.parts()
         self._starts = np.cumsum([0, *(part.num_rows for part in self._parts)]).tolist()
         self.dim = self._parts[0].dim
@@ -288,7 +286,7 @@ class StoredPairs(PairSet):
         return self._listed(shard)[1]
 
     def _list(self, shard: int) -> tuple[list[Sample], list[Quarantined], list[int]]:
-        """Return the pairs of a shard, the quarantined rows, and the rows of the pairs among all rows of all parts."""
+        """Return the pairs of a shard, the quarantined rows, and the positions of the pairs in all parts together."""
         samples, missing, kept = list[Sample](), list[Quarantined](), list[int]()
         for number, part, rows in self._pieces(shard):
             ids = self._source.ids(part, number)[rows]
@@ -303,7 +301,7 @@ class StoredPairs(PairSet):
         return samples, missing, kept
 
     def made_from(self, shard: int) -> str:
-        """Return the digest of the numbers and captions, which does not change if a file is touched or copied."""
+        """Return the digest of the embeddings and captions, which does not change if a file is touched or copied."""
         content = hashlib.sha256()
         for number, part, rows in self._pieces(shard):
             for path in filter(None, (part.image, part.text)):
@@ -329,7 +327,7 @@ class StoredPairs(PairSet):
         return np.concatenate(arrays)
 
     def _pieces(self, shard: int) -> list[tuple[int, Part, slice]]:
-        """Return the pieces of the parts that a shard is made of: (number, part, its rows)."""
+        """Return the parts of the source in a shard, as (number, part, rows)."""
         start, stop = (self.num_rows * i // self.num_shards for i in (shard, shard + 1))
         pieces: list[tuple[int, Part, slice]] = []
         for number, part in enumerate(self._parts):

@@ -2,7 +2,7 @@
 
 The image tower is the network of the embedded detector, with an embedding for its outputs; the text tower is a
 transformer over words. Both learn by the symmetric cross entropy over the cosines of a batch (Radford et al. 2021,
-arXiv:2103.00020, section 2.3 and figure 3), of which equal captions are not negatives. What is written:
+arXiv:2103.00020, section 2.3 and figure 3), except that equal captions are not negatives. Files:
 
 image.safetensors, text.safetensors             the towers
 towers.json                                     what they are, and how often a held-out image finds its caption
@@ -43,28 +43,28 @@ from image_diffusion.text_encoders.learned import FILE, LearnedText, read_text, 
 
 FORMAT = 1
 _IMAGE, _DESCRIBED = "image.safetensors", "towers.json"
-_LONGEST = 64  # words that are read of a caption
+_LONGEST = 64  # maximum number of words of a caption
 _MOST_WORDS = 20_000
-_MOST_LOOKED_AT, _AT_ONCE = 5000, 256  # images that retrieval and statistics are of
-_KEPT = 32  # times that a training is kept, to go on from
-_TEMPERATURE, _MOST_SCALE = 0.07, 100.0  # at first, and the limit of its inverse: section 2.5
+_MOST_LOOKED_AT, _AT_ONCE = 5000, 256  # number of images for retrieval and statistics
+_KEPT = 32  # number of times that the state of a training is stored
+_TEMPERATURE, _MOST_SCALE = 0.07, 100.0  # initial value, and limit of its inverse: section 2.5
 
 
 class ContrastiveTraining(Config):
     """Settings of the training of the two towers."""
 
     seed: int = Field(0, ge=0)
-    """Seed of the first weights, the order, the captions and the shifts."""
+    """Seed of the initial weights, the order of the pairs, the choice of captions and the shifts of the images."""
     epochs: float = Field(16, gt=0)
     """Passes over the training pairs."""
     batch_size: int = Field(256, ge=2)
-    """Pairs of a step: each is contrasted with all the others."""
+    """Number of pairs per step: each is contrasted with all others."""
     learning_rate: float = Field(0.002, gt=0)
-    """Highest learning rate; it rises over the first 30 % and falls to zero (one cycle)."""
+    """Highest learning rate; it rises over the first 30 % of the steps and then falls to zero (one cycle)."""
 
 
 class ImageTower:
-    """Encoder of images -> embeddings of norm 1. identity: that of both towers."""
+    """Encoder of images -> embeddings of norm 1. identity: of both towers."""
 
     def __init__(self, network: Classifier, identity: dict[str, Any], device: torch.device) -> None:
         self._network, self._device = network.to(device).eval().requires_grad_(False), device
@@ -84,14 +84,14 @@ def trained_towers(
     folder: Path,
     device: torch.device,
 ) -> tuple[ImageTower, LearnedText]:
-    """Return the towers of a folder; train them first if they do not exist. Held-out crops and pairs outside of the
-    training split are not trained on: they measure the retrieval. Raises ValueError, before any training, if captions
-    are missing or all the same, or if nothing is held out.
+    """Return the towers of a folder; train them first if they do not exist. Held-out crops and pairs outside the
+    training split are only used to measure retrieval. Raises ValueError, before any training, if captions are missing
+    or all the same, or if nothing is held out.
     """
     pairs = _CaptionedImages.from_crops(crops, splits)
     described = {"format": FORMAT, "pairs": pairs.digest, "training": dump(settings)}
     if crops.shape[2] > crops.shape[1]:
-        described["resolution"] = max(crops.shape[1:])  # towers of before had the height of wide images
+        described["resolution"] = max(crops.shape[1:])  # older towers used the height of wide images
     made_from = digest(described)
     if not _is_kept(folder, made_from):
         _train(pairs, settings, made_from, folder, device)
@@ -116,7 +116,7 @@ def _is_kept(folder: Path, made_from: str) -> bool:
 
 @dataclass(frozen=True)
 class _CaptionedImages:
-    """Crops that have captions. rows: of each its number among the crops. held_out: bool [N]."""
+    """Crops that have captions. rows: their numbers among the crops. held_out: bool [N]."""
 
     crops: CaptionedCrops
     rows: NDArray[np.int64]
@@ -189,7 +189,7 @@ def _train(
 
 
 def _words(captions: list[list[str]]) -> tuple[list[str], int]:
-    """Return the most frequent words, and the number of words of the longest caption, within limits."""
+    """Return the most frequent words, and the number of words of the longest caption, both limited."""
     counts, longest = Counter[str](), 1
     for caption in (caption for texts in captions for caption in texts):
         words = words_of(caption)
@@ -200,7 +200,7 @@ def _words(captions: list[list[str]]) -> tuple[list[str], int]:
 
 
 def _with_words(captions: list[list[str]], words: list[str]) -> list[list[str]]:
-    """Return those captions of each image that have one of the words: nothing can be learnt from the others."""
+    """Return the captions of each image that contain one of the words; others carry no information."""
     known = set(words)
     return [[caption for caption in texts if not known.isdisjoint(words_of(caption))] for texts in captions]
 
@@ -214,7 +214,8 @@ def _fit(
     settings: ContrastiveTraining,
     device: torch.device,
 ) -> None:
-    """Train both in place, ending with the statistics of batch normalisation over the unchanged training images."""
+    """Train both towers in place; finally compute the statistics of batch normalisation from unshifted training
+    images."""
     size = min(settings.batch_size, len(learnt))
     steps = max(8, math.ceil(settings.epochs * len(learnt) / size))
     log_scale = nn.Parameter(torch.tensor(-math.log(_TEMPERATURE), device=device))
@@ -246,10 +247,10 @@ def _fit(
         for first in range(0, steps, together):
             last = min(first + together, steps)
             state = once(f"{first}-{last}", partial(trained, first, last))
-            if schedule.last_epoch < last:  # an earlier start has trained so far
+            if schedule.last_epoch < last:  # steps of an earlier run
                 _go_on(modules, optimizer, schedule, state, last)
             progress.reach(last * size)
-    shown = learnt[:_MOST_LOOKED_AT]  # what batches were normalised by lags behind, by far in a short training
+    shown = learnt[:_MOST_LOOKED_AT]  # the running statistics lag behind, far so in a short training
     update_bn((pairs.crops.images(pairs.rows[part]).to(device) for part in _parts(shown)), image)
 
 
@@ -280,7 +281,7 @@ def _go_on(
             number, key = rest.split(" ")
             moments.setdefault(int(number), {})[key] = tensors[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has made no step, which it has in that start
+        warnings.simplefilter("ignore")  # the warning of no optimizer step: the earlier run made it
         while schedule.last_epoch < step:
             schedule.step()
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -288,7 +289,7 @@ def _go_on(
 
 def contrastive_loss(images: Tensor, texts: Tensor, captions: Tensor, log_scale: Tensor) -> Tensor:
     """Return the symmetric cross entropy of pairs [B, dim] (figure 3), a scalar; equal captions, int64 [B, L], are not
-    negatives of one another, since either image goes with either."""
+    negatives of one another, since each fits both images."""
     scale = log_scale.exp().clamp(max=_MOST_SCALE)
     logits = scale * F.normalize(images, dim=1) @ F.normalize(texts, dim=1).T  # [B, B]
     same = (captions[:, None] == captions).all(2).fill_diagonal_(False)
@@ -305,7 +306,7 @@ def _batch(learnt: NDArray[np.int64], step: int, size: int, seed: int) -> NDArra
 
 
 def _parts(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return rows in parts, each as many as fit into memory."""
+    """Return rows in parts that fit into memory."""
     return np.array_split(rows, -(-len(rows) // _AT_ONCE))
 
 

@@ -1,4 +1,4 @@
-"""Images of another folder beside a set of crops, such as masks, for networks that are conditioned on them."""
+"""Second images of a set of crops, such as masks, for networks that are conditioned on them."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ Read = Callable[[], bytes]
 
 
 class ImageFilePairs(BesideCrops):
-    """Images of another folder, cropped as those of the data set and stored next to them."""
+    """Second images of the crops, from another folder, cropped as the data set's images and stored next to them."""
 
     kind: ClassVar[str] = "images"
     condition: ClassVar[str] = "image"
     dtype: ClassVar[Literal["uint8"]] = "uint8"
     """Data type of the stored images."""
     type: Literal["images"] = "images"
-    """Images of a folder beside the data set's, such as masks; for system.condition image, from: pairs."""
+    """Images of a second folder, such as masks, for system.condition image, from: pairs."""
     path: str | None = Field(None, min_length=1)
-    """The folder. The image that belongs to one of the data set has its path, with any suffix, and its size. Unset:
-    they come with the images, from a source that has some, such as the masks of painted_digits."""
+    """The folder. An image in it has the path (with any suffix) and the size of the data set's image that it belongs
+    to. Unset: the data source itself provides the images, such as the masks of painted_digits."""
     labels: int | dict[str, _Number | _Colour] | None = None
     """Labels of masks. N: grey values, or numbers of a palette, from 0 to N - 1. {background: 0, cell: 255}: names,
-    each with its grey value, number of a palette, or colour [red, green, blue]. Masks are scaled to the nearest
-    neighbour, and a network sees a channel for each label. Bars of data.crop.type: pad have the first label. Unset:
-    pictures."""
+    each with its grey value, number of a palette, or colour [red, green, blue]. Masks are resized by nearest neighbour,
+    and the network receives a channel for each label. The bars of data.crop.type: pad have the first label. Unset: the
+    images are pictures."""
     channels: Literal[1, 2, 3, 4] | None = None
-    """Channels of pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Unset: as data.channels."""
+    """Channels of pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Unset: the value of data.channels."""
 
     @field_validator("labels")
     @classmethod
@@ -94,7 +94,7 @@ class ImageFilePairs(BesideCrops):
         return True
 
     def check(self, data: DataConfig) -> None:
-        """Raise ValueError for crops that the images of another file cannot follow."""
+        """Raise ValueError for a crop that cannot be applied to a second image."""
         if self.path is None and not isinstance(data.source, HasImages):
             raise ValueError(
                 f"pairs.path is unset, but data.source.type: {data.source.type} has no images beside its own. Name a "
@@ -126,10 +126,10 @@ class ImageFilePairs(BesideCrops):
 
 @runtime_checkable
 class HasImages(Protocol):
-    """Source with an image beside each of its own."""
+    """Source that has a second image for each image."""
 
     def images_beside(self) -> Mapping[str, Read]:
-        """Return the function that reads the image beside each of its images, by the name of that one."""
+        """Return the function that reads the second image, by the name of each image."""
         ...
 
 
@@ -162,7 +162,7 @@ class ImageCropper:
         return cls(parse(DataConfig, data, "pairs"), labels)
 
     def example(self, number: int) -> NDArray[Any]:
-        """Return pixels that a file may hold, [H, W] or [H, W, C]: of the label with this number alone, or grey."""
+        """Return pixels of an example file, [H, W] or [H, W, C]: only the label with this number, or grey."""
         channels, height, width = self.shape
         if not self._labels:
             return np.full((height, width, channels) if channels > 1 else (height, width), 128, np.uint8)
@@ -173,16 +173,16 @@ class ImageCropper:
 
     def __call__(self, data: bytes) -> tuple[Sequence[NDArray[np.uint8]], tuple[int, int]]:
         """Return the crops of a file, uint8 [C, H, W], and the (width, height) of its image. Raises BadImage, and
-        Undecided for a file whose pages may be anything. Call it inside `quiet_pillow()`."""
+        Undecided for a file whose pages have no known meaning. Call it inside `quiet_pillow()`."""
         crop = crop_image(data, self._data, self._decode)
         return crop.crops, crop.size
 
     def read(
         self, files: Sequence[str | Path | bytes], key: str, keeps_size: bool = False
     ) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Return the crops of files, or of the contents of some, uint8 [P, C, H, W], and the (width, height) of each
-        image. key: that names them. keeps_size: refuse files of another size in place of cropping them. Raises
-        ValueError for what cannot be read."""
+        """Return the crops of files, or of the contents of files, uint8 [P, C, H, W], and the (width, height) of each
+        image. key: the configuration key of the files. keeps_size: reject files of another size instead of cropping
+        them. Raises ValueError for files that cannot be read."""
         images = dict[str | Path | bytes, tuple[NDArray[np.uint8], tuple[int, int]]]()
         height, width = self.shape[1:]
         with quiet_pillow():
@@ -205,8 +205,8 @@ class ImageCropper:
 
 
 class PairedImages(PairSet):
-    """Images [C, H, W] that belong to the crops, one shard for each of theirs: pictures, or the numbers of labels in
-    one channel. A shard is cropped as a whole, and lies in memory until it is written."""
+    """Second images [C, H, W] of the crops, with one shard for each shard of crops: pictures, or the numbers of labels
+    in one channel. A shard is cropped as a whole, and kept in memory until it is written."""
 
     kind: ClassVar = "images"
 
@@ -219,25 +219,25 @@ class PairedImages(PairSet):
         self._read = lru_cache(maxsize=1)(self._read_shard)
 
     def samples(self, shard: int) -> list[Sample]:
-        """Return the crops that have an image: their ids are the hashes of the data set's images."""
+        """Return the crops with a second image: their ids are the hashes of the data set's images."""
         return self._read(shard)[0]
 
     def missing(self, shard: int) -> list[Quarantined]:
-        """Return the crops without an image, or with one that does not fit."""
+        """Return the crops without a second image, or with one that does not fit."""
         return self._read(shard)[1]
 
     def made_from(self, shard: int) -> str:
-        """Return the digest of the images, and of the crops that they belong to."""
+        """Return the digest of the second images and of their crops."""
         samples, hashes = self._hashes(shard)
         crops = [[sample.path, sample.sha256, sample.view, list(sample.size)] for sample in samples]
         return digest([crops, hashes])
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the images of some crops, uint8 [n, C, H, W]."""
+        """Return the second images of some crops, uint8 [n, C, H, W]."""
         return np.stack(self._read(shard)[2][start:stop])
 
     def _hash_shard(self, shard: int) -> tuple[list[Sample], list[str]]:
-        """Return the crops of a shard, and the sha256 of the image of each; empty where it cannot be read."""
+        """Return the crops of a shard, and the sha256 of each second image; empty if it cannot be read."""
         samples = read_record(self._crops, shard).samples
         stems = [stem_of(sample.path) for sample in samples]
         of_each = {stem: self._hash(stem) for stem in dict.fromkeys(stems)}
@@ -261,7 +261,7 @@ class PairedImages(PairSet):
         return samples, bad, images
 
     def _image(self, sample: Sample, sha256: str) -> NDArray[np.uint8]:
-        """Return the image of a crop. Raises BadImage where there is none that fits."""
+        """Return the second image of a crop. Raises BadImage if there is none that fits."""
         read = self._files.get(stem_of(sample.path))
         if read is None:
             raise BadImage("it has no image of its name beside it")

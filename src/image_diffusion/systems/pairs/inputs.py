@@ -1,4 +1,4 @@
-"""Questions of the stages to the section `pairs`, and inputs that the stage `embed` gives to the makers of pairs."""
+"""Interface of the section `pairs` to the stages, and inputs of the stage `embed` for making pairs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from image_diffusion.data.sources import Source
 
 @dataclass(frozen=True)
 class PairInputs:
-    """Inputs that pairs are made from. crops: their folder. source: of the data, where it is read (`needs_source`).
+    """Inputs that pairs are made from. crops: their folder. source: of the data, if it is read (`needs_source`).
 
-    num_shards: of a set that is not made from crops, which has a shard for each of theirs. detector: its folder.
-    device: where networks compute. output: the folder that pairs are written to, for those that train what embeds them.
-    data: the section of that name, where images are cropped by it (`needs_crop`).
+    num_shards: of a set that is not made from crops; other sets have one shard for each shard of crops. detector: its
+    folder. device: of the networks. output: the folder of the pairs, for sets that train their own encoder. data: the
+    section `data`, if images are cropped by it (`needs_crop`).
     """
 
     crops: Path | None
@@ -40,7 +40,7 @@ class PairSettings(Config, ABC):
     kind: ClassVar[str]
     """Kind of the shards."""
     condition: ClassVar[str | None] = None
-    """Type of the condition that reads them; None: no condition does."""
+    """Type of the condition that reads the shards; None: no condition does."""
 
     @property
     def name(self) -> str:
@@ -49,10 +49,10 @@ class PairSettings(Config, ABC):
 
     @abstractmethod
     def build(self, inputs: PairInputs) -> PairSet:
-        """Return the set that makes the pairs. Raises ValueError for missing inputs, and for those that do not fit."""
+        """Return the set that makes the pairs. Raises ValueError for inputs that are missing or do not fit."""
 
     def check_channels(self, channels: int) -> None:
-        """Raise ValueError for images of channels that pairs cannot be made of. By default they are made of all."""
+        """Raise ValueError for a number of channels that the pairs do not support. By default all are supported."""
         return
 
     @property
@@ -72,37 +72,36 @@ class PairSettings(Config, ABC):
 
     @property
     def other_files(self) -> str | None:
-        """Return the table or the folder that is read beside the data's source; None without one."""
+        """Return the table or folder that is read in addition to the data's source; None without one."""
         return None
 
     @property
     def encoder_weights(self) -> str | None:
-        """Return the name, file or folder of the weights of the encoder that is not trained here; None without one."""
+        """Return the name, file or folder of the weights of a pretrained encoder; None without one."""
         return None
 
     @property
     def encoded_by(self) -> dict[str, Any] | None:
-        """Return the encoder that the manifest must name; None: there is none."""
+        """Return the encoder that the manifest must name; None: no encoder."""
         return None
 
 
 def sets_of(pairs: Any) -> tuple[Any, ...]:
-    """Return the sets of a section `pairs`: of none, of one, or of a list."""
+    """Return the sets of a section `pairs`, which is None, one set or a list."""
     if pairs is None:
         return ()
     return pairs if isinstance(pairs, tuple) else (pairs,)
 
 
 def written(described: Mapping[str, Any], kinds: Sequence[str]) -> Any:
-    """Return the entries of the sets that are read, as files hold them: by kind; of a single set the entry alone; None
-    without any."""
+    """Return the entries of sets in the form of files: by kind; for a single set its entry; None without sets."""
     if len(kinds) < 2:
         return next(iter(described.values()), None)
     return dict(described)
 
 
 def by_kind(said: Any, kinds: Sequence[str]) -> dict[str, Any]:
-    """Return what files say of the sets that are read, as `written` wrote it, by kind."""
+    """Return the entries of sets by kind, from the form that `written` returns."""
     if said is None:
         return {}
     return {kinds[0]: said} if len(kinds) == 1 else dict(said)

@@ -1,4 +1,4 @@
-"""Numbers of a set of crops, from columns of a table, for networks that are conditioned on them."""
+"""Numbers of a set of crops, from columns of a table, for networks that are conditioned on numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from image_diffusion.data.sources.table import read_columns
 from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 
 LABEL = "label"
-"""Name that stands for the class beside numbers (sample.conditions), and so for no column."""
+"""Name of the class in rows of conditions (sample.conditions), which no column may have."""
 _OF_REQUESTS = frozenset({"class", "image", "prompt", "seed"})
-"""Other columns of a request to a model."""
+"""Names of other columns in requests to a model."""
 
 Row = Mapping[str, float | None]
 
@@ -38,13 +38,13 @@ class NumberPairs(BesideCrops):
     type: Literal["numbers"] = "numbers"
     """Numbers of the crops; for system.condition numbers."""
     columns: tuple[str, ...] = Field(min_length=1)
-    """Names of the columns, each a number of an image. Empty cells and NaN are missing values; true and false are 1 and
-    0, so that columns of 0 and 1 are several labels at once."""
+    """Names of the columns, each with a number for each image. Empty cells and NaN are missing values; true and false
+    are 1 and 0, so that such columns can give an image several labels."""
     table: str | None = None
-    """The table: `.csv` or `.tsv` with a header line, `.jsonl` or `.parquet`, one row an image. Unset: the columns come
-    with the images, in a table, in Parquet or Hugging Face files, or in a `.json` beside each."""
+    """The table: `.csv` or `.tsv` with a header line, `.jsonl` or `.parquet`, one row per image. Unset: the columns
+    come with the images: in a table, in Parquet or Hugging Face files, or in a `.json` file for each image."""
     path_column: str = "path"
-    """Name of the table's column of images, named as in the data set: the path within its folder, or tar and key."""
+    """Column of the table with the image's name in the data set: the path within its folder, or tar and key."""
 
     @field_validator("columns")
     @classmethod
@@ -66,7 +66,7 @@ class NumberPairs(BesideCrops):
         return self.table
 
     def check(self, source: Source) -> None:
-        """Raise ValueError for a source that has no columns, where those come with the images."""
+        """Raise ValueError if the columns come with the images, and the source has none."""
         if self.table is None and not isinstance(source, HasValues):
             raise ValueError(
                 f"pairs.table is unset, but data.source.type: {source.type} has no values beside the images. Name a "
@@ -104,8 +104,8 @@ class NumberPairs(BesideCrops):
 
 
 class Numbers(PairSet):
-    """Numbers [columns, 2] of each crop that has a row, on the scale of the ranges of the training split, each with 1
-    beside it; a missing one is zeros. One shard for each of the crops'."""
+    """Numbers [columns, 2] of each crop that has a row: the value, on the scale of the ranges of the training split,
+    and 1; both are 0 for a missing number. One shard for each shard of crops."""
 
     kind: ClassVar = "numbers"
 

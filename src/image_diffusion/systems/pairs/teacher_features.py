@@ -1,4 +1,4 @@
-"""Features of a teacher for a set of crops, encoded once: the training of another network is aligned with them."""
+"""Features of a teacher for a set of crops, computed once, for aligning another network with them in training."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class FeaturePairs(BesideCrops):
     type: Literal["features"] = "features"
     """Features of a teacher for the crops; for system.alignment."""
     teacher: Annotated[InPipe | Dinov2 | Transformers, Field(discriminator="type")] = InPipe()
-    """Teacher: the classifier that `detect` trains on the data set's own classes, which needs no download, DINOv2, or
-    the last hidden states of a vision transformer of the package transformers."""
+    """Teacher: the classifier that `detect` trains on the data set's own classes, which needs no download; DINOv2; or a
+    vision transformer of the package transformers, by its last hidden states."""
     dtype: Literal["float16", "float32"] = "float16"
     """Data type of the stored features."""
 
@@ -66,7 +66,7 @@ class Teacher(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return plain data that decides every number."""
+        """Return plain data that determines the features."""
         ...
 
     def maps(self, images: Tensor) -> Tensor:

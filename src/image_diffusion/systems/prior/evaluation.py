@@ -1,4 +1,5 @@
-"""A trained prior and its pairs -> metrics.json and a picture: losses, and how near predictions are to real images."""
+"""Evaluation of a prior on pairs -> metrics.json and a picture: losses, and similarities of predictions to real
+images."""
 
 from __future__ import annotations
 
@@ -39,27 +40,27 @@ from image_diffusion.systems.prior.generator import EmbeddingGenerator, Embeddin
 from image_diffusion.systems.prior.inputs import caption_inputs, pair_batch
 from image_diffusion.systems.prior.reading import EmbeddingReading
 
-_EPOCH = 2**31 - 1  # no pass over the training data gets this number
-_KNOWN = 100_000  # training pairs among which the nearest caption is looked for, at most
-_GALLERY = 10_000  # pairs that look for one another's images, at most
+_EPOCH = 2**31 - 1  # an epoch number that training never reaches
+_KNOWN = 100_000  # maximum number of training pairs in the search for the nearest caption
+_GALLERY = 10_000  # maximum number of pairs for retrieval
 
 
 class PredictionConfig(EmbeddingSampling):
     """Settings of the evaluation of a prior: image embeddings made from captions, compared with the real ones."""
 
     num_steps: tuple[int, ...] = Field((64,), min_length=1)
-    """Numbers of steps, each measured on its own; they take the place of the sampler's."""
+    """Numbers of sampling steps, each evaluated separately; they replace the sampler's own number."""
     num_pairs: int | None = Field(10_000, ge=1)
-    """Pairs of each split that are used, spread evenly over it, or all where there are fewer; null: all."""
+    """Number of pairs used of each split, spread evenly over it, or all if there are fewer; null: all."""
 
     def at(self, num_steps: int) -> EmbeddingSampling:
-        """Return the settings with one of the numbers of steps."""
+        """Return the settings with this number of steps."""
         settings = {name: value for name, value in dump(self).items() if name in EmbeddingSampling.model_fields}
         return EmbeddingSampling.model_validate(settings | {"sampler": settings["sampler"] | {"num_steps": num_steps}})
 
     def check(self, process: Discrete, learns_nulls: bool) -> None:
-        """Raise ValueError where steps or guidance do not fit. learns_nulls: whether the network learns to do without
-        its conditions."""
+        """Raise ValueError if steps or guidance do not fit. learns_nulls: whether training drops the network's
+        conditions."""
         check_guided("prediction", self, learns_nulls)
         for count in self.num_steps:
             if not 1 <= count <= process.num_timesteps:
@@ -72,7 +73,7 @@ class PredictionConfig(EmbeddingSampling):
 
 @dataclass(frozen=True)
 class EvaluatedPrior:
-    """Inputs of the measurements of a prior. token_encodings: as `caption_inputs` has it."""
+    """Inputs of the measurements of a prior. token_encodings: as in `caption_inputs`."""
 
     reading: EmbeddingReading
     objective: Objective
@@ -81,8 +82,8 @@ class EvaluatedPrior:
 
 @dataclass(frozen=True)
 class PriorEvaluation(Evaluation):
-    """Evaluation of a prior; the weights that were not averaged are measured too, where they were kept. reading,
-    objective: for embeddings of a dimension."""
+    """Evaluation of a prior, and of its weights without averaging, if they were kept. reading, objective: for
+    embeddings of a dimension."""
 
     section: ClassVar[str] = "prediction"
 
@@ -114,12 +115,12 @@ def evaluate_prior(
     report: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate a prior. Returns plain data of the form of `evaluate_samples`. networks: in evaluation mode, on one
-    device; "" is evaluated, others only add losses with their name, such as "online" for the raw weights. splits: by
-    name; empty ones are skipped. Metrics: loss_<split> with fixed noise and nothing dropped, and for each number of
-    steps n the similarities (`metrics.similarity`) as <name>_<n>, over the test split, or the last one that is not
-    empty, with baselines from the training pairs; retrieval_at_1_<n> and …_5_<n>: whether a prediction finds an image
-    of its caption among those of the split. report: a folder for similarities.png. Raises ValueError where the data do
-    not fit the network. Where a launcher started several processes, they share the pairs.
+    device; "" is evaluated; others only add losses under their names, such as "online" for the raw weights. splits: by
+    name; empty ones are skipped. Metrics: loss_<split> with fixed noise and without dropping conditions, and for each
+    number of steps n the similarities (`metrics.similarity`) as <name>_<n>, over the test split (or the last split that
+    is not empty), with baselines from the training pairs; retrieval_at_1_<n> and …_5_<n>: whether a prediction finds an
+    image of its caption among those of the split. report: a folder for similarities.png. Raises ValueError if the data
+    do not fit the network. Several processes, started by a launcher, share the pairs.
     """
     settings.check(prior.reading.process, prior.reading.learns_nulls)
     sets = {name: data for name, data in splits.items() if data.num_samples}
@@ -161,7 +162,7 @@ def evaluate_prior(
         _plot(shown, f"{split} split, {settings.num_steps[-1]} steps", report / "similarities.png")
     how = {"split": split, "data": data.digest, "pairs": data.manifest.get("pairs"), "settings": dump(settings)}
     if any(len(_rows(data, settings)) < data.num_samples for data in sets.values()):
-        how["rows"] = "spread"  # before, the first ones
+        how["rows"] = "spread"  # earlier versions used the first rows
     protocol = {**how, "digest": digest(how), "num_samples": len(text)}
     return {
         "metrics": {name: estimate.as_dict() for name, estimate in estimates.items()},
@@ -178,8 +179,8 @@ def _embeddings_of_split(prior: EvaluatedPrior, data: Shards, rows: NDArray[np.i
 
 
 def _retrieval(query: Tensor, image: Tensor, captions: Tensor) -> dict[str, Estimate]:
-    """Return R@k of as many pairs as are compared: the rate at which an embedding retrieves an image of its own
-    caption. query, image: [N, dim]; captions: the number of each pair's, int64 [N]."""
+    """Return R@k over a subset of pairs: the rate at which an embedding retrieves an image of its own caption. query,
+    image: [N, dim]; captions: the number of each pair's caption, int64 [N]."""
     rows = spread_rows(len(captions), _GALLERY)
     query, image, captions = query[rows], image[rows], captions[rows]
     return retrieval(query, captions, image, captions, f"images of {len(captions.unique()):,} captions")
@@ -192,7 +193,7 @@ def _rows(data: Shards, settings: PredictionConfig) -> NDArray[np.int64]:
 
 @torch.no_grad()
 def _losses(network: nn.Module, prior: EvaluatedPrior, data: Shards, settings: PredictionConfig) -> Tensor:
-    """Return the loss of each pair, float64 [N], with noise and timestep that belong to the pair."""
+    """Return the loss of each pair, float64 [N], with a fixed noise and timestep for each pair."""
     device = next(network.parameters()).device
 
     def measure(rows: NDArray[np.int64]) -> Arrays:
@@ -208,7 +209,7 @@ def _losses(network: nn.Module, prior: EvaluatedPrior, data: Shards, settings: P
 def _similarities(
     network: nn.Module, prior: EvaluatedPrior, spec: DataSpec, data: Shards, settings: PredictionConfig, num_steps: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the similarities of each pair, by name; without those of unrelated pairs where all have the same caption
+    """Return the similarities of each pair, by name; without those of unrelated pairs if all captions are equal
     (`other_captions`). Also the predictions, [N, dim]."""
     generator = EmbeddingGenerator(network, prior.reading, spec, settings.at(num_steps))
     used = _rows(data, settings)
@@ -233,8 +234,7 @@ def _similarities(
 def _in_batches(
     measure: Callable[[NDArray[np.int64]], Arrays], title: str, data: Shards, settings: PredictionConfig
 ) -> list[dict[str, Tensor]]:
-    """Return the measurements of the pairs that are used, batch by batch; the processes share the batches, and each
-    returns all."""
+    """Return the measurements of the used pairs by batch. The processes share the batches, and each returns all."""
     shared, once, parts = share(_rows(data, settings)), batches([title, data.digest]), []
     with Progress(title, len(shared), "pair") as progress:
         for start in range(0, len(shared), settings.batch_size):

@@ -41,23 +41,23 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FILE = "embeddings.json"
-_ROWS = 100_000  # in a file, at most
+_ROWS = 100_000  # maximum number of embeddings in a file
 
 
 class PriorSampleConfig(EmbeddingSampling):
     """Captions, number and seeds of the image embeddings to make, and the sampler's settings."""
 
     prompts: tuple[str, ...] | str
-    """Captions, each in turn: a list, or a file: `.txt` with one a line, or `.csv` or `.parquet` with a column
-    "prompt"."""
+    """Captions, used in turn: a list, or a file: `.txt` with one caption per line, or `.csv` or `.parquet` with a
+    column "prompt"."""
     num_samples: int = Field(64, ge=1)
     """Number of embeddings."""
     first_seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the first embedding; embedding number i has seed first_seed + i."""
     embeddings_per_job: int = Field(100_000, ge=1)
-    """Embeddings that one job makes; for more of them several run side by side. Does not change them."""
+    """Embeddings per job; more embeddings are made by several jobs in parallel. It does not change the embeddings."""
     clip: ClipConfig | None = None
-    """CLIP that embeds the prompts where the pairs came with their text embeddings: the CLIP of those. Unset: the
+    """CLIP that embeds the prompts, for pairs imported with text embeddings: the CLIP of those embeddings. Unset: the
     encoder that embedded the captions of the pairs."""
 
     @property
@@ -72,9 +72,8 @@ class PriorSampleConfig(EmbeddingSampling):
 
 
 def check_sample(settings: PriorSampleConfig, process: Discrete, learns_nulls: bool) -> None:
-    """Raise ValueError where steps, guidance or prompts do not fit; a file of prompts is read when it is there.
-
-    learns_nulls: whether the network learns to do without its conditions.
+    """Raise ValueError if steps, guidance or prompts do not fit; a file of prompts is read if it exists. learns_nulls:
+    whether training drops the network's conditions.
     """
     check_guided("sample", settings, learns_nulls)
     try:
@@ -108,14 +107,14 @@ class CaptionEmbedder:
                 f"sample.prompts are embedded in {encoded.shape[-1]} dimensions, but the prior was trained on "
                 f"{self._dim}. Set sample.clip to the CLIP that embedded its captions."
             )
-        pairs = torch.cat([torch.zeros_like(encoded[:, :TEXT]), encoded], 1)  # the row of the image is not looked at
+        pairs = torch.cat([torch.zeros_like(encoded[:, :TEXT]), encoded], 1)  # the row of the image is ignored
         return caption_inputs(pairs, self._token_encodings)
 
 
 def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None, folder: Path | None = None) -> TextEncoder:
     """Rebuild the encoder of the captions that a prior was trained on. pairs: the content of their manifest. clip: of
-    the section. folder: of the prior's weights and the files next to them. Raises ValueError if the encoder is not
-    recorded."""
+    the section `sample`. folder: of the prior's weights and the files next to them. Raises ValueError if the encoder is
+    not recorded."""
     description = (pairs or {}).get("text", {})
     if clip is not None:
         return clip.build(best_device(), int(description.get("num_tokens", 0)))
@@ -133,7 +132,7 @@ def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None, folde
                 "{weights: openai/clip-vit-large-patch14}."
             )
     identity = dict(encoder.identity)
-    if "sha256" not in description:  # a CLIP of before its weights were recorded
+    if "sha256" not in description:  # a CLIP from before weights were recorded
         identity.pop("sha256", None)
     if identity != description:
         raise ValueError(
@@ -203,7 +202,7 @@ class EmbeddingFiles(SampleFiles):
 
 @dataclass(frozen=True)
 class PriorSampling(Sampling):
-    """Sampling of embeddings. reading: for embeddings of a dimension. token_encodings: as `caption_inputs` has it."""
+    """Sampling of embeddings. reading: for embeddings of a dimension. token_encodings: as in `caption_inputs`."""
 
     files: ClassVar[SampleFiles] = EmbeddingFiles()
 

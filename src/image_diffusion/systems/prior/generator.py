@@ -1,4 +1,4 @@
-"""Image embeddings from captions: noise -> several candidates -> the one that is nearest to the caption."""
+"""Image embeddings from captions: noise -> several candidates -> the candidate nearest to the caption."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class EmbeddingSampling(Config):
     sampler: Annotated[Ddim | Ddpm | LegacyDdim, Field(discriminator="type")] = Ddim(num_steps=64)
     """Sampler and its number of steps."""
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Scale of guidance. 1: no guidance. Above 1: away from the prediction without caption and image."""
+    """Guidance scale. 1: no guidance. Above 1: away from the prediction without caption and image."""
     num_candidates: int = Field(2, ge=1)
     """Number of embeddings sampled per caption, of which the one with the highest cosine to the text embedding is kept.
     Use more than 1 only if texts and images share a space, as in CLIP."""
     clamp_x0: bool = False
-    """Give each predicted x0 the norm of a scaled embedding; of embeddings that have norm 1 before they are scaled."""
+    """Give each predicted x0 the norm of a scaled embedding; for embeddings of norm 1 before scaling."""
     clamp_start: bool = False
-    """Give the noise that sampling starts from that norm."""
+    """Give the initial noise the norm of a scaled embedding."""
     clamp_result: bool = False
-    """Give the result that norm."""
+    """Give the result the norm of a scaled embedding."""
     seed: int = Field(0, ge=0)
-    """Seed of all noise; caption number i draws its own."""
+    """Seed of all noise; each caption number draws its own noise."""
     batch_size: int = Field(256, ge=1)
-    """Embeddings made at once. Does not change them."""
+    """Number of embeddings made at once. It does not change the embeddings."""
 
 
 def check_guided(section: str, settings: EmbeddingSampling, learns_nulls: bool) -> None:
-    """Raise ValueError where a section guides a network that never learns to do without its conditions."""
+    """Raise ValueError for guidance of a network whose conditions training never drops."""
     if settings.guidance_scale != 1 and not learns_nulls:
         raise ValueError(
             f"{section}.guidance_scale is {settings.guidance_scale}, but the network never learns to do without "
@@ -68,7 +68,7 @@ class EmbeddingGenerator:
         self._device = next(network.parameters()).device
         self._grid = settings.sampler.grid(reading.process)
         sampler = settings.sampler.fitted(variance="fixed_small", bounded=False)
-        # clamping is left to `_restrict`, so that a network which is given its own estimate is given the clamped one
+        # `_restrict` clamps, so that a self-conditioned network receives the clamped estimate
         self._sampler = sampler.model_copy(update={"clip_denoised": False})
         self._clips = sampler.clip_denoised
         self._norm = reading.norm
@@ -76,8 +76,8 @@ class EmbeddingGenerator:
     def __call__(self, cond: dict[str, Tensor], numbers: Tensor) -> Tensor:
         """Return the embeddings, float32 [N, dim] on the CPU, in the scale of the stored ones.
 
-        cond: "text_embed" [N, dim] and perhaps "text_encodings" [N, L, dim] (`inputs.caption_inputs`). numbers: int64
-        [N], which captions these are: they key the noise.
+        cond: "text_embed" [N, dim] and optionally "text_encodings" [N, L, dim] (`inputs.caption_inputs`). numbers:
+        int64 [N], of the captions; they key the noise.
         """
         size = max(1, self._settings.batch_size // self._settings.num_candidates)
         parts = []
@@ -97,7 +97,7 @@ class EmbeddingGenerator:
 
     @torch.no_grad()
     def candidates(self, cond: dict[str, Tensor], seeds: Tensor) -> Tensor:
-        """Return one embedding a row, float32 [N, dim] on the device, of these seeds, int64 [N]."""
+        """Return one embedding per row, float32 [N, dim] on the device, of these seeds, int64 [N]."""
         streams = image_streams(seeds.to(self._device), self._settings.seed)
         return self.from_noise(cond, initial_noise(streams, (self._spec.channels,)), streams)
 

@@ -12,7 +12,7 @@ from image_diffusion.systems.prior.reading import Scaling
 
 def caption_inputs(pairs: Tensor, token_encodings: bool) -> dict[str, Tensor]:
     """Return the conditions of the network from stored pairs [B, 2 + L, dim]: "text_embed" [B, dim], and
-    "text_encodings" [B, L, dim] where `token_encodings` asks for them and the pairs hold them."""
+    "text_encodings" [B, L, dim] if `token_encodings` is true and the pairs contain them."""
     cond = {"text_embed": pairs[:, TEXT].float()}
     if token_encodings and pairs.shape[1] > TOKENS:
         cond["text_encodings"] = pairs[:, TOKENS:].float()

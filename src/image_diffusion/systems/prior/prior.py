@@ -49,12 +49,13 @@ class PriorSystem(System):
     objective: EmbeddingDenoising = EmbeddingDenoising()
     """Prediction of the network, and the weighting of its error."""
     image_scale: float | None = Field(None, gt=0)
-    """Factor that image embeddings are multiplied with; unset: the root of their dimension, right for those of norm
-    1."""
+    """Factor by which image embeddings are multiplied; unset: the square root of their dimension, which suits
+    embeddings of norm 1."""
     image_statistics: ImageStatistics | None = None
-    """Statistics that normalise image embeddings instead of a scale, as in Karlo and Kandinsky; unset: image_scale."""
+    """Statistics that normalise image embeddings in place of image_scale, as in Karlo and Kandinsky; unset:
+    image_scale."""
     token_encodings: bool = True
-    """Also condition on the encodings of a caption's tokens, if the pairs contain them."""
+    """Condition the network on the encodings of the caption's tokens as well, if the pairs contain them."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         "pairs": Section(EmbeddingPairs, None, example="{type: hashed}"),
@@ -128,7 +129,7 @@ class PriorSystem(System):
             )
 
     def _check_clamps(self, sections: Mapping[str, Config | None]) -> None:
-        """Raise ValueError where a section sets a norm, of embeddings whose own norm need not be 1."""
+        """Raise ValueError if a section clamps the norm of embeddings that need not have norm 1."""
         for section, settings in sections.items():
             for name, value in {} if settings is None else dict(settings).items():
                 if name.startswith("clamp_") and value:
@@ -143,7 +144,7 @@ class PriorSystem(System):
         return DataSpec(channels=data.shape[-1], resolution=1)
 
     def scale(self, spec: DataSpec) -> float:
-        """Return the factor that image embeddings are multiplied with."""
+        """Return the factor by which image embeddings are multiplied."""
         return self.image_scale or math.sqrt(spec.channels)
 
     def build_network(self, spec: DataSpec) -> nn.Module:

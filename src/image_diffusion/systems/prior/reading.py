@@ -1,4 +1,4 @@
-"""Properties of a prior that sampling depends on: its noise, and how the output of its network is read."""
+"""Properties of a prior that sampling depends on: its noise, and the meaning of its network's output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ImageStatistics(Config):
 @dataclass(frozen=True)
 class Scaling:
     """Conversion of image embeddings to the network's scale, and back. norm: the factor of the embeddings. statistics:
-    mean and deviation that normalise them instead."""
+    normalise the embeddings in place of the factor."""
 
     norm: float
     statistics: ImageStatistics | None = None
@@ -83,9 +83,9 @@ class EmbeddingReading(Config):
     self_cond: bool
     """True if the network is conditioned on its own earlier x0."""
     norm: float
-    """Factor that image embeddings are multiplied with; of normalised ones, their approximate norm."""
+    """Factor by which image embeddings are multiplied; for normalised embeddings, their approximate norm."""
     statistics: ImageStatistics | None = None
-    """Statistics that normalise image embeddings instead of the factor."""
+    """Statistics that normalise image embeddings in place of the factor."""
 
     @property
     def scaling(self) -> Scaling:

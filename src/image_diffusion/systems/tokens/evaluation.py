@@ -1,4 +1,4 @@
-"""Evaluation of a system of tokens: its images as those of a diffusion, and the bits a token of held-out images."""
+"""Evaluation of a system of tokens: of its images, as for a diffusion, and of the bits per token of held-out images."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ class TokenEvaluation(DiffusionEvaluation):
 def bits_per_token(model: TrainedNetwork, encoded: Path, causal: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entry of metrics.json, and its protocol; both are empty without held-out images.
 
-    For a causal network it is -log2 p(tokens | class) / N, exact. For another one it is the bound of Hoogeboom et al.
-    2022 ("Autoregressive diffusion models", section 3): the mean bits of k masked tokens, k uniform in 1 … N; each
-    image is evaluated with eight values of k, one in each eighth of that range. Raises ValueError for tokens of another
-    codec.
+    For a causal network it is -log2 p(tokens | class) / N, exact. Otherwise it is the bound of Hoogeboom et al. 2022
+    ("Autoregressive diffusion models", section 3): the mean bits of k masked tokens, k uniform in 1 … N; each image is
+    evaluated with eight values of k, one in each eighth of that range. Raises ValueError for tokens of another codec.
     """
     data = open_shards(encoded, "validation")
     if data.manifest["codec"] != model.codec["identity"]:
@@ -93,7 +92,7 @@ def bits_per_token(model: TrainedNetwork, encoded: Path, causal: bool) -> tuple[
 
 
 def _bound(network: Any, tokens: Tensor, cond: dict[str, Tensor], number: Tensor) -> Tensor:
-    """Return the bound of each image, [B], in bits a token. number: int64 [B], which key the masks."""
+    """Return the bound of each image, [B], in bits per token. number: int64 [B], of the images; they key the masks."""
     places, total = tokens.shape[1], torch.zeros(len(tokens), device=tokens.device)
     for stratum in range(_STRATA):
         streams = Streams(0, torch.full_like(number, stratum), number)

@@ -29,17 +29,17 @@ class LogitGuidance(Config):
     """Strength of the guidance of the network's logits."""
 
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """Scale of guidance. 1: no guidance. Above 1: away from the prediction without a class or caption."""
+    """Guidance scale. 1: no guidance. Above 1: away from the prediction without a class or caption."""
 
     scales: ClassVar[None] = None
     """Parts of a condition have no scales of their own."""
 
 
 class TokenSampleConfig(SampleConfig):
-    """Number, seeds and classes of the images to make of tokens, and the sampler's settings."""
+    """Number, seeds and classes of the images to make from tokens, and the sampler's settings."""
 
     sampler: OfTokens | None = None  # type: ignore[assignment]
-    """Sampler of tokens; unset: as the network was trained, with the defaults of that."""
+    """Sampler of tokens; unset: the sampler that fits the network's training, with its default settings."""
     guidance: LogitGuidance = LogitGuidance()  # type: ignore[assignment]
     """Classifier-free guidance of the logits; a scale of 1 is none."""
 
@@ -61,7 +61,8 @@ class TokenReading(Config):
 
 
 def fitted(settings: TokenSampleConfig, causal: bool) -> TokenSampleConfig:
-    """Return the settings with their sampler, by default that of the network. Raises ValueError for another one."""
+    """Return the settings with a sampler, by default that of the network. Raises ValueError if the sampler does not
+    fit."""
     sampler = settings.sampler or (Autoregressive() if causal else Masked())
     expected = "autoregressive" if causal else "masked"
     if sampler.type != expected:
@@ -89,7 +90,7 @@ def check_settings(
 def check_made(
     section: str, settings: TokenSampleConfig, reading: TokenReading, classes: list[str] | None, spec: DataSpec
 ) -> None:
-    """Raise ValueError where sampler or guidance do not fit."""
+    """Raise ValueError if the sampler or the guidance do not fit."""
     try:
         sampler = fitted(settings, reading.causal).sampler
         if isinstance(sampler, Masked):
@@ -157,7 +158,7 @@ class TokenGenerator:
         labels: Tensor | None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return the images after ten of the steps at most, grey where tokens are still hidden."""
+        """Return the images after up to ten of the steps, grey where tokens are still hidden."""
         return [self._with_gaps(tokens) for tokens in ten_of(list(self._steps(seeds, labels, conditions or {})))]
 
     def _steps(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor]) -> Iterator[Tensor]:

@@ -14,10 +14,10 @@ from image_diffusion.systems.tokens.generator import TokenReading, TokenSampleCo
 
 
 class TokenSweepConfig(SweepConfig):
-    """Settings of images from tokens to vary, one at a time; everything else is as in `sample`."""
+    """Settings to vary for images made from tokens, one at a time; all others are those of `sample`."""
 
     temperature: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """Temperature: logits are divided by it."""
+    """Temperatures by which the logits are divided."""
 
     def points(self) -> dict[str, tuple[float | int | str, ...]]:
         return super().points() | {"temperature": self.temperature}
@@ -40,7 +40,7 @@ def check_sweep(
     spec: DataSpec,
     train: TrainSettings,
 ) -> None:
-    """Raise ValueError, before any work, for a point that cannot be sampled. classes: as `check_settings` has them."""
+    """Raise ValueError, before any work, for a point that cannot be sampled. classes: as in `check_settings`."""
     check_values(sweep, train)
     for axis, values in sweep.values.items():
         for value in values:

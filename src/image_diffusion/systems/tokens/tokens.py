@@ -1,6 +1,6 @@
 """Tokens: a transformer over the tokens of a discrete VAE, the second half of DALL-E (Ramesh et al. 2021).
 
-By default it is MaskGIT's, which fills in many tokens at once (Chang et al. 2022).
+By default it is MaskGIT, which predicts many tokens at once (Chang et al. 2022).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TokensSystem(System):
     objective: TokenObjective = MaskedTokens()
     """Prediction task: hidden tokens from all others, or each token from those before it."""
     condition: Annotated[LabelCondition | TextCondition, Field(discriminator="type")] = LabelCondition()
-    """Condition of the network on an image, before its tokens: its class, or words."""
+    """Condition of the network, which precedes the tokens of an image: its class, or a text."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         "codec": Section(TokensOf, None, example="{type: tokens, of: {type: trained, experiment: my_dvae}}"),
@@ -134,8 +134,8 @@ class TokensSystem(System):
         check_sweep(experiment.section("sweep"), experiment.section("sample"), reading, classes, spec, train)
 
     def spec(self, data: Shards) -> DataSpec:
-        """Return the shapes that the data fix: tokens are stored as [h, w], and have as many channels as there are
-        different tokens."""
+        """Return the shapes that the data fix: tokens are stored as [h, w]; the number of channels is the size of the
+        codebook."""
         resolution = resolution_of(*data.shape[-2:])
         spec = DataSpec(
             channels=data.manifest["num_tokens"],

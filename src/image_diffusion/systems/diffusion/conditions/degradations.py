@@ -1,6 +1,5 @@
-"""Images that are made of the image itself, for a network to learn the way back: small, grey, with a hole, its edges.
-
-Another degradation is a class here and its field in `Degradations`.
+"""Degradations of an image that a network learns to invert: a small image, a grey one, one with a hole, its edges. A
+new degradation is a class here and its field in `Degradations`.
 """
 
 from __future__ import annotations
@@ -25,27 +24,26 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Degradation(ABC):
-    """A function of images, with the shape of what it returns."""
+    """A function of images, and the shape of its result."""
 
     picture: ClassVar[str] = "paired"
     """Name of the picture that compares it with the samples."""
 
     @abstractmethod
     def shape(self, channels: int, size: Size) -> Shape:
-        """Return the shape of what is made of an image [channels, *size]. Raises ValueError where that is
-        impossible."""
+        """Return the shape of the result for an image [channels, *size]. Raises ValueError if there is none."""
 
     @abstractmethod
     def __call__(self, x: Tensor, streams: Streams) -> Tensor:
-        """Return the conditions of images [B, C, H, W] in [-1, 1], with the random numbers of these samples."""
+        """Return the conditions made from images [B, C, H, W] in [-1, 1]. streams: random numbers of these samples."""
 
     def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
-        """Return guesses at the images by a method without a network, by name, for comparison; none."""
+        """Return guesses at the images by methods without a network, by name, for comparison; by default none."""
         return {}
 
 
 class Small(Degradation):
-    """The image made small, each pixel the mean of the area that it replaces."""
+    """A reduced image; each pixel is the mean of the area that it replaces."""
 
     picture: ClassVar[str] = "enlarged"
 
@@ -61,12 +59,12 @@ class Small(Degradation):
         return F.interpolate(x, (x.shape[2] // self.factor, x.shape[3] // self.factor), mode="area")
 
     def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
-        # antialias changes nothing in an enlargement but the kernel, to that of Pillow and Matlab (a = -0.5)
+        # in an enlargement, antialias only changes the kernel, to that of Pillow and Matlab (a = -0.5)
         return {"bicubic": F.interpolate(made, size, mode="bicubic", antialias=True)}
 
 
 class Gray(Degradation):
-    """The luminance of the image, one channel; of images that are not RGB the mean of the channels."""
+    """The luminance of the image, one channel; for images that are not RGB, the mean of the channels."""
 
     def shape(self, channels: int, size: Size) -> Shape:
         if channels == 1:
@@ -80,8 +78,8 @@ class Gray(Degradation):
 
 
 class Hole(Config, Degradation):
-    """A box that is hidden in the image. Its sides and its place are drawn for each image, in training for each epoch.
-    A network sees 0 there, and one more channel that is 1 there and -1 elsewhere."""
+    """A box that is hidden in the image. Its sides and place are drawn for each image, in training anew in each epoch.
+    The network receives 0 inside the box, and an additional channel that is 1 inside it and -1 elsewhere."""
 
     low: Share = 0.25
     """Smallest side of the box, as a share of the side of the image."""
@@ -115,7 +113,7 @@ class Hole(Config, Degradation):
 
 class Edges(Degradation):
     """The strength of the edges of the image, one channel: the length of the Sobel gradient of the mean of its
-    channels, over that of a step from -1 to 1, in [-1, 1]."""
+    channels, divided by that of a step from -1 to 1, in [-1, 1]."""
 
     def shape(self, channels: int, size: Size) -> Shape:
         return (1, *size)
@@ -133,17 +131,17 @@ class Degradations(Config):
     """Degradations of the image itself, of which one is set."""
 
     shrink: int | None = Field(None, ge=2)
-    """Number of times that the image is made smaller, by averaging areas: super-resolution."""
+    """Factor by which the image is reduced, by averaging areas: super-resolution."""
     gray: Literal[True] | None = None
     """Make the image grey: colouring."""
     hole: Hole | None = None
-    """Hide a box, with a channel that says where: filling in."""
+    """Hide a box, with a channel that marks it: inpainting."""
     edges: Literal[True] | None = None
-    """Keep the edges alone, by Sobel's gradient: drawing from outlines."""
+    """Keep only the edges, by the Sobel gradient: drawing from outlines."""
 
     @property
     def degradations(self) -> dict[str, Degradation]:
-        """Return those that are set, by name."""
+        """Return the degradations that are set, by name."""
         made: dict[str, Degradation | None] = {
             "shrink": Small(self.shrink) if self.shrink is not None else None,
             "gray": Gray() if self.gray else None,

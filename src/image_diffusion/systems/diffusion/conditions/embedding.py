@@ -24,7 +24,7 @@ class EmbeddingCondition(ConditionPart):
     unCLIP's (Ramesh et al. 2022, section 2.1), which turns the embeddings that a prior predicts into images."""
 
     type: Literal["embedding"] = "embedding"
-    """An image's embedding."""
+    """An embedding of the image."""
 
     keys: ClassVar[frozenset[str]] = frozenset({"embeddings"})
     reads: ClassVar[str] = "pairs"
@@ -43,12 +43,12 @@ class EmbeddingCondition(ConditionPart):
         super().check(section, settings, pairs)
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: no classes, embeddings of [dim]."""
+        """Return the data spec of the network: no classes, embeddings of [dim]."""
         assert pairs is not None
         return spec.model_copy(update={"num_classes": 0, "conditions": {EMBEDDING: tuple(pairs.shape[-1:])}})
 
     def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
-        """Return the image embedding of each image's pair [B, 2 + L, dim]."""
+        """Return the image embeddings of pairs [B, 2 + L, dim]."""
         return {EMBEDDING: stored[:, IMAGE].float()}
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
@@ -56,12 +56,12 @@ class EmbeddingCondition(ConditionPart):
         return settings.embeddings or "validation"
 
     def served(self, model: ServedFrom) -> dict[str, Column] | None:
-        """Return the column of prompts, where the model that makes embeddings of them is served, too."""
+        """Return the column of prompts, if the model that makes embeddings of them is served, too."""
         return {"prompt": Column("string", required=True, example=EXAMPLE_PROMPTS)} if model.embeds else None
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the embeddings of the images, chosen by their seeds. Their source: held-out images with their pairs,
-        the folders of those, a folder of embeddings, or the model that makes them of the prompts of a request."""
+        """Return the embeddings of the samples, chosen by their seeds. Their source: held-out images with their pairs,
+        the folders of both, a folder of embeddings, or a model that makes them from the prompts of a request."""
         settings, source, seeds = inputs.settings, inputs.source, inputs.seeds
         if inputs.rows is not None and inputs.embed is not None:
             prompts = [str(row["prompt"]) for row in inputs.rows]

@@ -1,7 +1,7 @@
-"""Condition on another image: one that is made of the image itself, such as a small one to enlarge (super-resolution).
-
-In training it is made of the crops. Sampling makes it of held-out crops, so that the result can be compared with them,
-or reads it from a samples.npz, so that one experiment can enlarge the samples of another (a cascade, Ho et al. 2021).
+"""Condition on an image that is derived from the image itself, such as a small one to enlarge (super-resolution). In
+training it is derived from the crops. In sampling it is derived from held-out crops, with which the result can be
+compared, or read from a samples.npz, so that one experiment can enlarge the samples of another (a cascade, Ho et al.
+2021).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _KEY, _ROWS = "sample.small_images", "sample.conditions"
 
 
 class ImagePart(ConditionPart, ABC):
-    """Part that is another image, whose channels the network reads behind those of its input."""
+    """Condition on another image, whose channels are appended to the network's input."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
     keys: ClassVar[frozenset[str]] = frozenset({"small_images", "conditions"})
     keeps_size: ClassVar[bool]
-    """True if files have to have the size of the images that the network takes; false: they are cropped."""
+    """True if image files must have the size of the network's condition; false: they are cropped to it."""
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing, and for rows with images that are missing."""
+        """Raise ValueError for settings without effect, and for rows with missing image files."""
         if settings.prompts is not None or settings.negative_prompt:
             raise ValueError(f"{section}.prompts is set, but the network takes images, not words. Leave it out.")
         if settings.labels != "balanced":
@@ -72,13 +72,13 @@ class ImagePart(ConditionPart, ABC):
         return _files_of_rows(settings, _ROWS)
 
     def served(self, model: ServedFrom) -> dict[str, Column]:
-        """Return the column of image files. The example has one for each of two images."""
+        """Return the column of image files. Its example has two files."""
         crop = self.cropper(model.spec, model.pairs)
         return {IMAGE: Column("binary", required=True, example=tuple(_as_png(crop.example(i)) for i in (0, -1)))}
 
     def of_rows(self, inputs: ConditionInputs) -> SamplingRequest | None:
-        """Return the images of the rows that are asked for; None where those name none. Raises ValueError for images
-        that cannot be read or do not fit."""
+        """Return the images of the requested rows; None if the rows name none. Raises ValueError for images that cannot
+        be read or do not fit."""
         files = images_of(inputs.rows or [], inputs.key, bytes if inputs.is_request else str)
         if not files:
             return None
@@ -87,8 +87,7 @@ class ImagePart(ConditionPart, ABC):
         return self.of_stored(crop.read(files, inputs.key, self.keeps_size)[0], inputs)
 
     def of_stored(self, stored: Tensor, inputs: ConditionInputs) -> SamplingRequest:
-        """Return images that are named, uint8 [P, C, H, W], in the form of the network; image i has number i modulo
-        P."""
+        """Return the request for cropped images, uint8 [P, C, H, W]; sample i takes image i modulo P."""
         assert inputs.image_source is not None
         image = self.as_seen(stored, inputs.image_source.spec)
         described = self.described(inputs.pairs) | {"sha256": digest(stored.numpy().tobytes().hex())}
@@ -98,57 +97,58 @@ class ImagePart(ConditionPart, ABC):
 
     @abstractmethod
     def cropper(self, spec: DataSpec, pairs: Any) -> ImageCropper:
-        """Return the cropper of files. spec: of the network. Raises ValueError where no file can hold the images."""
+        """Return the cropper of files. spec: of the network. Raises ValueError if no file can contain such images."""
 
     @abstractmethod
     def as_seen(self, stored: Tensor, spec: DataSpec) -> Tensor:
-        """Return cropped files, uint8 [B, C, H, W], as the network sees them, float32 [B, C', h, w] in [-1, 1]."""
+        """Return cropped images, uint8 [B, C, H, W], as the network's condition, float32 [B, C', h, w] in [-1, 1]."""
 
     def described(self, pairs: Any) -> dict[str, Any]:
-        """Return what samples.json says of the part."""
+        """Return the description of the part for samples.json."""
         return {"condition": dump(self)}
 
     def drawn(self, image: Tensor, pairs: Any) -> Tensor | None:
-        """Return the picture shown above the samples of an image condition; None: none."""
+        """Return the pictures of the conditions, shown above the samples; None: none."""
         return None
 
     @property
     def picture(self) -> str:
-        """Return the name of the picture that compares it with the samples."""
+        """Return the name of the picture that compares the conditions with the samples."""
         return "paired"
 
     def check_data(self, data: DataConfig, codec: CodecConfig) -> None:
-        """Raise ValueError for data or a codec that the image does not go with."""
+        """Raise ValueError for data or a codec that does not fit the image."""
 
     def derived(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what is made of the images themselves, by name. spec: of these."""
+        """Return the shapes of the conditions derived from the images themselves, by name. spec: of the images."""
         return {}
 
     def degraded(self, x: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return the condition that is made of images [B, C, H, W] in [-1, 1], by name."""
+        """Return the condition derived from images [B, C, H, W] in [-1, 1], by name."""
         return {}
 
     @abstractmethod
     def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
-        """Return the condition of images by number, float32 [B, C', h, w] in [-1, 1]. streams: of the samples."""
+        """Return the conditions of images with these rows, float32 [B, C', h, w] in [-1, 1]. streams: of the
+        samples."""
 
     def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
-        """Return guesses at the images by a method without a network, by name, for comparison."""
+        """Return guesses at the images by methods without a network, by name, for comparison."""
         return {}
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the images that the section sample names; "validation" for what is made of held-out
-        images; None without one."""
+        """Return the source of the images in the section sample; "validation": derived from held-out images; None
+        without one."""
         return None
 
 
 class ImageCondition(Degradations, ImagePart):
-    """An image that is made of the image itself."""
+    """An image that is derived from the image itself."""
 
     type: Literal["image"] = "image"
     """An image."""
     source: Literal["self"] = Field(alias="from")
-    """The image itself, of which it is made: by shrink, gray, hole or edges."""
+    """The image itself, degraded by shrink, gray, hole or edges."""
 
     keeps_size: ClassVar[bool] = True
 
@@ -162,7 +162,7 @@ class ImageCondition(Degradations, ImagePart):
 
     @property
     def degradation(self) -> Degradation:
-        """Return what makes the image."""
+        """Return the degradation that derives the image."""
         return next(iter(self.degradations.values()))
 
     def check_data(self, data: DataConfig, codec: CodecConfig) -> None:
@@ -177,7 +177,7 @@ class ImageCondition(Degradations, ImagePart):
             raise ValueError(f"system.condition: {error}. Leave it out, or change it.") from None
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: no classes, an image of [C', h, w]."""
+        """Return the data spec of the network: no classes, an image of [C', h, w]."""
         return spec.model_copy(update={"num_classes": 0, "conditions": self.derived(spec)})
 
     def derived(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
@@ -209,8 +209,8 @@ class ImageCondition(Degradations, ImagePart):
         return from_uint8(stored)
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the images of the images to be made, and their classes, if known. Raises ValueError for images that
-        are missing or do not fit."""
+        """Return the conditions of the samples, and their classes, if known. Raises ValueError for images that are
+        missing or do not fit."""
         if (of_rows := self.of_rows(inputs)) is not None:
             return of_rows
         settings, image_source, seeds = inputs.settings, inputs.image_source, inputs.seeds
@@ -232,7 +232,7 @@ class ImageCondition(Degradations, ImagePart):
 
 
 def _held_out(image_source: ImageSource) -> Shards:
-    """Return the held-out crops. Raises ValueError where there are none, or of another size."""
+    """Return the held-out crops. Raises ValueError if there are none, or if their size differs."""
     if image_source.source is None:
         raise ValueError(f"{_KEY} needs the folder of the crops. Name it: --small-images PATH.")
     assert isinstance(image_source.source, Path)
@@ -251,9 +251,9 @@ def read_images(path: Path, spec: DataSpec, seeds: Tensor) -> tuple[Tensor, Tens
     """Read images that a network is conditioned on, for seeds int64 [N]: float32 [N, C', h, w] in [-1, 1], and their
     labels.
 
-    path: a samples.npz, arr_0 uint8 [M, h, w, C'] and, with classes, arr_1 int64 [M]; seed s has row s modulo M. spec:
-    of the network. Raises ValueError when it cannot be read, its images are of another size, or a label is not a class
-    of the network.
+    path: a samples.npz, arr_0 uint8 [M, h, w, C'] and, with classes, arr_1 int64 [M]; seed s takes row s modulo M.
+    spec: of the network. Raises ValueError when it cannot be read, its images are of another size, or a label is not a
+    class of the network.
     """
     channels, *size = spec.conditions[IMAGE]
     try:

@@ -1,4 +1,4 @@
-"""Embeddings to sample images from: those of held-out images, or those that a prior sampled from captions (unCLIP)."""
+"""Embeddings to sample images from: of held-out images, or sampled by a prior from captions (unCLIP)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _DESCRIBED = "embeddings.json"
 
 
 def held_out(folders: Shards | Sequence[Path], key: str = "embeddings") -> Shards:
-    """Return held-out images with what lies beside them. folders: of each set beside them, and of the crops; or the
-    images themselves. key: that of the section sample which is unset. Raises ValueError for too few folders, and
+    """Return held-out images with their additional sets. folders: of each additional set, and last that of the crops;
+    or the images themselves. key: the unset key of the section sample. Raises ValueError for too few folders, and
     without held-out images."""
     if isinstance(folders, Shards):
         return folders
@@ -44,8 +44,8 @@ def held_out(folders: Shards | Sequence[Path], key: str = "embeddings") -> Shard
 
 
 def rows_of(images: Shards, seeds: Tensor) -> tuple[NDArray[np.int64], Tensor | None, dict[str, Any]]:
-    """Return the rows of held-out images for some seeds, int64 [N]: seed s has image s modulo their number. Also their
-    classes, where the data have any, and what samples.json says of their origin."""
+    """Return the rows of held-out images for some seeds, int64 [N]: seed s takes image s modulo their number. Also
+    their classes, if the data have any, and the description of their origin for samples.json."""
     rows = (seeds % images.num_samples).numpy()
     labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
     return rows, labels, {"split": "validation", "data": images.digest}
@@ -87,8 +87,8 @@ def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> S
 
 
 def _encoder(pairs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the encoder that embedded the images of pairs; None where it is not recorded. The number of tokens kept of
-    captions does not matter."""
+    """Return the encoder that embedded the images of pairs, without the number of caption tokens; None if it is not
+    recorded."""
     encoder = {name: value for name, value in (pairs or {}).get("image", {}).items() if name != "num_tokens"}
     return encoder if encoder.get("type", "files") != "files" else None
 

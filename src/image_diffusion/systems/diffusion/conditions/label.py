@@ -11,7 +11,7 @@ from image_diffusion.systems.sampling import Column
 
 
 class LabelCondition(ConditionPart):
-    """Condition on the class of an image, where the data have any."""
+    """Condition on the class of an image, if the data have classes."""
 
     type: Literal["label"] = "label"
     """Condition on the class of the image, or no condition."""
@@ -28,11 +28,11 @@ class LabelCondition(ConditionPart):
         super().check(section, settings, pairs)
 
     def served(self, model: ServedFrom) -> dict[str, Column]:
-        """Return the columns of the number and the name of a class, where the data have any."""
+        """Return the columns of the number and the name of a class, if the data have classes."""
         if not model.classes:
             return {}
         return {"label": Column("long"), "class": Column("string", example=(model.classes[0], model.classes[-1]))}
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the conditions of the images, beside classes: nothing."""
+        """Return the conditions of the samples other than classes: none."""
         return SamplingRequest()

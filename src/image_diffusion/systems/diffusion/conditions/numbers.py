@@ -1,4 +1,4 @@
-"""Condition on numbers of an image, such as an age or an angle, which the stage `embed` has stored beside it."""
+"""Condition on numbers of an image, such as an age or an angle, which the stage `embed` has stored."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from image_diffusion.systems.sampling import Column
 
 
 class NumbersCondition(ConditionPart):
-    """Condition on numbers: columns of a table (section pairs), on the scale of their ranges in the training images. A
-    missing number is learnt as such."""
+    """Condition on numbers: columns of a table (section pairs), on the scale of their ranges in the training images.
+    The network learns that a number is missing."""
 
     type: Literal["numbers"] = "numbers"
     """Numbers of an image."""
@@ -35,7 +35,7 @@ class NumbersCondition(ConditionPart):
     source_advice: ClassVar[str] = "write some"
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing, and for rows with names or values that do not fit."""
+        """Raise ValueError for settings without effect, and for rows with names or values that do not fit."""
         if settings.prompts is not None or settings.negative_prompt:
             raise ValueError(
                 f"{section}.prompts or {section}.negative_prompt is set, but the network takes numbers, not words. "
@@ -52,7 +52,7 @@ class NumbersCondition(ConditionPart):
         pairs.check(data.source)
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: no classes, numbers of [columns, 2]."""
+        """Return the data spec of the network: no classes, numbers of [columns, 2]."""
         assert pairs is not None
         return spec.model_copy(update={"num_classes": 0, "conditions": {NUMBERS: tuple(pairs.shape)}})
 
@@ -61,19 +61,19 @@ class NumbersCondition(ConditionPart):
         return {NUMBERS: stored.float()}
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the numbers: those of held-out images, where no rows are set."""
+        """Return the source of the numbers: held-out images, if no rows are set."""
         return "validation" if settings.conditions is None else None
 
     def names(self, pairs: Any) -> tuple[str, ...]:
         return _described(pairs).names if pairs is None or isinstance(pairs, Mapping) else tuple(pairs.columns)
 
     def served(self, model: ServedFrom) -> dict[str, Column]:
-        """Return a column for each number; a missing one is learnt as such. The example has the ends of its range."""
+        """Return an optional column for each number. Its example has the ends of its range."""
         columns = _described(model.pairs)
         return {name: Column("double", example=ends) for name, ends in zip(columns.names, columns.ranges, strict=True)}
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the numbers of the images: each row in turn, or by their seeds those of held-out images. Raises
+        """Return the numbers of the samples: each row in turn, or those of held-out images, chosen by seed. Raises
         ValueError for a request without any of the columns."""
         columns, asked, key = _described(inputs.pairs), inputs.rows, inputs.key
         if asked is None:
@@ -109,7 +109,7 @@ def _request(
     described: dict[str, Any],
     **more: Any,
 ) -> SamplingRequest:
-    """Return the request for images with these numbers, which its titles show."""
+    """Return the request for images with these numbers, which are also the titles."""
     shown = [
         [f"{name} {value:.10g}" for name in columns.names if (value := row.get(name)) is not None] for row in values
     ]

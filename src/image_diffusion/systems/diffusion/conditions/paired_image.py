@@ -1,6 +1,5 @@
-"""Condition on the image that belongs to an image, such as its mask, which the stage `embed` has stored beside it.
-
-Sampling takes those of held-out images, so that the result can be compared, or reads a folder of images.
+"""Condition on a second image of each image, such as its mask, which the stage `embed` has stored. Sampling uses those
+of held-out images, with which the samples can be compared, or reads a folder of images.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _KEY = "sample.small_images"
 
 
 class PairedImageCondition(ImagePart):
-    """An image of another folder (section pairs): a picture, or a mask, of which the network sees a channel a label."""
+    """An image of another folder (section pairs): a picture, or a mask with a channel for each label."""
 
     type: Literal["image"] = "image"
     """An image."""
@@ -48,7 +47,7 @@ class PairedImageCondition(ImagePart):
     keeps_size: ClassVar[bool] = False
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing, and for images that are no folder of files."""
+        """Raise ValueError for settings without effect, and for images that are not a folder of files."""
         super().check(section, settings, pairs)
         named = settings.small_images
         if named is not None and (isinstance(named, SamplesOf) or not Path(named).is_dir()):
@@ -59,17 +58,17 @@ class PairedImageCondition(ImagePart):
             )
 
     def check_pairs(self, pairs: Any, data: DataConfig) -> None:
-        """Raise ValueError for crops that the images cannot follow."""
+        """Raise ValueError for a crop that cannot be applied to the second images."""
         pairs.check(data)
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: no classes, an image of [channels or labels, H, W]."""
+        """Return the data spec of the network: no classes, an image of [channels or labels, H, W]."""
         assert pairs is not None
         shape = (_channels(pairs), *pairs.shape[1:])
         return spec.model_copy(update={"num_classes": 0, "conditions": {IMAGE: shape}})
 
     def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
-        """Return the image of each image [B, C, H, W], as the network sees it."""
+        """Return the second images [B, C, H, W] as the network's condition."""
         return {IMAGE: as_seen(stored, spec.conditions[IMAGE][0])}
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
@@ -79,8 +78,8 @@ class PairedImageCondition(ImagePart):
         return as_seen(images.gather_of(self.reads, rows), _channels(images.beside[self.reads]))
 
     def pictures(self, settings: SampleConfig) -> list[Path]:
-        """Return the images of the folder that is set, or those that the rows name. Raises ValueError for a folder that
-        holds none, and for a table that cannot be read."""
+        """Return the image files of the configured folder, or those that the rows name. Raises ValueError for a folder
+        without images, and for a table that cannot be read."""
         if settings.small_images is None:
             return super().pictures(settings)
         return list(files_in(str(settings.small_images), _KEY).values())
@@ -100,8 +99,8 @@ class PairedImageCondition(ImagePart):
         return mask_picture(image) if pairs["labels"] else image
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the images of those to be made: of rows or of a folder, each in turn, or of held-out images with their
-        classes. Raises ValueError for images that are missing or do not fit."""
+        """Return the conditions of the samples: images of rows or of a folder, in turn, or those of held-out images
+        with their classes. Raises ValueError for images that are missing or do not fit."""
         if (of_rows := self.of_rows(inputs)) is not None:
             return of_rows
         if inputs.pairs is None or inputs.image_source is None:
@@ -110,7 +109,7 @@ class PairedImageCondition(ImagePart):
             crop = self.cropper(inputs.image_source.spec, inputs.pairs)
             stored, _ = crop.read(self.pictures(inputs.settings), _KEY)
             request = self.of_stored(stored, inputs)
-            turns = inputs.seeds % len(stored)  # a seed has its image, whatever the first one is
+            turns = inputs.seeds % len(stored)  # the image of a seed does not depend on first_seed
             assert request.drawn is not None
             return replace(request, conditions=request.select(turns), drawn=request.drawn[turns])
         images = held_out(inputs.source, "small_images")
@@ -122,21 +121,21 @@ class PairedImageCondition(ImagePart):
 
 
 def _channels(pairs: Shards) -> int:
-    """Return the number of channels in which a network sees the images of a set."""
+    """Return the number of channels of a set's images in the network's condition."""
     return len(pairs.manifest["pairs"]["labels"]) or pairs.shape[0]
 
 
 def as_seen(stored: Tensor, channels: int) -> Tensor:
-    """Return stored images uint8 [B, C, H, W] as a network sees them, float32 [B, channels, H, W] in [-1, 1]: the
-    numbers of labels as a channel for each, 1 where it is and -1 elsewhere."""
+    """Return stored images uint8 [B, C, H, W] as a network's condition, float32 [B, channels, H, W] in [-1, 1]. Masks
+    have a channel for each label: 1 inside the label and -1 elsewhere."""
     if stored.shape[1] == channels:
         return from_uint8(stored)
     labels = torch.arange(channels, device=stored.device).view(-1, 1, 1)
-    return (stored == labels).float() * 2 - 1  # F.one_hot would have a GPU wait to look for a number that is too large
+    return (stored == labels).float() * 2 - 1  # F.one_hot would synchronise the GPU to check the range of numbers
 
 
 def mask_picture(mask: Tensor) -> Tensor:
-    """Return a mask as a network sees it [B, labels, H, W] in grey, float32 [B, 1, H, W] in [-1, 1]: the first label
-    black, the last one white."""
+    """Return a mask of a network's condition [B, labels, H, W] in grey, float32 [B, 1, H, W] in [-1, 1]: the first
+    label black, the last one white."""
     levels = to_device(torch.linspace(-1, 1, mask.shape[1]), mask.device)
     return levels[mask.argmax(1)][:, None]

@@ -1,4 +1,4 @@
-"""Rows that say what images are asked for: a list, a product of values, a table, or a request of a served model."""
+"""Rows of requested conditions: a list, a product of values, a table, or a request of a served model."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check_names(rows: Sequence[Row], columns: Sequence[str], key: str) -> None:
 
 
 def numbers_of(rows: Sequence[Row], key: str, columns: Container[str] | None = None) -> list[dict[str, float | None]]:
-    """Return the numbers of each row by column. columns: of numbers; None: all but the class. Raises ValueError for
-    what is no number."""
+    """Return the numbers of each row by column. columns: of numbers; None: all but the class. Raises ValueError for a
+    value that is not a number."""
     numbers = []
     for position, row in enumerate(rows):
         numbers.append(dict[str, float | None]())
@@ -60,7 +60,7 @@ def numbers_of(rows: Sequence[Row], key: str, columns: Container[str] | None = N
 
 
 def labels_of(rows: Sequence[Row], key: str) -> list[ClassLabel]:
-    """Return the class of each row; none where no row names one. Raises ValueError where only some do."""
+    """Return the class of each row; empty if no row names one. Raises ValueError if only some do."""
     labels = [row.get(LABEL) for row in rows]
     named = [label for label in labels if label not in (None, "")]
     if named and len(named) < len(rows):
@@ -69,8 +69,8 @@ def labels_of(rows: Sequence[Row], key: str) -> list[ClassLabel]:
 
 
 def images_of(rows: Sequence[Row], key: str, kind: type[str | bytes]) -> list[str | bytes]:
-    """Return the image of each row; none where no row names one. kind: str, for paths, or bytes, for the content of
-    files. Raises ValueError where only some rows name an image, and for one of another kind."""
+    """Return the image of each row; empty if no row names one. kind: str, for paths, or bytes, for the content of
+    files. Raises ValueError if only some rows name an image, and for an image of another kind."""
     cells = [row.get(IMAGE) for row in rows]
     named = [cell for cell in cells if cell not in (None, "", b"")]
     if named and len(named) < len(rows):

@@ -26,9 +26,9 @@ class TextCondition(ConditionPart):
     """Captions, which the stage `embed` has encoded (section pairs)."""
 
     type: Literal["text"] = "text"
-    """Words of an image's caption."""
+    """A caption of the image."""
     caption_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
-    """Frequencies of drawing the first, second, … caption of an image, as shares of any sum; unset: each as often."""
+    """Relative frequencies with which the first, second, … caption of an image is drawn; unset: all equal."""
 
     keys: ClassVar[frozenset[str]] = frozenset({"prompts", "negative_prompt"})
     reads: ClassVar[str] = "captions"
@@ -66,7 +66,7 @@ class TextCondition(ConditionPart):
             )
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: no classes, captions of [1 + L, dim]."""
+        """Return the data spec of the network: no classes, captions of [1 + L, dim]."""
         assert pairs is not None
         self.check_captions(pairs.shape[0])
         return spec.model_copy(update={"num_classes": 0, "conditions": {TEXT: tuple(pairs.shape[1:])}})
@@ -78,7 +78,7 @@ class TextCondition(ConditionPart):
         if self.caption_weights is not None:
             weights = weights * to_device(torch.tensor(self.caption_weights), has.device)
         weights = weights * has
-        weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, has.float())  # its captions have no weight
+        weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, has.float())  # all its captions have weight 0
         ends = weights.cumsum(1)
         drawn = streams.uniform("caption")[:, None] * ends[:, -1:]  # [B, 1]
         chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
