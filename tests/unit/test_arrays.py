@@ -641,8 +641,43 @@ STORED = counts((20, 24))
             "uint16",
             2 * (4095 - STORED),
         ),
+        (
+            {
+                "RescaleSlope": 1,
+                "RescaleIntercept": -1024,
+                "RescaleType": "HU",
+                "PhotometricInterpretation": "MONOCHROME1",
+            },
+            "int16",
+            STORED.astype(np.int16) - 1024,
+        ),
+        (
+            {
+                "RescaleSlope": 1,
+                "RescaleIntercept": -1024,
+                "Modality": "CT",
+                "PhotometricInterpretation": "MONOCHROME1",
+            },
+            "int16",
+            STORED.astype(np.int16) - 1024,
+        ),
+        (
+            {"RescaleSlope": 2, "RescaleIntercept": 0, "RescaleType": "US", "PhotometricInterpretation": "MONOCHROME1"},
+            "uint16",
+            2 * (4095 - STORED),
+        ),
     ],
-    ids=["plain", "hounsfield", "fractions", "white is 0", "a window", "white is 0 and a slope"],
+    ids=[
+        "plain",
+        "hounsfield",
+        "fractions",
+        "white is 0",
+        "a window",
+        "white is 0 and a slope",
+        "white is 0 and a unit",
+        "white is 0 in CT",
+        "white is 0 and no unit",
+    ],
 )
 def test_dicom_gives_the_numbers_that_it_means(elements: dict[str, Any], dtype: str, expected: Numbers) -> None:
     assert np.array_equal(read(dicom(STORED, **elements), channels=1, dtype=dtype)[0], expected)

@@ -196,6 +196,8 @@ def test_a_table_of_captions_beside_images_is_named(tmp_path: Path) -> None:
     found = listing(**fill(tmp_path / "in", "0.png", "metadata.jsonl"))
     assert len(found.notices) == 1
     assert found.notices[0].startswith(f"{tmp_path}/in/metadata.jsonl is not read: {{type: table, path: ")
+    assert "path_column: file_name} as data.source" in found.notices[0]
+    assert "(label_column: null where it has no column label)" in found.notices[0]
 
 
 def test_a_class_whose_images_are_all_damaged_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

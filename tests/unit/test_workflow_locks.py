@@ -218,6 +218,16 @@ def test_results_in_a_place_that_cannot_exist_are_one_clear_line() -> None:
     assert told.startswith("error: /proc/x cannot be written: ") and told.endswith(". Name another folder.")
 
 
+def test_results_on_a_disk_that_is_not_mounted_are_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "results").symlink_to(tmp_path / "disk/results")
+    with pytest.raises(SystemExit) as error:
+        hold(tmp_path / "results")
+    assert str(error.value) == (
+        f"error: {tmp_path}/results is a link to {tmp_path}/disk/results, which is missing. Mount its disk, or make "
+        f"that folder."
+    )
+
+
 def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

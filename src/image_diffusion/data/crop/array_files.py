@@ -205,12 +205,18 @@ def _dicom(data: bytes, max_pixels: int) -> Stack:
     numbers, kind = file.pixel_array, file.PhotometricInterpretation
     if kind not in ("MONOCHROME1", "MONOCHROME2"):
         raise BadImage(f"not grey: a DICOM file of {kind}")
-    if kind == "MONOCHROME1":
+    if kind == "MONOCHROME1" and not _has_unit(file):
         numbers = -1 - numbers if file.PixelRepresentation else _inverted(numbers, file.BitsStored)
     spacing = file.get("PixelSpacing") or (None, None)
     size = _size((spacing[0], "mm"), (spacing[1], "mm"))
     axes = "YX" if numbers.ndim == 2 else "ZYX"
     return Stack(apply_modality_lut(numbers, file), axes, "DICOM", pixel_size=size)
+
+
+def _has_unit(file: Any) -> bool:
+    """True if the rescaled numbers of a DICOM file have a unit, such as Hounsfield units, of CT by default (PS3.3
+    C.8.2.1, C.11.1.1.2). Whether white or black is displayed for high numbers does not change these."""
+    return str(file.get("RescaleType") or "US") != "US" or file.get("Modality") == "CT"
 
 
 def _nifti(data: bytes, start: bytes, max_pixels: int) -> Stack:

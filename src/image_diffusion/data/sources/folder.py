@@ -116,8 +116,9 @@ class Folder(ImageSource):
     def _tables(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return a notice for each table of images in the folder, which this source does not read."""
         return tuple(
-            f"{self.path}/{name} is not read: {{type: table, path: {self.path}/{name}, path_column: file_name, "
-            f"label_column: null}} as data.source reads the images that it names, and their captions"
+            f"{self.path}/{name} is not read: {{type: table, path: {self.path}/{name}, path_column: file_name}} as "
+            f"data.source reads the images that it names, with their classes (label_column: null where it has no "
+            f"column label) and captions"
             for name in names
             if PurePosixPath(name).name in _METADATA
         )

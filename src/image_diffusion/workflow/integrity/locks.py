@@ -91,6 +91,11 @@ def _opened(path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a+")
     except OSError as error:
+        links = (link for link in (path, *path.parents) if link.is_symlink() and not link.exists())
+        if link := next(links, None):
+            raise SystemExit(
+                f"error: {link} is a link to {link.readlink()}, which is missing. Mount its disk, or make that folder."
+            ) from None
         advice = "Remove it and start again"
         if isinstance(error, PermissionError):
             advice = "Make it writable and start again"
