@@ -17,7 +17,7 @@ from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 
 def inception_score(probabilities: Tensor, split_size: int | None = None) -> float:
     """Return the score of class probabilities [N, K], from 1 to K: the mean over consecutive splits of split_size (ADM:
-    5000)."""
+    5000); unset: one split."""
     parts = probabilities.to(torch.float64).split(split_size or len(probabilities))
     scores = [_score(_information(part).sum(), part.sum(dim=0), len(part)) for part in parts]
     return sum(scores) / len(scores)

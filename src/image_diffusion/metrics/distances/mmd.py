@@ -27,11 +27,11 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None = None) -> Estimate:
     """Return the squared MMD between [N, D] and [M, D]; its interval, centred on the unbiased value, leaves out one
-    block of the samples, then of the reference, at a time. The estimator may lie below zero, the distance may not:
-    there the interval ends where that of an estimate of zero does (Mandelkern and Schultz 2000; see `jackknife`), so
-    that it holds zero, also where the two sets share images, which makes the estimator too small.
+    block of the samples, then of the reference, at a time. The estimator may be negative, the distance may not: the
+    interval is bounded as in `jackknife` (Mandelkern and Schultz 2000), so that it contains zero even if the two sets
+    share images, which makes the estimator too small.
 
-    kernel: of float64 rows [R, D] and [S, D], [R, S]; unset: KID's.
+    kernel: float64 rows [R, D] and [S, D] -> [R, S]; unset: KID's kernel.
     """
     kernel = kernel or _cubic
     n, m = len(features), len(reference)

@@ -123,8 +123,8 @@ def merged(parts: Iterable[Moments]) -> Moments:
 
 
 def block_of_each(total: int) -> Tensor:
-    """Return the block of every sample, int64 [total]. Block sizes differ by at most one; the blocks ignore the order
-    of the set."""
+    """Return the block of every sample, int64 [total]: a fixed random assignment to blocks whose sizes differ by at
+    most one."""
     return torch.from_numpy(np.random.default_rng(0).permutation(total) % NUM_BLOCKS)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a reference set from a file, in the layouts ADM and EDM publish."""
+"""Statistics of a reference set from a file, in the layouts that ADM and EDM publish."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}
 
 
 def is_statistics(path: Path) -> bool:
-    """True if an .npz holds statistics (mu, sigma) rather than images alone."""
+    """Return True if an .npz holds statistics (mu, sigma), not only images."""
     if path.suffix == ".pkl":
         raise ValueError(
             f"{path} is a pickle, which can run code and is not read. "
