@@ -57,8 +57,7 @@ class Torchvision(EncoderConfig):
         return self.model
 
     def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
-        """Load the network. Raises ValueError for an unknown network, and for missing weights or those of another
-        network."""
+        """Load the network. Raises ValueError for an unknown network and for missing or foreign weights."""
         from torchvision import models  # imported here, because it slows the start of a stage
 
         if self.model not in models.list_models(module=models):

@@ -33,9 +33,9 @@ def is_statistics(path: Path) -> bool:
 
 
 def read_statistics(path: Path, detector_sha256: str) -> dict[str, Gaussian]:
-    """Read {"fd": Gaussian} and, where the file has mu_s and sigma_s as ADM's, {"spatial_fd": Gaussian}.
+    """Read {"fd": Gaussian} and, if the file has mu_s and sigma_s as in ADM's files, {"spatial_fd": Gaussian}.
 
-    Raises ValueError when mu and sigma do not fit, or the file names another detector than the one in use.
+    Raises ValueError if mu and sigma do not fit, or the file names a detector other than the one in use.
     """
     arrays = read_arrays(path)
     written_by = str(arrays["detector"]) if "detector" in arrays else detector_sha256

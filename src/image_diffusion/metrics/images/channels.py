@@ -1,8 +1,8 @@
 """Comparison of arrays channel by channel: distribution of values, power spectrum, and correlation between channels.
-For images of which no published detector knows anything.
+For images that no published detector was trained on.
 
-Each statistic is a function of sums over images, kept for each block of the jackknife, so that leaving out a block
-costs a subtraction.
+Each statistic is a function of sums over images, stored per block of the jackknife, so that leaving out a block costs
+one subtraction.
 """
 
 from __future__ import annotations
