@@ -37,7 +37,7 @@ def by_chance(shares: Tensor, count: int) -> float:
 def rows_in_shares(labels: Tensor, shares: Tensor) -> Tensor:
     """Return the rows of the largest subset with these label shares, int64, in order.
 
-    Classes that the set lacks are left out; the first images of each of the others are taken.
+    Classes that the set lacks are left out; of each other class, the first images are used.
 
     labels: int64 [N]. shares: float64 [K].
     """

@@ -48,8 +48,8 @@ def floor_doubt(name: str, same_size: Estimate, floor: Estimate) -> str | None:
     """Return the reason why a distance does not distinguish samples from real images; None if it does, or for other
     metrics.
 
-    same_size, floor: estimates on equal numbers of samples and real images. Debiased values are compared if both have
-    one.
+    same_size, floor: estimates on equal numbers of samples and real images. If both have debiased values, these are
+    used.
     """
     if name not in DISTANCES:
         return None

@@ -1,1 +1,2 @@
-"""Python of the rules when Snakemake starts. Nothing in this package imports torch, so that a dry run takes seconds."""
+"""Python code of the rules, which runs when Snakemake starts. This package never imports torch, so a dry run takes
+seconds."""

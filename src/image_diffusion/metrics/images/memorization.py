@@ -33,8 +33,7 @@ _SAME = 0.1
 """Real images nearer to a training image than this share of the 90th percentile count as duplicates and set no
 threshold."""
 Views = Callable[[int], tuple[Tensor, ...]]
-"""Function of a start position: features of the block of training images from there, once for each view (mirrored or
-not)."""
+"""Start of a block of training images -> its features, once for each view (plain, mirrored)."""
 
 
 @dataclass(frozen=True)

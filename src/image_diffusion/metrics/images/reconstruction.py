@@ -58,10 +58,10 @@ def reconstruction_estimates(original: Detected, decoded: Detected) -> dict[str,
 
 
 def codebook_use(counts: Tensor) -> dict[str, float]:
-    """Return the usage of a codebook. counts: [K], how often each code was.
+    """Return the usage of a codebook. counts: [K], occurrences of each code.
 
-    "codebook_usage": the share of codes used at all. "codebook_perplexity": exp of the entropy, from 1 to K.
-    "dead_codes": the number of codes that were never used.
+    "codebook_usage": the share of codes in use. "codebook_perplexity": exp of the entropy, from 1 to K. "dead_codes":
+    the number of codes that were never used.
     """
     shares = counts.to(torch.float64) / counts.sum()
     entropy = -float(torch.special.xlogy(shares, shares).sum())
