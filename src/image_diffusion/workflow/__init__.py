@@ -1,2 +1,1 @@
-"""Python code of the rules, which runs when Snakemake starts. This package never imports torch, so a dry run takes
-seconds."""
+"""Python code that runs when Snakemake starts. This package never imports torch, so a dry run takes seconds."""

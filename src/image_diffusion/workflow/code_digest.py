@@ -1,7 +1,7 @@
-"""Digest of the code that a stage runs, which a comment does not change, and of the code that made existing results.
+"""Digests of the code of each stage, independent of comments, and of the code that made existing results.
 
-Stages whose work takes long are made again only when asked: a change of their code is reported. The rules of all others
-carry the digest among their parameters.
+A change of the code of a long-running stage is only reported; the rules of all other stages have the digest as a
+parameter, so that Snakemake reruns them.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def gpu_request(name: str, executor: str, count: int, kind: str | None = None) -
 
 
 def requested_gpus(resources: Mapping[str, Any]) -> str | None:
-    """Return the request of a job as its executor reads it, such as "gpu:a100:2" or "2"; None without GPUs.
+    """Return the request of a job in its executor's form, such as "gpu:a100:2" or "2"; None without GPUs.
 
-    resources: Snakemake's, of the job.
+    resources: of the Snakemake job.
     """
     values = (resources.get(name) for name in _NUMBERS)
     return next((str(value) for value in values if value), None)

@@ -23,7 +23,7 @@ class PromptJudge(Transformers):
     def build_both(self, device: str = "cpu") -> PromptEncoder:
         """Load both towers. Raises ValueError if the package or the weights are missing, or the model has no text
         tower."""
-        import transformers  # the base class raises if it is missing
+        import transformers  # `load` of the base class explains how to install it
 
         images, model, where = self.load(device)
         if not hasattr(model, "get_text_features"):
