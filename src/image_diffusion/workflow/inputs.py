@@ -1,4 +1,4 @@
-"""Input files of each stage, and the command-line options for optional input files."""
+"""Input files of each stage, and the command-line options for optional ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
 
 @dataclass(frozen=True)
 class Optional:
-    """Files that not every experiment has. option: command-line option for the files. form: converts files to its
-    values."""
+    """Files that not every experiment has. option: of the command. form: converts the files to values of the option."""
 
     option: str | None
     files: list[str]
@@ -266,7 +265,7 @@ class Files:
             stamp for kind in kinds for stamp in _stamps(getattr(self.plans.plan_for(wildcards), kind))
         ]
 
-    # These repeat an option where there is no such file: Snakemake, which compares the set of all params, finds what it
+    # These repeat an option that the rule has already: without a stamp, the set of all params, which Snakemake
     # compares, equals the recorded one, and existing results are kept.
 
     def start_stamps(self, wildcards: Wildcards) -> list[str]:
@@ -352,8 +351,7 @@ class Files:
     # ---- Other weights of a training: checkpoints and sweeps
 
     def newest_checkpoint(self, wildcards: Wildcards) -> str:
-        """Return the newest checkpoint of an experiment if step=latest, since a newer checkpoint gives other images;
-        else ""."""
+        """Return the newest checkpoint if step=latest, since a newer checkpoint gives other images; else ""."""
         folder = Path(self.results, wildcards["experiment"], "train", "state")
         if wildcards["step"] != "latest":
             return ""

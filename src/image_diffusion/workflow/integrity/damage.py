@@ -47,10 +47,9 @@ class Damage:
         return bool(damaged_ones)
 
     def fault_of(self, path: Path) -> str | None:
-        """Describe the fault of a result, in a few words; None for one that is as its stage wrote it.
+        """Describe the fault of a result, in a few words; None if it is as its stage wrote it.
 
-        Files that a stage describes in another one of its own, weights in model.json for instance, are looked at with
-        that.
+        A file that is described in another file, such as weights in model.json, is checked with the latter.
         """
         look = self._looks.get(path.name) or self._looks_by_suffix.get(path.suffix)
         try:
