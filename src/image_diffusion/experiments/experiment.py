@@ -61,8 +61,8 @@ class ResourcesConfig(Config):
     processes_per_node: int = Field(1, ge=1)
     """Processes on each machine: one for each GPU, or any number on CPUs."""
     gpus_per_node: int | None = Field(None, ge=0)
-    """GPUs to request on each machine of a cluster; 0 on CPUs. Empty: one for each process on a cluster, and all GPUs
-    of this machine otherwise."""
+    """GPUs to request on each machine of a cluster; 0 on CPUs. Empty: one for each process on a cluster; without a
+    queue, none is reserved and all GPUs of the machine are visible."""
     cpus_per_process: int = Field(2, ge=1)
     """CPU cores to request for each process."""
     memory_mb: int = Field(8000, ge=1)

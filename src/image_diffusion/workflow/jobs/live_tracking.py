@@ -45,7 +45,7 @@ class Following:
             return
         LOG.parent.mkdir(exist_ok=True)
         with LOG.open("wb") as log:
-            # Stages go before it. A process group of its own: Ctrl-C is for the stages, and what they then say is still
+            # Stages have priority. Its own process group: Ctrl-C stops the stages only, and their last entries are
             # still sent.
             self.process = subprocess.Popen(
                 ["nice", *self._command()],

@@ -72,8 +72,7 @@ def is_in_queue(job: str) -> bool:
 
 
 def _jobs() -> list[str] | None:
-    """Return this user's jobs, one line each: number, submission time, comment, folder. None if Slurm does not
-    answer."""
+    """Return this user's jobs, a line each: number, submission time, comment, folder; None if Slurm does not answer."""
     if not shutil.which("squeue"):
         return None
     queue = ["squeue", "--me", "--noheader", "--format=%i|%V|%k|%Z"]
@@ -128,8 +127,7 @@ def count_out_of_memory(logs: Path, since: float) -> int:
 
 
 def ran_out_of_memory(attempt: JobOutcome) -> bool:
-    """Return True if an attempt ran out of memory, according to the stage's record or, if it was killed, to its Slurm
-    log."""
+    """Return True if an attempt ran out of memory, by the stage's record or, if it was killed, by its Slurm log."""
     return attempt.ending == "memory" or (attempt.ending is None and _was_killed_for_memory(attempt.job))
 
 
