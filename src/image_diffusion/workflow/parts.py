@@ -138,8 +138,7 @@ class Parts:
         return {"cpus_per_task": 4, "mem_mb": self.crop_memory_mb, "runtime": self.crop_runtime_min} | other
 
     def crop_memory_mb(self, wildcards: Wildcards) -> int:
-        """Return the memory of a crop job, in MB: each job lists all images, and the last one holds a record of
-        each."""
+        """Return the MB of memory of a crop job: each job lists all images, and the last one has a record of each."""
         return max(8000, self._num_images(self.plans.plan_for(wildcards)) // IMAGES_A_MB)
 
     def crop_runtime_min(self, wildcards: Wildcards) -> int:

@@ -36,8 +36,7 @@ class DiskState:
 
     @staticmethod
     def read(project: Project, url: str) -> DiskState:
-        """Return the recorded state of this disk for a mirror; an empty state if there is no record, or one of another
-        mirror."""
+        """Return the recorded state of this disk for a mirror; an empty state without a record of this mirror."""
         try:
             plain = read_json(project.state / "sent.json")
             if plain["url"] != url:
