@@ -176,8 +176,7 @@ class Machine:
         return self._processes_here(wildcards) if self.devices and self._alone(wildcards) else None
 
     def training_memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
-        """Return the memory of each node, in MB: 50 % more after each attempt that ran out of memory, at most three
-        times.
+        """Return the MB of memory of each node: 50 % more after each attempt that ran out of it, at most three times.
 
         attempt: Snakemake's count, from 1. Attempts that ended for another reason, such as a time limit, add nothing.
         """
@@ -275,8 +274,7 @@ class Machine:
         return max(1, self.cores // max(1, self.at_once))
 
     def _processes_here(self, wildcards: Wildcards) -> int:
-        """Return the number of training processes on this machine: all, unless this is a Slurm job with several
-        nodes."""
+        """Return the number of training processes on this machine: all, or those of one node in a Slurm job."""
         nodes = 1 if "SLURM_JOB_ID" in os.environ else self.nodes(wildcards)
         return nodes * self.processes(wildcards)
 

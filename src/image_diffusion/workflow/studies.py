@@ -47,7 +47,7 @@ class StudyPlan:
 
     @property
     def runs(self) -> Iterator[str]:
-        """Yield the experiments of the study, variant by variant."""
+        """Return the experiments of the study, variant by variant."""
         return (run for variant in self.variants for run in variant["runs"])
 
 

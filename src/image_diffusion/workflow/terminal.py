@@ -89,8 +89,7 @@ def begin(settings: Any | None) -> None:
 
 
 def brief(settings: Any) -> bool:
-    """Make the terminal output brief, and return True; return False for a dry run, with --verbose or with another
-    logger.
+    """Make the terminal output brief; return False for a dry run, with --verbose or with another logger.
 
     settings: Snakemake's output settings.
     """
