@@ -1,8 +1,7 @@
 """A connection to an MLflow store that is slow, breaks, or is written to by several at once.
 
 Requests have time limits; a sqlite file is created atomically and has one writer at a time on this machine; objects are
-searched for before they are created, and duplicates (the client repeats a request if the response was lost) are
-removed.
+looked up before creation, and duplicates (after a lost response, the client repeats the request) are removed.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ class Connection:
             self._patiently(lambda: call(*values, **keywords))
 
     def _patiently(self, call: Callable[[], object]) -> None:
-        """Repeat a call while another process locks the database for longer than sqlite (5 s) or MLflow (20 s)
-        waits."""
+        """Repeat a call while the database is locked for longer than sqlite (5 s) or MLflow (20 s) waits."""
         give_up = time.monotonic() + _LOCK_PATIENCE_S
         while True:
             try:
@@ -190,8 +188,8 @@ class TrackingError(OSError):
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock, after waiting for it; the system releases it with the process. Never delete the file: other
-    processes may be waiting for it."""
+    """Wait for a file lock and hold it. It is released if the process dies. Never delete the file: others may wait for
+    it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

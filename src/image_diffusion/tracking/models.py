@@ -1,5 +1,4 @@
-"""Final weights as MLflow models: logged once with all files needed to use them, and registered; the best has the alias
-`best`.
+"""Final weights as MLflow models: logged once with all files needed to use them; the best has the alias `best`.
 
 A logged model has a key and is searched for before it is created; its files are sent again until its status is ready.
 """
@@ -185,9 +184,9 @@ class Models:
 
 
 def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, usable: Usage) -> None:
-    """Write everything of an MLflow model but the files that it is made of, into a folder that does not exist.
+    """Write an MLflow model, without the files of the weights, to a new folder.
 
-    The package goes with it, as a zip, so that the model can be loaded where the package is not installed.
+    It includes the package, as a zip, so that the model can be loaded where the package is not installed.
     """
     created = datetime.fromtimestamp(weights.made / 1000, UTC)
     model = Model(

@@ -72,8 +72,7 @@ class Runs:
             return run_id
 
     def remove_damaged(self, run_id: str) -> list[str]:
-        """Remove the files of a run that have changed since they were sent, so that they are sent again. Returns their
-        names."""
+        """Remove the files of a run that changed after sending, so that they are sent again. Returns their names."""
         artifacts = self._connection.artifacts(self._fetched[run_id].info.artifact_uri)
         return remove_damaged(artifacts) if artifacts is not None else []
 

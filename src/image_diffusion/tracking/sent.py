@@ -34,8 +34,7 @@ def remove_damaged(artifacts: Path) -> list[str]:
 
 
 def note_sent(artifacts: Path, names: Iterable[str], wrong: Iterable[str]) -> Path:
-    """Record the sha256 of the sent files, and report which damaged ones were sent again. Returns the path of the
-    listing.
+    """Record the sha256 of the sent files, and report which damaged ones were sent again. Returns the listing.
 
     names: paths relative to `artifacts`. wrong: result of `remove_damaged`.
     """

@@ -1,6 +1,6 @@
-"""Metrics that the run of a training shows: few enough to read, none twice.
+"""Metrics that the run of a training shows: a readable number without duplicates.
 
-The journal keeps them all, and the run of `evaluate` all that it has measured.
+The journal has all metrics, and the run of `evaluate` all of its own.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ class Tracker:
         self._runs = Runs(self._connection)
 
     def send(self, request: Request, live: bool = False) -> dict[str, Any]:
-        """Send the new results; return the contents of `tracked.json`.
+        """Send new results; return the contents of `tracked.json`.
 
-        live: stages may be running, also on machines whose locks are not seen here, so that none is called killed; and
-        no model is logged, which takes 0.7 GB beside them.
+        live: True if stages may be running, even on machines whose locks are not visible here: no stage is then marked
+        as killed, and no model is logged, which would take 0.7 GB.
         """
         with ExitStack() as stack:
             for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
