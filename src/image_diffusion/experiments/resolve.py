@@ -390,10 +390,10 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
 
 
 def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str]]:
-    """Write what each point of the section `sweep` is sampled with, and what all of them are judged with.
+    """Write the sampling configuration of each point of the section `sweep`, and their common evaluation.
 
-    Returns where, by what is varied and by value. Copies, bits and the like, which say nothing of one setting, are
-    left to `evaluate`, unless a point is chosen by them.
+    Returns the paths, by the varied setting and by value. Copies, the two-sample test and the extrapolated distance are
+    only measured if a point is chosen by them, and bits per dimension never.
     """
     written: dict[str, dict[str, str]] = {}
     if experiment.sweep is None:

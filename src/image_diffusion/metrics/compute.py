@@ -31,7 +31,7 @@ from image_diffusion.metrics.reliability import floor_doubt
 class Reference:
     """Reference of a comparison: Gaussians by metric and, if the images are available, their features.
 
-    gaussians: "fd", perhaps "spatial_fd". labels: int64 [M], the images' classes; None without classes.
+    gaussians: "fd", optionally "spatial_fd". labels: int64 [M], the images' classes; None without classes.
     """
 
     gaussians: Mapping[str, Gaussian]

@@ -95,7 +95,7 @@ def differences(
     metric: str, base: Sequence[Measured], variants: Mapping[str, Sequence[Measured]]
 ) -> dict[str, Difference]:
     """Return the difference between each variant and the base, by the variant's name. base, variants: the measurements
-    of each run; a variant without runs is left out, and all are left out where the base has no runs.
+    of each run; a variant without runs is left out, and all are left out if the base has no runs.
 
     Variants with a run of zero or less, which `fd_infinity` may give, are compared separately from the others.
     """

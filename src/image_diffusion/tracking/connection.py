@@ -56,7 +56,7 @@ _ABOUT = (
     "set, such as `crop`, are runs of their own."
 )
 _LOCK_PATIENCE_S = 300.0
-_REMOTE = ("mlflow", "requests", "urllib3", "sqlalchemy", "sqlite3", "alembic")  # whose exceptions are the store's
+_REMOTE = ("mlflow", "requests", "urllib3", "sqlalchemy", "sqlite3", "alembic")  # packages of its exceptions
 
 
 class Connection:

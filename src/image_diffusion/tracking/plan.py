@@ -226,7 +226,7 @@ def _weights(run: PlannedRun, run_id: str, request: Request, folder: Path, name:
         "experiment": request.experiment.name,
         "system": str(content["system"]["type"]),
     }
-    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # another sampler, another model
+    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # the sampler's, for instance
     key = "/".join([run.history.id, tags["sha256"], digest(others)])
     ended = run.history.ended or run.history.starts[0]
     return FinalWeights(key, name, run_id, int(content["step"]), ended, tags, files)

@@ -46,7 +46,7 @@ class Runs:
     def __init__(self, connection: Connection) -> None:
         self._connection, self._client = connection, connection.client
         self._naming_errors, self._write = connection.naming_errors, connection.write
-        self._sent: dict[str, tuple[int, set[_Identity]]] = {}  # how much was superseded then; what the run has
+        self._sent: dict[str, tuple[int, set[_Identity]]] = {}  # superseded points then; points of the run
         self._files: dict[str, set[str]] = {}  # by run: names of the files that this module sent
         self._shown: set[str] = set()  # metrics with a column in the view of all runs
         self._fetched: dict[str, Run] = {}  # runs as found by `run`, with the tags set since

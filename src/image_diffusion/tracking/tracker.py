@@ -50,7 +50,7 @@ class Tracker:
         as killed, and no model is logged, which would take 0.7 GB.
         """
         with ExitStack() as stack:
-            for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
+            for folder in journals(request):  # one tracker reads at a time, so that none sends superseded points
                 stack.enter_context(locked(folder / ".lock"))
             planned = plan(request.experiment, request.datasets, request.best_metric)
             ids = send(self._connection, self._runs, planned, request, live)

@@ -7,8 +7,8 @@
 | aws-batch    | `_gpus`                            | snakemake-executor-plugin-aws-batch 0.2, `BatchJobBuilder`    |
 | googlebatch  | `nvidia_gpu`                       | snakemake-executor-plugin-googlebatch 0.5, `get_accelerators` |
 
-On Kubernetes, `scale=0` makes the plugin write limits beside its requests. A pod that requests a GPU without a limit is
-refused (Kubernetes' documentation, "Schedule GPUs").
+On Kubernetes, `scale=0` makes the plugin write limits in addition to requests. A pod that requests a GPU without a
+limit is refused (Kubernetes' documentation, "Schedule GPUs").
 
 An executor that is not in the table gets `gpu`, Snakemake's common name, and `gres`; `doubt_about` warns about it.
 """

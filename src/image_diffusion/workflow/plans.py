@@ -256,7 +256,7 @@ class Plans:
 
     @cached_property
     def references(self) -> dict[tuple[str, str], str]:
-        """The configuration of each detector that looks at a data set, by data set and folder."""
+        """The configuration of each detector of a data set, by data set and folder."""
         return {
             (plan.dataset, name): config for plan in self.by_name.values() for name, config in plan.references.items()
         }

@@ -18,7 +18,7 @@ def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
     of the two sides would push the accuracy below chance. Each half is classified by the model fitted to the other
     half, so the errors of the halves are dependent: the interval assumes as many independent answers as one half has.
     """
-    from sklearn.linear_model import LogisticRegression  # here: loading it would slow the start of every stage
+    from sklearn.linear_model import LogisticRegression  # here, because it slows the start of a stage
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 

@@ -21,7 +21,7 @@ from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments, merged
 
 _ACCURACY = 1e-10  # relative
-SAMPLES_PER_DIMENSION = 5  # from here on the jackknife's interval covers as it says; at 1.5 it covers 67 %
+SAMPLES_PER_DIMENSION = 5  # where the jackknife's interval reaches its coverage; at 1.5 it covers 67 %
 
 
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:

@@ -70,7 +70,7 @@ def jackknife(
     grows with N). reference_left_out: values with one block of the reference left out; empty for a fixed reference.
     `note` states whether bias puts the value itself outside the interval.
     """
-    from scipy.special import stdtrit  # here: loading it would slow the start of every stage
+    from scipy.special import stdtrit  # here, because it slows the start of a stage
 
     debiased, variance = value, 0.0
     for values in filter(len, (left_out, reference_left_out)):

@@ -45,7 +45,7 @@ class Gaussian:
         noise = self.dimension * torch.finfo(torch.float64).eps * float(self.covariance.diagonal().max())
         if not int(failed) and float(whole.diagonal().square().min()) > noise:
             return whole
-        from scipy.linalg.lapack import dpstrf  # here: loading it would slow the start of every stage
+        from scipy.linalg.lapack import dpstrf  # here, because it slows the start of a stage
 
         packed, pivots, rank, _ = dpstrf(self.covariance.numpy(), lower=1)
         lower = np.tril(packed)[:, :rank]

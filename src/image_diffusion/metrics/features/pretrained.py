@@ -238,7 +238,7 @@ class _Tower(nn.Module):
         return maps
 
     def _features(self, x: Tensor) -> Any:
-        other = {} if x.shape[-1] == self.side else {"interpolate_pos_encoding": True}  # some do so unasked
+        other = {} if x.shape[-1] == self.side else {"interpolate_pos_encoding": True}  # some do it anyway
         return self.tower(pixel_values=x, **other)
 
 

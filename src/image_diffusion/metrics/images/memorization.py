@@ -26,7 +26,7 @@ from image_diffusion.metrics.features.base import Detected, ImageSet
 _SIZE = 16
 _READ, _AT_ONCE = 512, 8192
 LEAST_HELD_OUT = 100
-"""Minimum number of held-out images for a threshold."""
+"""Minimum number of real images for a threshold."""
 _MOST_OTHERS = 2000
 """Maximum number of training images that set the threshold if too few images are held out."""
 _SAME = 0.1
