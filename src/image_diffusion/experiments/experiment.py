@@ -207,8 +207,8 @@ class EncodeStage(Config):
     def build(self, weights: Path | None, device: torch.device) -> Codec | Tokens:
         """Return the codec that images are encoded with.
 
-        weights: the folder of the experiment that trained the codec, if any. Raises ValueError if a codec without
-        tokens is asked for tokens.
+        weights: the folder of the experiment that trained the codec, if any. Raises ValueError if tokens are requested
+        from a codec without tokens.
         """
         codec: Codec | Tokens
         if self.encode.tokens:

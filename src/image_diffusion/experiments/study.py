@@ -162,7 +162,7 @@ class Expanded:
 
 
 def expand(path: Path, experiments: Path) -> Expanded:
-    """Return a study file and the experiments that it expands to. experiments: the folder that its base lies in.
+    """Return a study file and the experiments that it expands to. experiments: the folder of the base.
 
     A run that equals the experiment in a file is that experiment. Raises ValueError with one line for each mistake,
     which names its variant.

@@ -18,7 +18,7 @@ from image_diffusion.workflow.trained_files import find_trained
 
 
 def load(trained: str | Path, results: str | Path = "results", **settings: Any) -> Predict:
-    """Return the function that makes images with a trained model, on a GPU where there is one::
+    """Return the function that makes images with a trained model, on a GPU if available::
 
         make = image_diffusion.load("mine", guidance={"guidance_scale": 2})
         images = make({"seed": range(8), "class": "daisy"})

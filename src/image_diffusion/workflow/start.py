@@ -70,9 +70,8 @@ def start(
     command line, which may name experiments. cores: of this machine. limit: maximum number of its GPUs in use at once,
     if set. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this process
     starts jobs in its own folder, which is then mirrored. holds: True if this process locks the results. beside: True
-    if another Snakemake runs in this folder. provider: Snakemake's storage provider. Processes started on this machine
-    end with Snakemake and find the URI of MLflow's store in their environment. On an error, Snakemake exits with one
-    line.
+    if another Snakemake runs here. provider: Snakemake's storage provider. Processes started on this machine end with
+    Snakemake and find the URI of MLflow's store in their environment. On an error, Snakemake exits with one line.
     """
     refuse_storage(provider)
     ignore_parts_in_records()
