@@ -4,7 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`load`, and `__version__`: they are looked up when they are asked for, as stages start often and need neither."""
+    """Return `load` or `__version__`; they are resolved lazily, because stages start often and need neither."""
     from importlib import import_module, metadata
 
     if name == "load":
@@ -13,5 +13,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     try:
         return metadata.version("image-diffusion")
-    except metadata.PackageNotFoundError:  # sources that nobody has installed
+    except metadata.PackageNotFoundError:  # sources that are not installed
         return "0"

@@ -19,7 +19,7 @@ from image_diffusion.core.process.commands import COMMANDS, module_of
 from image_diffusion.core.process.errors import log_line
 
 _RENAMED = {"follow": ("track", "--experiments", "--follow"), "crate": ("export", "--experiment", "--crate")}
-"""Commands of before: the command that has them as an option, the option that named the experiments, and that one."""
+"""Former commands: the command that replaces each, its option for experiments, and the option in place of that."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         usage = "usage: image-diffusion COMMAND ...   (image-diffusion COMMAND --help shows its options)\n"
         try:
             print("\n".join([usage, *(f"  {name:10} {_first_line(name)}" for name in COMMANDS)]), flush=True)
-        except BrokenPipeError:  # whoever reads it has ended, and the last flush shall not fail, too
+        except BrokenPipeError:  # the reader has closed the pipe; the last flush must not fail as well
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     name = sys.argv.pop(1)
@@ -42,7 +42,7 @@ def main() -> None:
         close = nearest(name, COMMANDS)
         hint = f"Did you mean '{close}'?" if close else f"Known: {', '.join(COMMANDS)}."
         sys.exit(f"error: unknown command '{name}'. {hint}")
-    gc.disable()  # importing PyTorch makes a million objects and no garbage; `command.run` enables it again
+    gc.disable()  # importing PyTorch creates a million objects and no garbage; `command.run` enables collection again
     module = import_module(module_of(name))
     run(module.main, *getattr(module, "SMALLER", ()))
 

@@ -1,4 +1,4 @@
-"""Checks of an experiment as a whole, before any work: what its sections cannot know of each other."""
+"""Check an experiment as a whole, before any work, for conflicts between its sections."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from image_diffusion.systems.pairs.numbers import LABEL
 from image_diffusion.training.finetune.parameter_groups import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
-"""Keys of the section data that mean something where the data are latents."""
+"""Keys of the section data that apply to latents."""
 _NO_CODECS = ("", ".", "..", "config", "crops", "datasheet", "detector", "journal", "references")
-"""Names that a codec may not have: the folders beside its latents, in the data set's folder."""
+"""Names that a codec may not have, because the data set's folder has other folders of these names."""
 
 
 def check_experiment(experiment: Experiment, others: Others) -> None:
-    """Raise ValueError for what cannot work, before any work is done. others: the experiments that it builds on."""
+    """Raise ValueError for conflicting settings, before any work is done. others: the experiments that it builds on."""
     if others.codec is not None and others.codec.data != experiment.data:
         raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     if (name := experiment.codec.name) in _NO_CODECS:
@@ -60,8 +60,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
 
 
 def check_evaluate(experiment: Experiment) -> None:
-    """Raise ValueError for detectors that take other images, for a choice by what they do not measure, and for fewer
-    samples than can be evaluated."""
+    """Raise ValueError for detectors that do not take the images, for a choice by a metric that they do not measure,
+    and for too few samples."""
     evaluate, channels = experiment.evaluate, experiment.data.num_channels
     encoders = [f"detectors has {detector.type}" for detector in evaluate.detectors if detector.type != "inpipe"]
     if evaluate.prompts is not None:
@@ -86,7 +86,7 @@ def check_evaluate(experiment: Experiment) -> None:
 
 
 def check_imported(experiment: Experiment, source: LatentSource) -> None:
-    """Raise ValueError for what cannot be done, or would do nothing, where the data are latents and no images."""
+    """Raise ValueError for settings that are impossible, or without effect, for data that are latents."""
     codec, evaluate, where = experiment.codec, experiment.evaluate, f"data.source.type is {source.type}"
     if codec.stores != "latents" or codec.trained_by is not None:
         raise ValueError(
@@ -126,7 +126,7 @@ def check_imported(experiment: Experiment, source: LatentSource) -> None:
 
 
 def check_synthesize(experiment: Experiment) -> None:
-    """Raise ValueError where the images of an experiment cannot become a data set of their own."""
+    """Raise ValueError if the images of an experiment cannot become a synthetic data set."""
     if not makes(experiment, "images"):
         raise ValueError(
             f"synthesize is set, but a system of type {experiment.system.type} draws no images. Leave it out, or set "
@@ -140,7 +140,7 @@ def check_synthesize(experiment: Experiment) -> None:
             f"pairs.columns names {taken[0]}, which is another column of the files of synthesize. Rename the column."
         )
     settings = experiment.sample
-    if columns and config.per_class is None:  # in place of the rows of the section sample
+    if columns and config.per_class is None:  # replaces the rows of the section sample
         settings = settings.model_copy(update={"conditions": [dict.fromkeys(columns)]})
     sources = sampling.sources(settings)
     refused = {

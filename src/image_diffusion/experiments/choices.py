@@ -1,7 +1,7 @@
-"""Rules by which facts about the images, a machine and a design become the choices of an experiment.
+"""Rules that derive the settings of an experiment from facts about the images, a machine and a design.
 
-Each rule has its source here: a paper, or a measurement of this repository. Each choice has its reason, which stands
-behind it in the file.
+Each rule states its source, a paper or a measurement of this repository, and each choice its reason, which is written
+as a comment in the file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from image_diffusion.experiments.request import (
 )
 
 _WATCHED_PASSES, AUGMENTED_PASSES = 100, 600
-"""Passes over the images from which on the best weights are kept, and from which on images are augmented: with 500
-images, 640 passes gave a lower distance with augmentation, and 384 did not (docs/choosing.md)."""
+"""Minimum numbers of passes over the images for keeping the best weights and for augmentation: with 500 images,
+augmentation lowered the distance at 640 passes, but not at 384 (docs/choosing.md)."""
 _AUGMENT = {"probability": 0.25, "until": 0.9}
-"""Twice as often as EDM; with 500 images, that halved the copies of EDM's 0.12 (docs/choosing.md)."""
+"""Twice EDM's probability of 0.12; with 500 images, that halved the number of copies (docs/choosing.md)."""
 PREVIEWS, VALIDATIONS, CHECKED = 4, 8, 256
 _SHOWN = 5
-"""Prompts of the previews."""
+"""Number of prompts of the previews."""
 PROMPTS = "config/prompts.txt"
 """File of the project with captions to sample from."""
 
@@ -44,7 +44,7 @@ PROMPTS = "config/prompts.txt"
 def choices(
     request: Request, design: Design, steps: int, num_samples: int, speed: Speed | None = None
 ) -> dict[str, list[Choice]]:
-    """Return the choices by section. speed: unset where it is not measured yet."""
+    """Return the choices by section. speed: None if not measured yet."""
     facts, machine, start = request.facts, request.machine, request.start
     captions, masks = captions_of(facts), masks_of(facts)
     prompts = [] if captions is None else [Choice("prompts", [*captions.prompts[:_SHOWN]], "some of the captions")]
@@ -141,7 +141,7 @@ def _as_started(section: dict[str, Any]) -> Iterator[Choice]:
 
 
 def _drops(facts: Facts) -> float:
-    """Return the share of examples that are trained on without their condition."""
+    """Return the share of training examples whose condition is dropped."""
     return 0.1 if classes_of(facts) or captions_of(facts) or masks_of(facts) else 0.0
 
 
@@ -211,7 +211,7 @@ def _train(request: Request, design: Design, steps: int) -> Iterator[Choice]:
         "a half-life of a twentieth of the steps (EDM: Karras et al. 2022), at most DiT's 0.9999",
     )
     yield Choice("flip_probability", 0.5, "0 for images that must not be mirrored, such as text")
-    if masks_of(facts) is None:  # which augmentation does not move
+    if masks_of(facts) is None:  # augmentation does not transform masks
         yield _augment(passes, "pixels" if start is None or start.codec["type"] == "rgb" else "latents")
     if passes >= _WATCHED_PASSES:
         yield Choice("weights", "best", "those of the smallest loss on held-out images, before images are learnt")
@@ -281,5 +281,5 @@ def _resources(machine: Machine, budget_s: float, speed: Speed | None) -> Iterat
 
 
 def _held_out(facts: Facts) -> float:
-    """Return the share of images that is held out: more of few, for the metrics need some."""
+    """Return the share of images that is held out; it is larger for few images, since metrics need a minimum number."""
     return 0.2 if facts.num_images < 1000 else 0.1 if facts.num_images < 50_000 else 0.05

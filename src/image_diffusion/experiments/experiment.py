@@ -1,6 +1,6 @@
-"""An experiment: one section per stage. A YAML file under config/experiments is one of these.
+"""An experiment: one section per stage. Each YAML file under config/experiments is an experiment.
 
-Which sections it has is for its system to say: `experiment_of` gives the class of the experiments of one system.
+The system determines the sections: `experiment_of` returns the class of the experiments of one system.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ from image_diffusion.training.config import TrainConfig
 
 
 class ExportConfig(Config):
-    """Format of the trained model for other programs."""
+    """Export of the trained model for other programs."""
 
     format: str = "none"
-    """diffusers: a folder of what diffusers itself has (a DiTPipeline, or an AutoencoderKL). pipeline: a folder with a
-    pipeline.py and code of its own, which diffusers loads where this package is not installed; for every network. none:
-    nothing."""
+    """diffusers: a folder with classes that diffusers provides (a DiTPipeline or an AutoencoderKL). pipeline: a folder
+    with a pipeline.py and its own code, which diffusers loads without this package; for every network. none: no
+    export."""
 
 
 class ResourcesConfig(Config):
-    """Machines that training runs on. They do not change its result beyond the order of floating-point sums."""
+    """Machines that training runs on. They affect its result only by the order of floating-point sums."""
 
     nodes: int = Field(1, ge=1)
-    """Machines that train together."""
+    """Number of machines that train together."""
     processes_per_node: int = Field(1, ge=1)
-    """Processes on each: one for each GPU, or any number on CPUs."""
+    """Processes on each machine: one for each GPU, or any number on CPUs."""
     gpus_per_node: int | None = Field(None, ge=0)
-    """GPUs that are requested on each machine from a cluster; 0 on CPUs. Empty: one for each process, and on this
-    machine all that it has."""
+    """GPUs to request on each machine of a cluster; 0 on CPUs. Empty: one for each process on a cluster; without a
+    queue, none is reserved and all GPUs of the machine are visible."""
     cpus_per_process: int = Field(2, ge=1)
-    """CPU cores that are requested for each process."""
+    """CPU cores to request for each process."""
     memory_mb: int = Field(8000, ge=1)
-    """Memory that is requested on each machine, in MB."""
+    """Memory to request on each machine, in MB."""
     runtime_min: int = Field(60, ge=1)
-    """Time that is requested for one job, in minutes; longer training resumes in the next job."""
+    """Time to request for one job, in minutes; longer training resumes in the next job."""
     hang_s: int = Field(600, ge=1)
-    """Seconds that a process of a training waits for another; then all end, and the next job resumes from the last
+    """Seconds that a training process waits for another before all processes exit; the next job resumes from the last
     checkpoint."""
     stage_to: str = ""
-    """Folder of a node's own disk that training copies its data to and reads them from, such as $TMPDIR: for a network
-    file system that is slower than the GPUs. Empty: they are read from where they lie."""
+    """Folder on a node's local disk, such as $TMPDIR, that training copies its data to and reads it from: for a network
+    file system that is slower than the GPUs. Empty: the data is read in place."""
     one_job: bool = False
-    """True if all its stages share one job on a cluster, and what is made of its data set alone another: for an
-    experiment of minutes on CPUs."""
+    """Run all stages of the experiment in one cluster job, and all stages of its data set in another: for an experiment
+    that takes minutes on CPUs."""
 
     @model_validator(mode="after")
     def _one_job_is_small(self) -> ResourcesConfig:
@@ -90,7 +90,7 @@ class ResourcesConfig(Config):
 
 
 class Experiment(Config):
-    """Configuration from images to a report. A section that its system does not have is empty, or has the default given
+    """Configuration from images to a report. A section that the system does not have is empty, or has the default
     below."""
 
     data: DataConfig
@@ -106,19 +106,19 @@ class Experiment(Config):
     train: TrainConfig
     """Training of the system."""
     preview: Any = None
-    """Images that are drawn at intervals during training (train.grid_every_steps)."""
+    """Images sampled at intervals during training (train.grid_every_steps)."""
     sample: Any = None
-    """Images that are made from the trained weights."""
+    """Images to sample from the trained weights."""
     evaluate: Any = None
     """Evaluation of the trained model, or of its images."""
     prediction: Any = None
-    """Prediction of image embeddings by a prior, to be judged by them."""
+    """Prediction of image embeddings, by which a prior is evaluated."""
     sweep: Any = None
-    """Curves of the metrics against one setting at a time."""
+    """Curves of the metrics against one varied setting each."""
     export: ExportConfig = ExportConfig()
     """Format of the model for other programs."""
     synthesize: SynthesizeConfig | None = None
-    """Data set that is made of the model's images, with a scorecard; unset: none."""
+    """Data set of images generated by the model, with a scorecard; unset: none."""
     resources: ResourcesConfig = ResourcesConfig()
     """Machines that training runs on."""
 
@@ -133,7 +133,7 @@ class Experiment(Config):
 
     @property
     def samples(self) -> SampleSettings | None:
-        """Settings by which images are made, if the system makes any."""
+        """Settings of sampling, if the system makes images."""
         settings: SampleSettings | None = self.sample
         return settings
 
@@ -174,7 +174,7 @@ def _no_use(keys: list[str], kind: type[System]) -> str:
 
 @cache
 def experiment_of(system: type[System]) -> type[Experiment]:
-    """Return the experiments of one kind of system: its own sections with their own defaults."""
+    """Return the class of the experiments of one kind of system, with that system's sections and defaults."""
     fields: dict[str, Any] = {"system": (system, ...), "train": (train_of(system), ...)}
     for name, section in system.sections.items():
         about = None if name in Experiment.model_fields else section.kind.__doc__
@@ -197,8 +197,8 @@ def train_of(system: type[System]) -> type[TrainConfig]:
 
 
 class EncodeStage(Config):
-    """Configuration of the stage `encode`. data: if its source holds latents, which are taken over in place of
-    encoding."""
+    """Configuration of the stage `encode`. data: only if its source holds latents, which are imported instead of
+    encoded."""
 
     codec: CodecConfig
     encode: EncodeConfig
@@ -207,8 +207,8 @@ class EncodeStage(Config):
     def build(self, weights: Path | None, device: torch.device) -> Codec | Tokens:
         """Return the codec that images are encoded with.
 
-        weights: the folder of the experiment that trained the codec, if any. Raises ValueError when tokens are asked of
-        what has none.
+        weights: the folder of the experiment that trained the codec, if any. Raises ValueError if tokens are requested
+        from a codec without tokens.
         """
         codec: Codec | Tokens
         if self.encode.tokens:
@@ -219,8 +219,8 @@ class EncodeStage(Config):
 
 
 class EmbedStage(Sparse):
-    """Configuration of the stage `embed`. source: location of the files, for pairs or captions that are read from them.
-    max_bad_fraction: as in the section data. data: that section, for images that are cropped by it."""
+    """Configuration of the stage `embed`. source: location of the files that pairs or captions are read from, if any.
+    max_bad_fraction: as in the section data. data: the section data, if images are cropped by it."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"data"})
 
@@ -239,8 +239,8 @@ class ReferenceStage(Config):
 
 
 class TrainStage(Config):
-    """Configuration of the stage `train`. preview: of a system that has such a section. encoder: of the captions or
-    features that the system reads beside its data, as `pairs.encoder` or `pairs.teacher` says it; by kind where it
+    """Configuration of the stage `train`. preview: only if the system has such a section. encoder: the encoder of
+    captions or features that the system reads with its data, from `pairs.encoder` or `pairs.teacher`; by kind if it
     reads several sets."""
 
     experiment: str
@@ -268,8 +268,8 @@ class ExportStage(Config):
 def load_sections(
     path: Path | None, names: Iterable[str], sections: Mapping[str, Section], changes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Sections by name from the file of a stage; None: of their defaults. A section with a default may be left out.
-    changes: see `changed`.
+    """Return sections by name, from the file of a stage; without a file, their defaults. A section with a default may
+    be omitted. changes: see `changed`.
 
     Raises ValueError with one line for each mistake in it.
     """
@@ -288,13 +288,13 @@ def load_sections(
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file, over its base where it names one. Raises ValueError with one line for each mistake."""
+    """Read an experiment file and its base, if it names one. Raises ValueError with one line for each mistake."""
     raw, files = read_inherited(path)
     return parse_experiment(raw, " over ".join(map(str, files)))
 
 
 def parse_experiment(raw: Any, where: str) -> Experiment:
-    """Return an experiment from plain data. Raises ValueError with one line for each mistake, each opening with
+    """Return an experiment from plain data. Raises ValueError with one line for each mistake, each prefixed with
     `where`."""
     section = raw.get("system") if isinstance(raw, dict) else None
     if isinstance(raw, dict) and isinstance(train := raw.get("train"), dict) and "seeds" in train:
@@ -323,7 +323,7 @@ def schema() -> dict[str, Any]:
         "description": "From images to a report. Which sections there are follows from system.type.",
         "type": "object",
         "properties": {"system": {"properties": {"type": {"enum": list(kinds)}}}},
-        # What a file with a base leaves out is not here to be looked at.
+        # The values that a file takes from its base are not known here.
         "if": {"required": [BASE]},
         "then": {"properties": {BASE: {"type": "string", "description": _BASE}}},
         "else": {

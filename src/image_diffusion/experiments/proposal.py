@@ -1,4 +1,4 @@
-"""One dial: the largest design, and the steps and samples, for which a budget of time is enough.
+"""Size an experiment for a time budget: the largest design, and the numbers of steps and samples.
 
 The same facts, machine, budget and measured speed always give the same file (`choices`).
 """
@@ -31,29 +31,30 @@ from image_diffusion.metrics.images.segmentation import MOST_HELD_OUT
 from image_diffusion.metrics.images.segmentation import TRAINING as MASKS
 
 LEAST_IMAGES = 30
-"""Fewer images leave too few that are held out for any metric."""
+"""Minimum number of images: with fewer, too few are held out for any metric."""
 _LEAST_STEPS = 200
-"""Steps in which the smallest design draws legible digits (config/experiments/speedrun_digits.yaml: 180)."""
+"""Steps after which the smallest design draws legible digits (config/experiments/speedrun_digits.yaml: 180)."""
 _SAMPLES_SHARE = 0.1
 _LEAST_SAMPLES, _MOST_SAMPLES = 100, 10_000
 _MARGIN = 0.03
-"""Share of the budget that is kept for costs that are not in the forecast."""
+"""Share of the budget reserved for costs outside the forecast."""
 _STARTS = 12.5
-"""Time of all stages apart from their work (processes, tracking, report), in starts of a process that imports PyTorch:
-measured with digits on one core, 31 s where a start takes 2.5 s."""
+"""Overhead of all stages (processes, tracking, report), in units of the start of a process that imports PyTorch:
+measured with digits on one core, 31 s with a start of 2.5 s."""
 _JUDGED, _MOST_JUDGED = 4e-4, 10_000
-"""Time in which an evaluation judges an image, in the same unit (0.7 ms with digits, 1 ms with 20,000 images of
-CIFAR-10), and the training images that it compares with at most."""
+"""Time per image of an evaluation, in the same unit (0.7 ms with digits, 1 ms with 20,000 images of CIFAR-10), and
+maximum number of training images that it compares with."""
 _DETECTOR_EXAMPLES = (4, 6_000, 200_000)
-"""Passes over the training images, and limits, of `DetectorTraining`."""
+"""Passes over the training images, and limits of the number of examples, of `DetectorTraining`."""
 _WORTH_MUON = 1.5
-"""Factor by which a step may take longer with Muon, which needs half of AdamW's steps or fewer (docs/choosing.md)."""
+"""Maximum ratio of step times of Muon and AdamW; Muon needs at most half of AdamW's steps (docs/choosing.md)."""
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Forecast in seconds of each stage, and of one step. others_s: of all but steps and samples."""
+    """Forecast in seconds. others_s: of all work except steps and samples. sample_s: of all samples. step_s: of one
+    step."""
 
     others_s: float
     sample_s: float
@@ -66,7 +67,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed experiment. text: of its file. files: text of other files of the project, by path. warnings: for the
+    """A proposed experiment. text: its file. files: texts of other files of the project, by path. warnings: for the
     terminal. total_s: forecast of all stages."""
 
     text: str
@@ -90,11 +91,11 @@ def seconds_of(budget: str) -> float:
 
 
 def least_steps(designs: tuple[Design, ...], number: int) -> int:
-    """Return the steps that a design needs to be better than smaller ones.
+    """Return the number of steps that a design needs to be better than smaller ones.
 
     The best number of examples grows with the compute C as C^0.4319, that of parameters as C^0.5681 (Liang et al. 2024,
-    "Scaling laws for diffusion transformers", arXiv:2410.08184): one as the other to the power of 0.76. This begins
-    with the 1,500 steps of cells_demo.
+    "Scaling laws for diffusion transformers", arXiv:2410.08184): the first is the second to the power of 0.76. The
+    scale is set by the 1,500 steps of cells_demo.
     """
     if number == 0:
         return _LEAST_STEPS
@@ -106,9 +107,9 @@ def propose(
 ) -> Proposal:
     """Return the experiment that trains, samples and evaluates within a budget.
 
-    name: of the data set. measure: the speed of an experiment on this machine. start: weights to train from, which fix
-    the network and the size of images; unset: random ones. Raises ValueError for too few images, for images that the
-    weights do not fit, and for a budget that is too small or no duration.
+    name: of the data set. measure: returns the speed of an experiment on this machine. start: weights to train from,
+    which fix the network and the size of images; unset: random weights. Raises ValueError for too few images, for
+    images that do not fit the weights, and for a budget that is too small or not a duration.
     """
     if start is not None:
         if facts.dtype is not None and facts.channels != start.channels:
@@ -116,7 +117,7 @@ def propose(
                 f"The images are arrays of {facts.channels} channels, but the weights in {start.folder} are of images "
                 f"with {start.channels}. Give other weights, or none."
             )
-        facts = replace(facts, captions=None, masks=None)  # conditions that the weights do not know
+        facts = replace(facts, captions=None, masks=None)  # conditions that the network does not have
     request = Request(facts, name, machine, seconds_of(budget), start)
     if facts.num_images < LEAST_IMAGES:
         raise ValueError(
@@ -148,8 +149,7 @@ def propose(
 
 
 def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
-    """Return the largest design for which the budget has steps enough and the machine memory, or else the smallest, and
-    its speed."""
+    """Return the largest design for which budget and memory suffice, or else the smallest design, and its speed."""
     designs = request.designs
     best = designs[0], _speed(request, designs[0], _LEAST_STEPS, measure)
     if (memory := best[1].memory_gib) > request.machine.memory_gib:
@@ -172,8 +172,9 @@ def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
 
 
 def _faster_learning(request: Request, design: Design, speed: Speed, measure: Measure) -> tuple[Design, Speed]:
-    """Return the design with Muon and its speed, if a step does not take much longer, as on CPUs that multiply in
-    bfloat16, and the budget has time for enough of them. On GPUs its learning rates are not measured."""
+    """Return the design with Muon and its speed, if a step does not take much longer, as on CPUs with bfloat16
+    products, and the budget allows enough steps. GPUs are excluded, as the learning rates of Muon were not measured
+    there."""
     steps = affordable(request, _cost(request, design, _LEAST_STEPS, _LEAST_SAMPLES, speed), speed.step_s)
     if request.machine.kind == "gpu" or steps < _LEAST_STEPS:
         return design, speed
@@ -186,7 +187,7 @@ def _faster_learning(request: Request, design: Design, speed: Speed, measure: Me
 
 
 def _speed(request: Request, design: Design, least: int, measure: Measure) -> Speed:
-    """Measure a design; a second time if the steps that fit into the budget are enough for augmentation."""
+    """Measure a design; measure it again, with augmentation, if the budget allows enough steps for that."""
 
     def at(steps: int) -> Speed:
         return measure(parsed(choices(request, design, steps, _LEAST_SAMPLES)))
@@ -205,15 +206,16 @@ def _cost(request: Request, design: Design, steps: int, num_samples: int, speed:
 
 
 def affordable(request: Request, cost: Cost, step_s: float) -> int:
-    """Return the steps for which the budget has time. Samples take a tenth of it, at least what the fewest take and at
-    most what the most take. cost: with the fewest."""
+    """Return the number of steps that the budget allows. Samples take a tenth of it, within the times of the smallest
+    and largest numbers of samples. cost: with the smallest number of samples."""
     most_s, budget_s = cost.sample_s * _most_samples(request.facts) / _LEAST_SAMPLES, request.budget_s
     samples_s = max(cost.sample_s, min(most_s, _SAMPLES_SHARE * budget_s))
     return max(0, math.floor((budget_s * (1 - _MARGIN) - cost.others_s - samples_s) / step_s))
 
 
 def _num_samples(request: Request, cost: Cost) -> int:
-    """Return the samples for which a tenth of the budget has time, as many of each class. cost: with the fewest.
+    """Return the number of samples that a tenth of the budget allows, equal for each class. cost: with the smallest
+    number.
 
     An evaluation of the 192 features of the classifier needs 960 for an interval; 10,000 are usual for small images.
     """
@@ -239,7 +241,7 @@ def _too_small(budget: str, facts: Facts, cost: Cost, machine: Machine) -> str:
 
 
 def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
-    """Return the time of an experiment at a measured speed, as the stages do their work."""
+    """Return the forecast of the time of an experiment at a measured speed."""
     facts, machine = request.facts, request.machine
     held_out = facts.num_images * experiment.data.validation_fraction
     passes, least, most = _DETECTOR_EXAMPLES

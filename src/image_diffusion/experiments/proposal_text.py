@@ -1,4 +1,4 @@
-"""File of a proposal, with a reason behind each choice, and its images and machine in words."""
+"""File of a proposal, with a reason for each choice, and a description of its images and machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from image_diffusion.experiments.experiment import Experiment, parse_experiment
 from image_diffusion.experiments.request import Design, Machine, captions_of, classes_of, masks_of, passes_of
 
 _FEW = 5_000
-"""Images below which a user is warned of copies: five times as many as the samples that are compared with them."""
+"""Number of images below which the user is warned of copies: five times the number of samples compared with them."""
 _FEW_OF_A_CLASS = 10
 
 
 class Choice(NamedTuple):
-    """Value of a key of the file, and the reason."""
+    """Value of a key of the file, and its reason."""
 
     key: str
     value: Any
@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 
 
 def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
-    """Yield a sentence for each property of the images that a user should know of."""
+    """Yield a warning for each critical property of the images."""
     passes = passes_of(facts, design, steps)
     if facts.num_images < _FEW:
         yield (
@@ -48,7 +48,7 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
 
 
 def images_in_words(facts: Facts) -> str:
-    """Return the images in words."""
+    """Return a description of the images."""
     pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
     kind = (
         f"arrays of {facts.dtype} with {facts.channels} channel{'s' * (facts.channels != 1)}"
@@ -65,7 +65,7 @@ def images_in_words(facts: Facts) -> str:
 
 
 def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:
-    """Return the file: comments at its top, and each choice with its reason."""
+    """Return the text of the file: comments at the top, and each choice with its reason."""
     lines = [line for sentence in head for line in textwrap.wrap(sentence, 118)]
     text = "".join(f"# {line}\n" for line in lines)
     for section, rows in sections.items():

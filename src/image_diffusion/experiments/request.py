@@ -11,17 +11,17 @@ from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.experiments.start import Start
 
 _LEAST_PER_CLASS = 8
-"""Classes of fewer images than this, in the median, are no classes to learn."""
-_SIDES = (16, 32, 48, 64, 96, 128, 192, 256)  # multiples of the largest grid
+"""Minimum median number of images per class for training with classes."""
+_SIDES = (16, 32, 48, 64, 96, 128, 192, 256)  # multiples of the largest grid's side
 _ENLARGED = 1.25
-"""Largest factor by which images are enlarged, so that 28 pixels become 32."""
+"""Largest factor by which images are enlarged, such as from 28 to 32 pixels."""
 LARGEST_SIDE = {"cpu": 64, "gpu": 256}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine. cores: those that are used. memory_gib: that a training may take, on each GPU or in all. start_s:
-    seconds in which a process starts and imports PyTorch."""
+    """The machine. cores: number of cores to use. memory_gib: available to a training, on each GPU or in total.
+    start_s: seconds for starting a process that imports PyTorch."""
 
     cores: int
     gpus: int
@@ -36,10 +36,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured seconds. step_s: of a step of the training; pass_s: of one image in a pass of the network; crop_s: of
-    one image file; detector_s: of one example of the detector's training; mask_s: of one of the segmenter's, which
-    compares masks; encode_s, decode_s: of one image by the codec. memory_gib: of the training; seconds are 0 where that
-    does not fit into the machine."""
+    """Measured seconds. step_s: per training step; pass_s: per image in a pass of the network; crop_s: per image file;
+    detector_s, mask_s: per example of the detector's and of the segmenter's training; encode_s, decode_s: per image of
+    the codec. memory_gib: of the training; if it does not fit into the machine, all seconds are 0."""
 
     step_s: float
     pass_s: float
@@ -52,7 +51,7 @@ class Speed:
 
 
 class Design(NamedTuple):
-    """Size of a network and of its batch, and the optimizer. grid: tokens along the shorter side of an image."""
+    """Size of a network, batch size and optimizer. grid: tokens along the shorter side of an image."""
 
     depth: int
     width: int
@@ -68,7 +67,7 @@ class Design(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Return what an example takes, in units that compare designs."""
+        """Return the relative cost of an example, for comparing designs."""
         return self.parameters * self.grid**2
 
 
@@ -82,18 +81,18 @@ DESIGNS = {
     "gpu": (
         Design(4, 128, 4, 8, 128),
         Design(6, 256, 4, 8, 256),
-        Design(12, 384, 6, 16, 256),  # DiT-S; 256 tokens as in JiT, whatever the resolution
+        Design(12, 384, 6, 16, 256),  # DiT-S; 256 tokens as in JiT, at any resolution
         Design(12, 768, 12, 16, 256),  # DiT-B
         Design(24, 1024, 16, 16, 256),  # DiT-L
     ),
 }
-"""Designs by device, the smallest first. Sizes are those of Peebles and Xie 2023 (table 1) and of the demos."""
+"""Designs by device, the smallest first. Sizes are from Peebles and Xie 2023 (table 1) and the demos."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Images, the name of their data set, the machine, and the budget in seconds. start: weights to train from; unset:
-    random ones."""
+    """Facts about the images, the name of the data set, the machine, and the budget in seconds. start: weights to train
+    from; unset: random weights."""
 
     facts: Facts
     name: str
@@ -103,23 +102,24 @@ class Request:
 
     @property
     def designs(self) -> tuple[Design, ...]:
-        """Return the designs to choose from, the smallest first: that of the weights, if there are some."""
+        """Return the designs to choose from, the smallest first; only the design of the weights, if set."""
         designs, start = DESIGNS[self.machine.kind], self.start
         if start is None:
             return designs
         return (Design(start.depth, start.width, start.num_heads, start.grid, designs[1].batch),)
 
     def resolution(self, design: Design) -> int | tuple[int, int]:
-        """Return the resolution of the crops: that of the weights, if there are some."""
+        """Return the resolution of the crops: that of the weights, if set."""
         if self.start is not None:
             return self.start.resolution
         return resolution_of(self.facts, self.machine, design.grid)
 
 
 def resolution_of(facts: Facts, machine: Machine, grid: int) -> int | tuple[int, int]:
-    """Return the side of the crops, or height and width of those of images that are all upright or all wide.
+    """Return the side of the crops, or height and width if all images are upright or all are wide.
 
-    A fixed number of tokens makes the cost of a network independent of it (Li and He 2025, arXiv:2511.13720).
+    With a fixed number of tokens, the cost of a network is independent of the resolution (Li and He 2025,
+    arXiv:2511.13720).
     """
     largest = min(facts.short_side * _ENLARGED, LARGEST_SIDE[machine.kind])
     side = max((side for side in _SIDES if side <= largest), default=_SIDES[0])
@@ -132,27 +132,27 @@ def resolution_of(facts: Facts, machine: Machine, grid: int) -> int | tuple[int,
 
 
 def classes_of(facts: Facts) -> tuple[int, ...]:
-    """Return the images of each class; empty where classes are too small to learn, or fewer than two."""
+    """Return the number of images of each class; empty if classes are too small to learn, or fewer than two."""
     per_class = sorted(facts.per_class)
     return facts.per_class if len(per_class) > 1 and per_class[len(per_class) // 2] >= _LEAST_PER_CLASS else ()
 
 
 def captions_of(facts: Facts) -> CaptionFacts | None:
-    """Return the captions; None where fewer than nine in ten images have one, since the others are left out."""
+    """Return the captions; None if less than 90 % of the images have one, since images without one are left out."""
     return facts.captions if facts.captions is not None and facts.captions.count >= 0.9 * facts.num_images else None
 
 
 def masks_of(facts: Facts) -> MaskFacts | None:
-    """Return the masks of pictures; None where fewer than nine in ten images have one, and beside captions."""
+    """Return the masks of pictures; None if less than 90 % of the images have one, or if captions are used."""
     masks = facts.masks if facts.dtype is None and captions_of(facts) is None else None
     return masks if masks is not None and masks.count >= 0.9 * facts.num_images else None
 
 
 def batch_of(facts: Facts, design: Design) -> int:
-    """Return the batch of a design, or the largest power of two that is a quarter of the images at most."""
+    """Return the batch size of a design, at most the largest power of two up to a quarter of the number of images."""
     return min(design.batch, 1 << int(math.log2(facts.num_images / 4)))
 
 
 def passes_of(facts: Facts, design: Design, steps: int) -> float:
-    """Return how often each training image is seen."""
+    """Return the number of passes over the training images."""
     return steps * batch_of(facts, design) / facts.num_images

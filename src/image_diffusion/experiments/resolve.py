@@ -1,4 +1,4 @@
-"""Experiments with those that they build on, checked together, and the configuration of each of their stages."""
+"""Load experiments with their dependencies, check them together, and write the configuration of each stage."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ AGAINST = "evaluate.against.experiment"
 EMBEDDINGS = "sample.embeddings.experiment"
 START = "train.init_from.experiment"
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-"""Files in a folder in transformers' layout that are others for other weights."""
+"""Files in a folder in transformers' layout that identify its weights."""
 
 
 def built_on(experiment: Experiment) -> dict[str, str]:
-    """Return the experiments that have to be made before this one, by the key that names them."""
+    """Return the experiments that must be made before this one, by the key that names them."""
     trained_by, sources = experiment.codec.trained_by, experiment.system.sampling().sources(experiment.sample)
     evaluation = experiment.system.evaluation()
     read = {
@@ -54,10 +54,10 @@ def built_on(experiment: Experiment) -> dict[str, str]:
 
 
 def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
-    """Load experiments by name, and those that they build on: that train their codecs or what they start from, that
-    make what they enlarge or draw. Each comes with its location: a file, or a variant of a study.
+    """Load experiments and those that they build on (for codecs, initial weights, small images or embeddings), by name.
+    Each comes with its location: a file, or a variant of a study.
 
-    Raises ValueError for the first that cannot work.
+    Raises ValueError for the first invalid experiment.
     """
     experiments: dict[str, tuple[Path | str, Experiment]] = {}
     waiting = list(paths)
@@ -101,7 +101,7 @@ def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[st
 
 
 def _check_circles(experiments: Mapping[str, tuple[Path | str, Experiment]]) -> None:
-    """Raise ValueError for experiments of which each has to be trained, or sampled from, before the other."""
+    """Raise ValueError for circular dependencies between experiments."""
 
     def follow(name: str, path: list[str], keys: tuple[str, ...]) -> None:
         location, experiment = experiments[name]
@@ -118,7 +118,7 @@ def _check_circles(experiments: Mapping[str, tuple[Path | str, Experiment]]) -> 
 
 
 def _check_shared_data(experiments: dict[str, tuple[Path | str, Experiment]]) -> None:
-    """Raise ValueError if two experiments describe a data set of one name differently: they share its files."""
+    """Raise ValueError if two experiments describe the same data set differently, since they share its files."""
     described: dict[str, tuple[Path | str, Config]] = {}
     for name, (path, experiment) in experiments.items():
         sections: dict[str, Config] = {experiment.data.folder: experiment.data}
@@ -144,18 +144,18 @@ def prompt_file(experiment: Experiment) -> str | None:
 
 
 def decoder_files(experiment: Experiment) -> list[str]:
-    """Return the files of the decoder that samples are decoded by, where that is not the codec's own."""
+    """Return the files of the decoder of the samples, if it is not the codec's own."""
     decoder = getattr(experiment.sample, "decoder", None)
     return [str(path) for path in files_of(decoder)] if decoder is not None else []
 
 
 def weaker_files(experiment: Experiment) -> list[str]:
-    """Return the files of the weaker network that samples are guided by, where one is set."""
+    """Return the files of the weaker network that guides sampling, if one is set."""
     return _weights_in(getattr(experiment.sample, "weaker_weights", None))
 
 
 def start_files(experiment: Experiment) -> list[str]:
-    """Return the files of the weights that training starts from, where those are a folder and not an experiment."""
+    """Return the files of the initial weights of training, if these are a folder and not an experiment."""
     start = experiment.train.init_from
     return _weights_in(start if isinstance(start, str) else None)
 
@@ -165,8 +165,8 @@ def _weights_in(folder: str | None) -> list[str]:
 
 
 def detector_files(experiment: Experiment) -> dict[str, list[str]]:
-    """Return the files that the weights of each detector are read from, if they exist, by the folder of its results:
-    a file, or those of a folder in transformers' layout."""
+    """Return candidate paths of the local weights of each detector, by the folder of its results: a file, or the files
+    of a folder in transformers' layout."""
     evaluation = experiment.system.evaluation()
     detectors = evaluation.detectors(experiment.section(evaluation.section))
     named = {_reference_name(detector): getattr(detector, "weights", None) for detector in detectors}
@@ -184,15 +184,15 @@ def encode_stage(experiment: Experiment) -> EncodeStage:
 
 
 def own_tokens(name: str, experiment: Experiment) -> EncodeStage | None:
-    """Return the configuration of `encode` for the tokens of an experiment that trains a discrete VAE; None: it keeps
-    none."""
+    """Return the configuration of `encode` for the tokens of an experiment that trains a discrete VAE; None if it
+    stores none."""
     if experiment.encode is None or not experiment.encode.tokens:
         return None
     return EncodeStage(codec=Trained(experiment=name), encode=experiment.encode)
 
 
 def train_stage(name: str, experiment: Experiment) -> TrainStage:
-    """Return the configuration of `train`, for the experiment of that name."""
+    """Return the configuration of `train` for a named experiment."""
     encoders = {pairs.kind: pairs.encoded_by for pairs in experiment.pair_sets if pairs.encoded_by is not None}
     return TrainStage(
         experiment=name,
@@ -205,8 +205,7 @@ def train_stage(name: str, experiment: Experiment) -> TrainStage:
 
 
 def reference_stages(experiment: Experiment) -> dict[str, ReferenceStage]:
-    """Return the configurations of `reference`, by the folder of its results: one for each detector that looks at the
-    data set."""
+    """Return the configurations of `reference`, by the folder of its results: one for each detector of the data set."""
     evaluation = experiment.system.evaluation()
     settings = experiment.section(evaluation.section)
     if not evaluation.reads_splits(settings):
@@ -216,13 +215,13 @@ def reference_stages(experiment: Experiment) -> dict[str, ReferenceStage]:
 
 
 def _reference_name(detector: Any) -> str:
-    """Return the folder of what a detector sees in a data set."""
+    """Return the folder name of a detector's reference features."""
     usual = detector == type(detector)()
     return detector.type if usual else f"{detector.type}-{digest(dump(detector))[:8]}"
 
 
 def embed_stage(experiment: Experiment, pairs: PairsConfig) -> EmbedStage:
-    """Return the configuration of `embed`, for one of the sets of an experiment's section pairs."""
+    """Return the configuration of `embed` for one set of an experiment's section pairs."""
     data = experiment.data
     source = data.source if pairs.needs_source else None
     return EmbedStage(
@@ -236,8 +235,8 @@ def embed_stage(experiment: Experiment, pairs: PairsConfig) -> EmbedStage:
 
 
 def pair_plans(experiment: Experiment) -> dict[str, PairPlan]:
-    """Return the facts about the sets of an experiment's section pairs, by the folder of each, in the order in which
-    training reads them."""
+    """Return the plans of the sets of an experiment's section pairs, by folder, in the order in which training reads
+    them."""
     kinds = experiment.system.reads_beside
     sets = sorted(experiment.pair_sets, key=lambda pairs: kinds.index(pairs.kind) if kinds else 0)
     of_images = not isinstance(experiment.data.source, Embeddings)
@@ -254,8 +253,8 @@ def pair_plans(experiment: Experiment) -> dict[str, PairPlan]:
 
 
 def replaced(experiments: Mapping[str, Experiment], results: Path) -> list[str]:
-    """Return a sentence on each data set that holds crops for other experiments, of another section data, which these
-    experiments are about to replace. Call it before `write_stages`."""
+    """Return a warning for each data set whose crops, made for other experiments with another section data, these
+    experiments would replace. Call it before `write_stages`."""
     sentences = {}
     for name, experiment in experiments.items():
         dataset = results / "datasets" / experiment.data.folder
@@ -273,16 +272,16 @@ def replaced(experiments: Mapping[str, Experiment], results: Path) -> list[str]:
 
 
 def _cropped_by(dataset: Path) -> dict[str, Any]:
-    """Return the section data that the crops in a folder were made with; empty if there are none."""
+    """Return the section data of the crops in a folder; empty if there are none."""
     try:
         section = read_yaml(dataset / "config" / "crop.yaml")
-    except ValueError:  # none yet, or damaged: it is written anew
+    except ValueError:  # missing or damaged, so it is written again
         return {}
     return section if isinstance(section, dict) and (dataset / "crops" / "manifest.json").is_file() else {}
 
 
 def _users(dataset: Path, data: Mapping[str, Any], results: Path) -> list[str]:
-    """Return the experiments whose section data is this one. A plan of an earlier version holds its source alone."""
+    """Return the experiments with this section data. A plan of an earlier version has only the source."""
     try:
         plans = [read_json(path) for path in sorted(results.glob("*/config/plan.json"))]
         return [
@@ -297,8 +296,8 @@ def _users(dataset: Path, data: Mapping[str, Any], results: Path) -> list[str]:
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
-    """Write the stage files and the plan of one experiment, those of them that changed. Raises ValueError where it
-    starts from its own results."""
+    """Write the changed ones of the stage files and the plan of an experiment. Raises ValueError if it starts from its
+    own results."""
     start = experiment.train.init_from
     if isinstance(start, str) and Path(start).resolve().is_relative_to((results / name).resolve()):
         raise ValueError(
@@ -391,10 +390,10 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
 
 
 def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str]]:
-    """Write what each point of the section `sweep` is sampled with, and what all of them are judged with.
+    """Write the sampling configuration of each point of the section `sweep`, and their common evaluation.
 
-    Returns where, by what is varied and by value. Copies, bits and the like, which say nothing of one setting, are
-    left to `evaluate`, unless a point is chosen by them.
+    Returns the paths, by the varied setting and by value. Copies, the two-sample test and the extrapolated distance are
+    only measured if a point is chosen by them, and bits per dimension never.
     """
     written: dict[str, dict[str, str]] = {}
     if experiment.sweep is None:

@@ -1,4 +1,4 @@
-"""Weights that a proposed training starts from, and what they fix of the experiment."""
+"""Weights that a proposed training starts from, and the settings that they fix."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _DOWNSAMPLINGS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Start:
-    """Weights to start from. folder: of the weights. step: that they are of. system, codec, optimizer: those sections;
-    the optimizer is None for weights that others trained. depth, width, num_heads, grid: of the network. resolution,
-    channels: of the images."""
+    """Weights to start from. folder, step: of the weights. system, codec, optimizer: these sections; the optimizer is
+    None for imported weights. depth, width, num_heads, grid: of the network. resolution, channels: of the images."""
 
     folder: Path
     step: int
@@ -43,7 +42,8 @@ class Start:
 
 
 def start_of(folder: Path) -> Start:
-    """Return what the weights in a folder fix. Raises ValueError for weights that no proposal can start from."""
+    """Return the settings fixed by the weights in a folder. Raises ValueError for weights that no proposal can start
+    from."""
     model, where = read_model(folder), f"{folder}/model.json"
     system: System = parse(AnySystem, model["system"], where)
     spec: DataSpec = parse(DataSpec, model["spec"], where)
@@ -74,7 +74,7 @@ def start_of(folder: Path) -> Start:
 
 
 def _images(folder: Path, x: DataSpec, codec: CodecSettings) -> DataSpec:
-    """Return the shape of the images that become an x of this shape."""
+    """Return the shape of the images that are encoded to this shape."""
     if codec.name is None:
         return x
     for factor in _DOWNSAMPLINGS:
@@ -82,7 +82,7 @@ def _images(folder: Path, x: DataSpec, codec: CodecSettings) -> DataSpec:
         try:
             if codec.spec(images, None).size == x.size:
                 return images
-        except ValueError:  # a side that the autoencoder does not divide
+        except ValueError:  # a side that is not a multiple of the autoencoder's factor
             continue
     raise _unfit(folder, f"are on latents of the codec {codec.name}, of which no size of images is known")
 

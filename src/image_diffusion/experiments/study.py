@@ -1,7 +1,7 @@
 """A study: variants of one experiment, each trained with several seeds and compared with the base.
 
-A file of config/studies becomes ordinary experiments, one for each variant and seed. Their names follow from what they
-change, so that variants and studies that ask for the same run share it.
+A file of config/studies expands to ordinary experiments, one for each variant and seed. Their names are derived from
+their changes, so that variants and studies share identical runs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ RunName = Annotated[str, Field(pattern=r"^[^|\n]+$", max_length=80)]
 
 
 class Budget(Config):
-    """Length of the training of each run."""
+    """Length of the training of every run."""
 
     steps: int | None = Field(None, gt=0)
     """Steps of every run."""
     operations: float | None = Field(None, gt=0)
-    """Floating-point operations of the training of every run: a variant whose step costs more takes fewer of them."""
+    """Floating-point operations of the training of every run: a variant with more expensive steps takes fewer steps."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Budget:
@@ -54,9 +54,9 @@ class Variant(Config):
     name: RunName
     """Name of the variant."""
     changes: dict[str, Any] = Field({})
-    """Changes to the base, as `--set` or a file would say it: {system.network.qk_norm: true}, or nested."""
+    """Changes to the base, as in `--set` or in a file: {system.network.qk_norm: true}, or nested."""
     experiment: str | None = None
-    """Another experiment, in place of changes of the base: the name of a file beside it, without .yaml."""
+    """Another experiment instead of changes to the base: a file in config/experiments, without .yaml."""
     source: str | None = None
     """Source of the change, in one line."""
 
@@ -71,18 +71,18 @@ class Study(Config):
     """A file of config/studies."""
 
     base: str
-    """The experiment that is changed: the name of a file in config/experiments, without .yaml."""
+    """The experiment that the variants change: the name of a file in config/experiments, without .yaml."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field((0, 1, 2), min_length=1)
-    """Seeds: each variant is trained and sampled once with each."""
+    """Seeds: each variant is trained and sampled once per seed."""
     budget: Budget = Budget()
-    """Length of the training of each run; unset: as long as the base says."""
+    """Length of the training of each run; unset: the length set in the base."""
     changes: dict[str, Any] = Field({})
-    """Changes to the base in all variants, the base too: more samples to judge, for example."""
+    """Changes to all variants and to the base: more samples to evaluate, for example."""
     variants: tuple[Variant, ...] = ()
-    """The changes, in the order in which they are shown. Empty: the base alone, with its interval over seeds."""
+    """Variants, in the order in which they are shown. Empty: the base alone, with its interval over seeds."""
     metrics: tuple[str, ...] = ()
-    """Metrics that are compared; unset: the agreement of labels, if it is measured, and the headline of the base, or
-    all metrics of a base alone."""
+    """Metrics to compare; unset: the label agreement, if measured, and the headline of the base, or all metrics if
+    there are no variants."""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,7 +115,7 @@ class Study(Config):
 
     @property
     def with_base(self) -> list[Variant]:
-        """The variants, after the base."""
+        """The base, followed by the variants."""
         return [Variant.model_construct(name=BASE), *self.variants]
 
 
@@ -162,10 +162,10 @@ class Expanded:
 
 
 def expand(path: Path, experiments: Path) -> Expanded:
-    """Return a study file and the experiments that it stands for. experiments: the folder that its base lies in.
+    """Return a study file and the experiments that it expands to. experiments: the folder of the base.
 
-    A run that is an experiment as its file says is that experiment. Raises ValueError with one line for each mistake,
-    with the variant that it is in.
+    A run that equals the experiment in a file is that experiment. Raises ValueError with one line for each mistake,
+    which names its variant.
     """
     study: Study = load(Study, path)
     base = _file(study.base, experiments, f"{path}: base")
@@ -214,19 +214,19 @@ def expand(path: Path, experiments: Path) -> Expanded:
 
 
 def _judging(experiment: Experiment) -> Any:
-    """Return the settings that the numbers of two experiments must have in common."""
+    """Return the settings that must be equal for the metrics of two experiments to be compared."""
     return dump(experiment.data), _evaluated(experiment)
 
 
 def _evaluated(experiment: Experiment) -> dict[str, Any]:
-    """Return the settings of the evaluation of an experiment, without the published results that it is shown beside."""
+    """Return the settings of the evaluation of an experiment, without the published results that are shown with it."""
     evaluation = dump(experiment.section(experiment.system.evaluation().section))
     evaluation.pop("published", None)
     return evaluation
 
 
 def _file(name: str, experiments: Path, where: str) -> Path:
-    """Return the file of an experiment, once it is one: a mistake in it is not one of the variants."""
+    """Return the file of an experiment after validating it, so that its mistakes are not reported for the variants."""
     path = experiments / f"{name}.yaml"
     if not path.is_file():
         names = sorted(file.stem for file in experiments.glob("*.yaml"))
@@ -236,9 +236,9 @@ def _file(name: str, experiments: Path, where: str) -> Path:
 
 
 def operations_of(experiment: Experiment, codec: Experiment | None = None) -> int:
-    """Floating-point operations of the loss of one example and of its gradient, counted without any data.
+    """Return the floating-point operations of the loss of one example and its gradient, counted without data.
 
-    codec: the experiment that trains its codec, where one does.
+    codec: the experiment that trains the codec, if any.
     """
     is_pairs, is_tokens = ("pairs" in experiment.system.reads), ("tokens" in experiment.system.reads)
     images = spec_of(experiment, codec)
@@ -280,7 +280,7 @@ def _never() -> Any:
 
 
 def _steps(budget: Budget, experiment: Experiment, where: str, base: Path) -> int | None:
-    """Return the steps that a variant trains; None: as many as its own configuration says."""
+    """Return the number of training steps of a variant; None: the number in its own configuration."""
     if budget.operations is None:
         return budget.steps
     trained_by = experiment.codec.trained_by
@@ -295,7 +295,7 @@ def _steps(budget: Budget, experiment: Experiment, where: str, base: Path) -> in
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}. Raises ValueError for a key without a name, and for one that stands twice."""
+    """{"a.b": 1} -> {"a": {"b": 1}}. Raises ValueError for a key with an empty part, and for a duplicate key."""
     nested: dict[str, Any] = {}
     for key, value in changes.items():
         names = key.split(".")
@@ -309,7 +309,7 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return changes with dotted keys, a line each; a section that names its type stays whole."""
+    """Return changes with dotted keys, a line each; a section that names its type is not split."""
     flat: dict[str, Any] = {}
     for key, value in changes.items():
         if isinstance(value, dict) and value and "type" not in value:

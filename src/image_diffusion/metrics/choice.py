@@ -1,4 +1,4 @@
-"""Choice of a point of a curve by a rule, such as `distance where copies.upper < 0.03`."""
+"""Choose a point of a curve by a rule, such as `distance where copies.upper < 0.03`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.conditions import Condition, parse_conditions
 
 DISTANCE = "distance"
-"""Name in a rule of the metric that the experiment is ranked by."""
+"""Name, in a rule, of the metric that the experiment is ranked by."""
 _EXAMPLE = "distance where copies.upper < 0.03"
 _OF_DETECTORS = "Samples beside real images"
-"""Group of the metrics that each detector measures; only `copies` is also measured without one."""
+"""Group of the metrics that each detector measures; of these, only `copies` is also measured without a detector."""
 _OF_NO_POINT = ("Likelihood", "Codecs", "Priors")
 """Groups of the metrics that compare no samples with real images."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule that names a point. text: as it was written. metric: the one that is best at the point, of the points at
-    which the conditions hold."""
+    """Rule that chooses a point. text: the rule as written. metric: the metric to optimize among the points that fulfil
+    the conditions."""
 
     text: str
     metric: str
@@ -33,15 +33,15 @@ class Rule:
 
     @property
     def metrics(self) -> dict[str, Definition]:
-        """Return the definitions of the metrics that the rule compares, by their full names; without `distance`."""
+        """Return the definitions of the metrics that the rule compares, by full name, except for `distance`."""
         names = (self.metric, *(condition.name for condition in self.conditions))
         return {name: definition for name in names if (definition := definition_of(name)) is not None}
 
 
 def parse_rule(text: str) -> Rule:
-    """Return the rule in a text: a metric, and perhaps `where` and conditions that are joined by `and`.
+    """Parse a rule: a metric, optionally followed by `where` and conditions joined by `and`.
 
-    Raises ValueError for a metric that is unknown or has no better direction, and for what is no condition.
+    Raises ValueError for a metric that is unknown or has no better direction, and for an invalid condition.
     """
     metric, *where = re.split(r"\s+where(?:\s+|$)", text.strip(), maxsplit=1)
     if metric != DISTANCE:
@@ -55,9 +55,9 @@ def parse_rule(text: str) -> Rule:
 
 
 def check_measured(rule: Rule, detectors: Sequence[DetectorConfig]) -> None:
-    """Raise ValueError, before any work, for a metric of a rule that no point of a curve has.
+    """Raise ValueError, before any work, if a rule uses a metric that is not measured at the points of a curve.
 
-    detectors: those that measure the points.
+    detectors: the detectors of the evaluation of the points.
     """
     for name, definition in rule.metrics.items():
         of_detectors = {detector.metric_name(bare) for detector in detectors for bare in definition.names.split()}
@@ -72,15 +72,15 @@ def check_measured(rule: Rule, detectors: Sequence[DetectorConfig]) -> None:
 
 
 def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> dict[str, Any]:
-    """Return the choice among points {"value": a step, "metrics": entries of metrics.json}, plain data.
+    """Choose among points {"value": a step, "metrics": entries of metrics.json}, and return plain data.
 
-    Returns {"rule", "metric", "step", "fulfilled", "reason", "points"}. Of the points at which all conditions hold, the
-    one with the best metric is chosen, of equals the earliest. Where there is none, `fulfilled` is False, and the point
-    is chosen that misses the fewest conditions; of several, the one whose numbers are nearest to the bounds. reason:
-    for people.
+    Returns {"rule", "metric", "step", "fulfilled", "reason", "points"}. The point with the best metric is chosen among
+    those that fulfil all conditions; ties go to the earliest. If no point does, `fulfilled` is False, and the point
+    that misses the fewest conditions is chosen; ties go to the point whose numbers are nearest to the bounds. reason: a
+    sentence for people.
 
-    headline: the metric `distance`. Raises ValueError for a metric that was not measured, at any point or, in a
-    condition, at all points.
+    headline: the metric that `distance` stands for. Raises ValueError if the metric is missing at any point, or a
+    number of a condition at all points.
     """
     metric = headline if rule.metric == DISTANCE else rule.metric
     points = sorted(points, key=lambda point: int(point["value"]))
@@ -129,14 +129,14 @@ def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> di
 
 
 def reading(entries: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the number of each entry that is compared: debiased where all of them are, else as the literature defines
-    it."""
+    """Return the value of each entry to compare: the debiased values if all entries have one, else those of the
+    literature."""
     debiased = all(entry["debiased"] is not None for entry in entries)
     return [float(entry["debiased" if debiased else "value"]) for entry in entries]
 
 
 def check_metric(name: str) -> None:
-    """Raise ValueError for a name that is no metric of metrics.json."""
+    """Raise ValueError for a name that is not a metric of metrics.json."""
     if definition_of(name) is None:
         names = [DISTANCE, *(bare for definition in definitions() for bare in definition.names.split())]
         otherwise = "metrics.json has the names, such as copies or inpipe_fd."
@@ -154,14 +154,14 @@ def _entry(point: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
 
 
 def _score(point: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return the numbers of a metric by the names that a condition calls them by."""
+    """Return the numbers of a metric, by the field names used in conditions."""
     entry = _entry(point, metric)
     lower, upper = entry["interval"] or (None, None)
     return {"value": entry["value"], "lower": lower, "upper": upper, "note": entry["note"]}
 
 
 def _excess(condition: Condition, scores: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return by how much a number misses the bound; 0 where the condition holds."""
+    """Return the amount by which a number misses the bound; 0 if the condition holds."""
     if condition.miss(scores) is None:
         return 0.0
     number = scores[condition.name][condition.field]

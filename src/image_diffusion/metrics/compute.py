@@ -1,4 +1,4 @@
-"""Metrics of a set of samples, each with interval, note and its ratio to the score of real images.
+"""Metrics of a set of samples, each with an interval, a note and its ratio to the score of real images.
 
 The floor: a metric between two sets of real images, at the same number of images. A ratio of 1 is as good as real.
 """
@@ -31,7 +31,7 @@ from image_diffusion.metrics.reliability import floor_doubt
 class Reference:
     """Reference of a comparison: Gaussians by metric and, if the images are available, their features.
 
-    gaussians: "fd", perhaps "spatial_fd". labels: int64 [M], the images' classes; None without classes.
+    gaussians: "fd", optionally "spatial_fd". labels: int64 [M], the images' classes; None without classes.
     """
 
     gaussians: Mapping[str, Gaussian]
@@ -45,17 +45,18 @@ class Reference:
 
 
 def gaussians_of(detected: Detected) -> dict[str, Gaussian]:
-    """Return the Gaussians of a detector's features, by the metrics that compare them: "fd", perhaps "spatial_fd"."""
+    """Return the Gaussians of a detector's features, by the metric that compares them: "fd", optionally
+    "spatial_fd"."""
     return {name: Moments.from_features(rows).gaussian for name, rows in detected.compared.items()}
 
 
 def measure(
     detected: Detected, labels: Tensor | None, reference: Reference, classes: list[str], settings: EvaluateConfig
 ) -> dict[str, Estimate]:
-    """Return all metrics of one set, by their bare names: "fd", "kd", "precision", … .
+    """Return all metrics of one set of samples, by name without a detector: "fd", "kd", "precision", … .
 
-    detected: of the samples. labels: int64 [N], the requested classes; None without classes. classes: names of the
-    detector's logits if they are the data set's own classes, else empty.
+    detected: features of the samples. labels: int64 [N], the requested classes; None without classes. classes: names of
+    the detector's logits if they are the data set's own classes, else empty.
     """
     estimates: dict[str, Estimate] = {}
     for name, features in detected.compared.items():
@@ -91,10 +92,10 @@ def measure(
 def measure_preview(
     detected: Detected, labels: Tensor | None, reference: Reference, most_references: int
 ) -> dict[str, Estimate]:
-    """Return those of the metrics of `measure` that make the curve of a training: "kd", "fd", "agreement".
+    """Return the metrics of `measure` that the curve of a training shows: "kd", "fd", "agreement".
 
-    labels: int64 [N], the requested classes; None if the detector has other classes. most_references: of the images
-    that the kernel distance compares, on each side. Of few images this distance is the one without bias.
+    labels: int64 [N], the requested classes; None if the detector has other classes. most_references: maximum number of
+    images on each side of the kernel distance, which is unbiased even for few images.
     """
     estimates: dict[str, Estimate] = {}
     if reference.detected is not None:
@@ -109,11 +110,11 @@ def measure_preview(
 def with_floor(
     estimates: Mapping[str, Estimate], same_size: Mapping[str, Estimate], floor: Mapping[str, Estimate]
 ) -> dict[str, dict[str, Any]]:
-    """Return plain data of the estimates, each with `floor`, the score of real images, and the values that compare with
-    it.
+    """Return the estimates as plain data, each with `floor`, the score of real images, and its comparison with the
+    floor.
 
-    same_size: the estimates on as many samples as the floor was measured on, so that the two share their 1/N bias:
-    `at_floor_n`. `ratio` is that over the floor; `doubt`: why the samples do not stand out from real images, or null.
+    same_size: the estimates on as many samples as the floor has, with the same 1/N bias: `at_floor_n`. `ratio` is
+    `at_floor_n` over the floor; `doubt`: why the samples cannot be distinguished from real images, or null.
     """
     entries = {}
     for name, estimate in estimates.items():
@@ -131,7 +132,7 @@ def with_floor(
 def named_by_detector(
     entries: Mapping[str, dict[str, Any]], detector: Detector, suffix: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries by their names on a detector, each with the doubt about it."""
+    """Return the entries by their names with a detector, each with the doubt about that detector."""
     doubt = {} if detector.doubt is None else {"doubt": detector.doubt}
     return {detector.metric_name(name) + suffix: entry | doubt for name, entry in entries.items()}
 

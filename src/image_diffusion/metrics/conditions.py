@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIELDS = ("value", "lower", "upper")
-"""Numbers of a score or metric: the value and the ends of its interval."""
+"""Fields of a score or metric: the value and the ends of its interval."""
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
@@ -18,7 +18,7 @@ _CONDITION = re.compile(r"(?P<name>[\w.]+)\.(?P<field>\w+)\s*(?P<sign><=|>=|<|>)
 
 @dataclass(frozen=True)
 class Condition:
-    """Comparison of a number with a bound. text: as it was written. name: of the score or metric. field: its number."""
+    """Comparison of a number with a bound. text: as written. name: of the score or metric. field: one of `FIELDS`."""
 
     text: str
     name: str
@@ -27,8 +27,8 @@ class Condition:
     bound: float
 
     def miss(self, scores: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Return what the number is where the condition does not hold; None where it holds. A number that was not
-        measured does not hold.
+        """Return a description of the number if the condition does not hold; None if it holds. A missing number does
+        not fulfil a condition.
 
         scores: {"value", "lower", "upper", "note"} by name.
         """
@@ -42,10 +42,10 @@ class Condition:
 
 
 def parse_conditions(text: str, kind: str, check_name: Callable[[str], None], example: str) -> list[Condition]:
-    """Return the conditions in a text, which are joined by `and`; none in an empty one.
+    """Parse conditions joined by `and`; an empty text has none.
 
-    kind: of what is compared, for messages: score or metric. check_name: raises ValueError for a name that is unknown.
-    Raises ValueError for what is not a comparison of a known number with a bound.
+    kind: score or metric, for messages. check_name: raises ValueError for an unknown name. Raises ValueError for a
+    condition that does not compare a known number with a bound.
     """
     parts = re.split(r"\s+and\s+", text.strip()) if text.strip() else []
     return [_parse_condition(part, kind, check_name, example) for part in parts]

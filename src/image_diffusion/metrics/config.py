@@ -24,7 +24,7 @@ NamedDetector = Annotated[
     DetectorConfig,
     BeforeValidator(_by_type, json_schema_input_type=DetectorConfig | Literal["inpipe", "inception", "dinov2"]),
 ]
-"""A detector by its section, or by its type alone where that needs no key."""
+"""A detector as a section, or as its type alone if it needs no other key."""
 
 
 class EvaluateConfig(Config):
@@ -36,31 +36,31 @@ class EvaluateConfig(Config):
     reference: Literal["train", "validation"] = "train"
     """Split that samples are compared with; the other split gives the real-against-real floor."""
     against: SamplesOf | str | None = None
-    """Reference instead of that split: the path of an .npz with statistics (ADM's or EDM's layout) or samples, or
+    """Reference to use instead of a split: the path of an .npz with statistics (ADM's or EDM's layout) or samples, or
     {experiment: name} for another experiment's samples. The metrics then have no floor."""
     neighbours: int = Field(3, ge=1, le=50)
     """Number k of neighbours of precision, recall, density and coverage."""
     neighbour_references: int = Field(10_000, ge=10)
-    """Reference images used at most for precision and recall, and on either side for kd, cmmd and mind; samples and
-    held-out images at most for a detector's copies (ADM: 10,000)."""
+    """Maximum number of reference images for precision and recall, of images on either side for kd, cmmd and mind, and
+    of samples and held-out images for a detector's copies (ADM: 10,000)."""
     score_split: int = Field(5000, ge=10)
     """Samples in each split of the Inception Score."""
     infinity: bool = False
     """Also extrapolate the Fréchet distance to infinitely many samples."""
     cmmd: bool = False
-    """Also measure CMMD, the kernel distance of embeddings of norm 1; meant for CLIP's (type: transformers)."""
+    """Also measure CMMD, a kernel distance of embeddings of norm 1; meant for CLIP (type: transformers)."""
     two_sample: bool = True
     """Also run a two-sample test: how well samples can be distinguished from real images."""
     copies: bool = True
     """Also search for each sample's nearest training images, in pixels and in the features of each detector."""
     likelihood: LikelihoodConfig | None = None
-    """Also measure the bits per dimension that the network gives to real images; unset: not."""
+    """Also measure the bits per dimension that the network assigns to real images; unset: no."""
     attributes: Literal["painted_digits", "slanted_digits"] | None = None
-    """Also measure whether images have the attributes that they were asked for: painted_digits, those that their
-    prompts name; slanted_digits, their numbers slant and size; each for data of that source. Unset: no."""
+    """Also measure whether images have the requested attributes: painted_digits, those named in the prompts;
+    slanted_digits, the numbers slant and size. Each requires data of the source of that name. Unset: no."""
     prompts: PromptJudge | None = None
-    """Also measure how well images agree with their prompts, with a model that embeds both, such as {type:
-    transformers, weights: FOLDER, name: siglip}; unset: no."""
+    """Also measure how well images match their prompts, using a model that embeds both, such as {type: transformers,
+    weights: FOLDER, name: siglip}; unset: no."""
     published: tuple[PublishedResult, ...] = ()
     """Published results, to compare with the measured ones in metrics.json and on the page."""
     lpips: LpipsConfig | None = None
@@ -68,7 +68,7 @@ class EvaluateConfig(Config):
 
     @property
     def least_samples(self) -> int:
-        """Return the least number of images that can be evaluated: each needs `neighbours` others, and one more."""
+        """Return the smallest number of images that can be evaluated, `neighbours` + 2."""
         return self.neighbours + 2
 
     @field_validator("detectors")

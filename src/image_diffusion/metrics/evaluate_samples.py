@@ -48,15 +48,15 @@ from image_diffusion.metrics.sanity_check import Part, degraded_half, halves, lo
 
 @dataclass(frozen=True)
 class RealImages:
-    """The two splits of a data set. train: the training images. validation: held-out images, perhaps none. levels: of
-    arrays, which the splits return as judges see them; None of pictures."""
+    """The two splits of a data set. train: the training images. validation: held-out images, which may be empty.
+    levels: value levels of arrays, which the splits return scaled for detectors; None for pictures."""
 
     train: ImageSet
     validation: ImageSet
     levels: Levels | None = None
 
     def split(self, name: str) -> ImageSet:
-        """Return the split of that name."""
+        """Return a split by name."""
         return self.train if name == "train" else self.validation
 
     @property
@@ -72,8 +72,8 @@ class Comparison:
 
     samples: their features. labels: their requested classes, int64 [N]; None if the detector has other classes.
     baseline: other real images and their classes, if any, whose score is the floor. splits: features of the data's
-    splits, by name; empty where the reference is a file. note: on label shares that differ, for the Fréchet distance;
-    empty where they do not.
+    splits, by name; empty if the reference is a file. note: for the Fréchet distance, if label shares differ; else
+    empty.
     """
 
     detector: Detector
@@ -100,15 +100,16 @@ def evaluate_samples(
     previews: Mapping[int, Samples] | None = None,
     references: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Judge samples. Returns {"metrics": {name: entry}, "doubt", "doubts", "curve", "classes", "protocol"}, plain data.
+    """Evaluate samples. Returns {"metrics": {name: entry}, "doubt", "doubts", "curve", "classes", "protocol"}, plain
+    data.
 
     An entry: value, debiased, interval [low, high] or null, n, note, floor, floor_n, at_floor_n, ratio, doubt. "doubt":
-    of the first detector, which gives the headline; "doubts": of all. report: a folder for the pictures.
-    reference_file: statistics (ADM's or EDM's .npz) or other samples to compare with, in place of a split. previews:
+    of the first detector, which gives the headline; "doubts": of all detectors. report: a folder for the pictures.
+    reference_file: statistics (ADM's or EDM's .npz) or other samples to compare with, instead of a split. previews:
     samples of earlier steps of the training, for the curve. references: the folders of features that `write_features`
     stored; a detector without one computes its features of the real images here.
 
-    Raises ValueError, before any long computation, for what cannot be measured.
+    Raises ValueError, before any long computation, for inputs that cannot be measured.
     """
     name, k = settings.reference, settings.neighbours
     _check_samples(samples, data, k)
@@ -164,7 +165,7 @@ def evaluate_samples(
 
 
 def _protocol_settings(settings: EvaluateConfig) -> dict[str, Any]:
-    """Return the settings that numbers depend on."""
+    """Return the settings that the metrics depend on."""
     return {key: value for key, value in dump(settings).items() if key != "published"}
 
 
@@ -222,8 +223,8 @@ def _compare_with_split(
     neighbours: int,
     stored: Sequence[Mapping[str, ReferenceFeatures] | None],
 ) -> tuple[list[Comparison], dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return comparisons with the split of that name, whose baseline is the other split; the description of the
-    reference; and the self-test of the detectors."""
+    """Return comparisons with the named split, with the other split as the baseline; the description of the reference;
+    and the self-test of the detectors."""
     other = "validation" if name == "train" else "train"
     images = data.split(name)
     shares = _differing_shares(samples, images)
@@ -264,7 +265,7 @@ def _split_features(
     reference: str,
     stored: Sequence[Mapping[str, ReferenceFeatures] | None],
 ) -> list[dict[str, ReferenceFeatures]]:
-    """Return each detector's features of the real images: the stored ones, or ones that are computed now."""
+    """Return each detector's features of the real images: the stored ones, or else newly computed ones."""
     features = [dict(splits or {}) for splits in stored]
     missing = [number for number, splits in enumerate(stored) if splits is None]
     for name, images in data.looked_at.items() if missing else ():
@@ -277,8 +278,8 @@ def _split_features(
 
 
 def _differing_shares(samples: Samples, images: ImageSet) -> Tensor | None:
-    """Return the label shares of samples, float64 [K], where they differ from those of images; None where they do not,
-    or by chance."""
+    """Return the label shares of samples, float64 [K], if they differ from those of images by more than chance; else
+    None."""
     if not samples.has_labels or len(images.classes) < 2:
         return None
     shares, real = (
@@ -292,10 +293,10 @@ def _differing_shares(samples: Samples, images: ImageSet) -> Tensor | None:
 def _in_shares(
     comparison: Comparison, labels: Tensor, baseline_labels: Tensor, shares: Tensor, neighbours: int
 ) -> Comparison:
-    """Return the comparison with real images in the label shares of the samples; with the reference as it is, and a
-    note, where too few can have them.
+    """Return the comparison with real images in the label shares of the samples; if too few images can have these
+    shares, the comparison with the unchanged reference and a note.
 
-    labels, baseline_labels: of the images of the reference and of the baseline, int64. shares: of the samples,
+    labels, baseline_labels: labels of the reference and of the baseline, int64. shares: label shares of the samples,
     float64 [K].
     """
     reference, detected = comparison.reference, comparison.reference.detected
@@ -368,7 +369,7 @@ def _entries_of(comparison: Comparison, settings: EvaluateConfig) -> dict[str, d
     same_size, floor = estimates, {}
     if comparison.baseline is not None:
         real, real_labels = comparison.baseline
-        # the floor and `same_size` use equal numbers, so that the two share their bias of order 1/N
+        # the floor and `same_size` use equal numbers of images, so that they have the same bias of order 1/N
         n = min(len(real), len(samples))
         if n > settings.neighbours + 1:
             first = _take(real, real_labels, fixed_subset(len(real), n))
@@ -382,14 +383,14 @@ def _entries_of(comparison: Comparison, settings: EvaluateConfig) -> dict[str, d
 
 
 def _take(detected: Detected, labels: Tensor | None, rows: Tensor) -> tuple[Detected, Tensor | None]:
-    """Return some rows of features, and of their labels if any."""
+    """Return the chosen rows of features, and of labels if there are any."""
     return detected.take(rows), None if labels is None else labels[rows]
 
 
 def _copies_in_features(
     comparison: Comparison, samples: Samples, data: RealImages, most: int, report: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the entry of the copies in a detector's features, of as many samples and held-out images at most."""
+    """Return the entry of the copies in a detector's features, for at most `most` samples and held-out images."""
     detector, splits = comparison.detector, comparison.splits
     rows = fixed_subset(samples.num_samples, most)
     held_out = splits["validation"].detected.features if "validation" in splits else None
@@ -417,8 +418,8 @@ def _copies(
 
 
 def _by_class(comparison: Comparison, report: Path | None) -> dict[str, Any]:
-    """Return for each class the number of samples requested, the number recognised, and the share of the first that
-    agrees."""
+    """Return for each class the numbers of samples requested and recognised, and the share of the requested ones that
+    agree."""
     classes, labels, logits = comparison.classes, comparison.labels, comparison.samples.logits
     if labels is None or logits is None:
         return {}

@@ -1,9 +1,9 @@
 """Real images in the label shares of samples, so that a distance compares like with like.
 
-A distance between two mixtures of classes measures the difference in their shares as well. Real images of two classes,
-half of them of either, are far from the same images where nine of ten are of one. Where shares differ by more than
-`LEAST_DIFFERENCE`, the Gaussians of a reference are those of a mixture with the samples' shares, and metrics that need
-single images take the largest part of them that has these shares.
+A distance between two mixtures of classes also measures the difference in their shares. Real images of two classes in
+equal shares are far from real images of the same classes in shares of nine to one. If shares differ by more than
+`LEAST_DIFFERENCE`, the reference's Gaussians are those of a mixture with the samples' shares, and metrics that need
+single images use its largest subset with these shares.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from image_diffusion.metrics.distances.moments import Gaussian, Moments
 
 LEAST_DIFFERENCE = 0.05
-"""Total variation between label shares, beyond that expected by chance, from which on a reference is composed. Our
-choice: sets that are balanced but for a few images, as ImageNet (0.013), are compared as their protocols do."""
+"""Threshold of the total variation between label shares, beyond the variation expected by chance, for reweighting a
+reference. Our choice: nearly balanced sets such as ImageNet (0.013) are compared as in their protocols."""
 
 
 def label_shares(labels: Tensor, num_classes: int) -> Tensor:
@@ -29,15 +29,15 @@ def difference(first: Tensor, second: Tensor) -> float:
 
 
 def by_chance(shares: Tensor, count: int) -> float:
-    """Return the approximate expected total variation between shares, float64 [K], and those of `count` labels drawn
-    from them: the mean deviations of binomials, by their normal limit."""
+    """Return the approximate expected total variation between shares, float64 [K], and the shares of `count` labels
+    drawn from them: mean deviations of binomials, in the normal limit."""
     return float((2 * shares * (1 - shares) / (torch.pi * count)).sqrt().sum() / 2)
 
 
 def rows_in_shares(labels: Tensor, shares: Tensor) -> Tensor:
     """Return the rows of the largest subset with these label shares, int64, in order.
 
-    Classes that the set lacks are left out; the first images of each of the others are taken.
+    Classes that the set lacks are left out; of each other class, the first images are used.
 
     labels: int64 [N]. shares: float64 [K].
     """

@@ -1,4 +1,4 @@
-"""Quality during training: the previews of a training, evaluated like the samples."""
+"""Quality during training: previews are evaluated like samples."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from image_diffusion.metrics.samples import Samples, read_samples
 def read_previews(
     folder: Path, classes: list[str], num_steps: int, levels: Levels | None = None
 ) -> tuple[dict[int, Samples], list[str]]:
-    """Read the previews of a run by step (step-0000200.npz, …); none without the folder. Also return a sentence for
-    each damaged or missing preview, which is skipped because only the training could sample it again.
+    """Read the previews of a run by step (step-0000200.npz, …); empty if the folder is missing. Also return a sentence
+    for each damaged or missing preview, which is skipped because only the training could sample it again.
     """
     names = {path.name for path in folder.glob("step-*.npz")}
     previews, left_out = dict[int, Samples](), list[str]()
@@ -80,6 +80,6 @@ def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
         values = [point[name] for point in curve]
         axis.plot([point["step"] for point in curve], values, marker="o", markersize=3)
         axis.set(title=name, xlabel="step")
-        if min(values) >= 0:  # a kernel distance may be below zero
+        if min(values) >= 0:  # a kernel distance may be negative
             axis.set_ylim(bottom=0)
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: which class was recognised, images of each class, nearest training images, curves."""
+"""Pictures of an evaluation: confusion matrix, images of each class, nearest training images, curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_CLASSES = 100
 
 
 def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
-    """Plot the share of each class requested (rows) that was recognised as each class (columns). counts: int64 [K,
+    """Plot the share of each requested class (rows) that was recognised as each class (columns). counts: int64 [K,
     K]."""
     shares = (counts / counts.sum(dim=1, keepdim=True).clamp(min=1)).numpy()
     size = min(12.0, 3 + 0.3 * len(classes))
@@ -35,7 +35,7 @@ def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
 
 
 def plot_classes(samples: ImageSet, path: Path, columns: int = 10) -> None:
-    """Plot the first samples of each class, a row a class, uncurated."""
+    """Plot the first samples of each class, uncurated, one row per class."""
     labels = np.unique(samples.labels)[:_MOST_CLASSES]
     chosen = [np.flatnonzero(samples.labels == label)[:columns] for label in labels]
     rows = np.sort(np.concatenate(chosen))

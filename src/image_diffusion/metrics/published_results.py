@@ -1,5 +1,4 @@
-"""Comparison of measured metrics with published ones: whether those are inside the interval, and how protocols
-differ."""
+"""Compare measured metrics with published ones: is the published value in the interval, and how do protocols differ?"""
 
 from __future__ import annotations
 
@@ -12,27 +11,26 @@ from image_diffusion.core.config.base import Config
 
 
 class PublishedResult(Config):
-    """A figure that others published of the same kind of model."""
+    """Result that was published for the same kind of model."""
 
     metric: str
     """Name of the metric as used here: fid, inception_score, bits_per_dim."""
     value: float
     """Published value."""
     source: str = Field(min_length=1)
-    """Source of the figure."""
+    """Source of the value."""
     differences: tuple[str, ...] = ()
-    """Differences of the published protocol, a sentence each."""
+    """Differences between the published protocol and this one, a sentence each."""
 
 
 def compare_with_published(
     cited: Sequence[PublishedResult], entries: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return each figure with the measured one: {"metric", "value", "source", "differences", "ours", "interval", "n",
-    "inside"}, plain data; the last four are null without a value to compare.
+    """Return each published value with the measured one: {"metric", "value", "source", "differences", "ours",
+    "interval", "n", "inside"}, plain data; the last four are null without a value to compare.
 
-    The interval in metrics.json lies around the debiased number. A published figure contains the bias of its number of
-    samples, so the interval is moved to lie around our value with its bias. An unreliable number (`doubt`) is not
-    compared.
+    The interval in metrics.json is centred on the debiased value. A published value includes the bias of its number of
+    samples, so the interval is shifted to our value with its bias. An unreliable value (`doubt`) is not compared.
     """
     return [_compared(result, entries.get(result.metric, {})) for result in cited]
 

@@ -14,16 +14,16 @@ LEAST_SKILL = 0.1
 Our choice: an accuracy of 0.145 for ten classes, 0.55 for two."""
 
 DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "mind", "cmmd", "class_fd")
-"""Metrics of the distance of samples from real images: others are not nearer than real images are."""
+"""Metrics of the distance between samples and real images, in which samples cannot be better than real images."""
 
 
 def judge_doubt(description: Mapping[str, Any]) -> str | None:
-    """Return the reason why the data set's own classifier is unreliable; None: it is reliable.
+    """Return the reason why the data set's own classifier is unreliable; None if it is reliable.
 
     description: detector.json. Its skill is (accuracy - chance) / (1 - chance), Cohen's kappa (1960) against always
-    naming the most common answer; its interval is Wilson's (1927), of the held-out images.
+    naming the most common answer; its interval is Wilson's (1927), over the held-out images.
     """
-    from scipy.stats import binomtest  # here: loading it would slow the start of every stage
+    from scipy.stats import binomtest  # imported here, because it slows the start of a stage
 
     n, accuracy, chance = description["num_held_out"], description["accuracy"], description["chance"]
     low = float(binomtest(round(accuracy * n), n).proportion_ci(method="wilson").low)
@@ -37,7 +37,7 @@ def judge_doubt(description: Mapping[str, Any]) -> str | None:
 
 
 def doubts_of(detectors: Sequence[Detector]) -> dict[str, Any]:
-    """Return the doubts about the detectors for metrics.json: that of the first, which gives the headline, and all."""
+    """Return the doubts about the detectors for metrics.json: of the first, which gives the headline, and of all."""
     return {
         "doubt": detectors[0].doubt,
         "doubts": [detector.doubt for detector in detectors if detector.doubt is not None],
@@ -45,10 +45,11 @@ def doubts_of(detectors: Sequence[Detector]) -> dict[str, Any]:
 
 
 def floor_doubt(name: str, same_size: Estimate, floor: Estimate) -> str | None:
-    """Return the reason why a distance does not distinguish samples from real images; None: it does, or the metric is
-    not a distance.
+    """Return the reason why a distance does not distinguish samples from real images; None if it does, or for other
+    metrics.
 
-    same_size and floor: of as many samples and real images. Compared are the debiased values where both have one.
+    same_size, floor: estimates on equal numbers of samples and real images. If both have debiased values, these are
+    used.
     """
     if name not in DISTANCES:
         return None

@@ -32,10 +32,10 @@ class Rows(Protocol):
 
 
 class GeneratedRows:
-    """Images that are generated when they are read, in the same batches each time; one batch is in memory.
+    """Images that are generated on demand, always in the same batches; one batch is in memory.
 
-    make: rows that follow one another -> [n, C, H, W] of `dtype`, the same at each call. num_samples: of all.
-    batch_size: of each call but the last. image_shape: (H, W, C).
+    make: consecutive rows -> [n, C, H, W] of `dtype`, deterministic. num_samples: in total. batch_size: of each call
+    except the last. image_shape: (H, W, C).
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class GeneratedRows:
 
     @property
     def digest(self) -> str:
-        """Return the digest of all images, once the processes that share them have read each."""
+        """Return the digest of all images, after the processes that share them have read every image."""
         digests = {number: arrays for shared in gathered(self._digests) for number, arrays in shared.items()}
         for number in range(-(-self.shape[0] // self._batch_size)):
-            if number not in digests:  # an earlier start has read it
+            if number not in digests:  # read in an earlier run
                 digests[number] = self._once(str(number), partial(self._digests_of, number))
         return digest_of(bytes(sha256) for number in sorted(digests) for sha256 in digests[number]["sha256"])
 
@@ -77,17 +77,17 @@ class GeneratedRows:
             start = number * self._batch_size
             images = self._make(slice(start, min(start + self._batch_size, self.shape[0])))
             self._number, self._batch = number, images.movedim(1, -1).numpy()
-            if number not in self._digests:  # now, while the batch is in memory: a second pass would sample it again
+            if number not in self._digests:  # while the batch is in memory: a second pass would sample it again
                 self._digests[number] = self._once(str(number), partial(self._digests_of, number))
         return self._batch
 
 
 class Samples:
-    """Images in memory, in a mapped file or generated when they are read, with their requested labels. An ImageSet.
+    """Images in memory, in a mapped file or generated on demand, with their requested labels. An ImageSet.
 
     images: [N, H, W, C]. labels: int64 [N], or None for samples without classes. digest: of the images, or a function
-    that returns it when all have been generated. protocol: how they were sampled. levels: of arrays; None of pictures,
-    uint8.
+    that returns it once all have been generated. protocol: settings of the sampling. levels: value levels of arrays;
+    None for pictures, uint8.
     """
 
     selection = ""
@@ -114,16 +114,16 @@ class Samples:
         return self._digest if isinstance(self._digest, str) else self._digest()
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
-        """Return pictures, uint8 [B, C, H, W], or arrays as judges see them, float32 from 0 to 255."""
+        """Return pictures, uint8 [B, C, H, W], or arrays scaled for detectors, float32 from 0 to 255."""
         images = torch.from_numpy(self._images[indices]).permute(0, 3, 1, 2).contiguous()
         return images if self._levels is None else self._levels.rendered(images)
 
 
 def read_samples(path: Path, classes: list[str] | None = None, levels: Levels | None = None) -> Samples:
-    """Read samples.npz (arr_0 uint8 [N, H, W, C], arr_1 int64 [N]) and samples.json beside it, or a folder of pictures.
+    """Read samples.npz (arr_0 uint8 [N, H, W, C], arr_1 int64 [N]) with its samples.json, or a folder of pictures.
 
-    levels: of the data that they are compared with, where those are arrays: arr_0 is then of that type. Raises
-    ValueError when there are none, they are damaged, they differ in size, or not all are stored.
+    levels: value levels of the data to compare with, if these are arrays; arr_0 must then have their dtype. Raises
+    ValueError if there are no samples, they are damaged, differ in size, or are not all stored.
     """
     if path.is_dir():
         return _read_pictures(path, classes or [])
@@ -145,10 +145,10 @@ def read_generated(
     classes: list[str],
     levels: Levels | None = None,
 ) -> Samples:
-    """Return samples of which samples.npz at `path` holds the first ones; all are generated when they are read.
+    """Return samples that are generated on demand; samples.npz at `path` holds only the first ones.
 
-    make: rows that follow one another -> images [n, C, H, W]. labels: of all, int64 [N], where they have any.
-    batch_size: that they are made in. Raises ValueError as `read_samples` does.
+    make: consecutive rows -> images [n, C, H, W]. labels: of all samples, int64 [N], if any. batch_size: of the
+    sampling. Raises ValueError as `read_samples` does.
     """
     stored = _read_stored(path, classes, levels)
     channels, height, width = stored.shape

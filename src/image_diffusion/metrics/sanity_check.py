@@ -1,9 +1,9 @@
 """Sanity check of a detector: degraded images must be farther from real images than other real images are.
 
-Two halves of the training images are drawn, of at most 2,500 each, and the second is degraded as well: reduced to a
-quarter of its side, enlarged again, and of half its contrast. A judge that finds the degraded half not farther from the
-first than the plain one is unusable, whatever the reason: weights that are not what they should be, features that hold
-nothing of the images, files of another set.
+Two halves of the training images are drawn, of at most 2,500 images each, and a copy of the second is degraded: reduced
+to a quarter of its side, enlarged again, and halved in contrast. If the degraded half is not farther from the first
+half than the plain one is, the detector is unusable, for whatever reason: wrong weights, uninformative features, or
+files of another set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect_each
 
 MOST, LEAST = 2500, 20
-"""Number of images in each half. With fewer than the minimum, the check says nothing."""
+"""Maximum and minimum number of images in each half. With fewer images, there is no check."""
 
 
 class Part:
@@ -60,7 +60,7 @@ def degraded(images: Tensor) -> Tensor:
 
 
 def halves(num_images: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return positions of two halves of a set, drawn once and for all, each in order; none of a set that is too
+    """Return the positions of two halves of a set, a fixed random draw, each in order; empty if the set is too
     small."""
     n = min(num_images // 2, MOST)
     n = n if n >= LEAST else 0
@@ -69,7 +69,7 @@ def halves(num_images: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def degraded_half(images: ImageSet) -> Degraded:
-    """Return the second half of a set, degraded."""
+    """Return a degraded copy of the second half of a set."""
     return Degraded(images, halves(images.num_samples)[1])
 
 
@@ -82,12 +82,12 @@ def look_and_test(detectors: Sequence[Detector], images: ImageSet) -> dict[str, 
 
 
 def self_test(features: Iterable[tuple[Detector, Detected, Detected, Detected]]) -> dict[str, dict[str, Any]]:
-    """Return, by the name of each distance on each detector, the score of one half against the other, and of the
-    degraded one, with the number of images of a half and whether the order is right. A detector that fails is doubted
-    from then on, and all that it measures with it.
+    """Return, by the name of each distance on each detector, the score of the second half against the first, the score
+    of its degraded copy, the number of images in a half, and whether the order is right. If not, the doubt is set on
+    the detector, and thus on all its metrics.
 
-    features: of each detector those of the two `halves`, and of the second one degraded. The Fréchet distance is left
-    out where a half has fewer images than there are features, since it is then more of their number than of them.
+    features: for each detector, the features of the two `halves` and of the degraded second half. The Fréchet distance
+    is left out if a half has fewer images than features, since their number would then dominate it.
     """
     scores: dict[str, dict[str, Any]] = {}
     for detector, first, second, third in features:

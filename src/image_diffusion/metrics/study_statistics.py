@@ -1,10 +1,10 @@
-"""Differences of the variants of a study from its base, with an interval over seeds and samples.
+"""Differences between the variants of a study and its base, with intervals over seeds and samples.
 
-Each seed trains its own weights and makes its own images, so that the spread over the seeds of a variant holds both.
-Three seeds give a poor estimate of a spread, so that of a variant is shrunk towards that of all variants, as far as
-these agree (Smyth 2004, "Linear models and empirical Bayes methods for assessing differential expression", sections 3
-and 6.2), and the interval is Welch's. Distances are compared as ratios, by their logarithms. With one seed the spread
-is unknown: the interval is over samples only, from the jackknife of each run.
+Each seed trains its own weights and samples its own images, so the variance over the seeds of a variant includes both.
+Three seeds give a poor estimate of a variance, so each variant's is shrunk towards the common one, as far as the
+variants agree (Smyth 2004, "Linear models and empirical Bayes methods for assessing differential expression", sections
+3 and 6.2), and the interval is Welch's. Distances are compared as ratios, by their logarithms. With one seed the
+variance is unknown: the interval is over samples only, from the jackknife of each run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 from image_diffusion.core.journal.metric_definitions import definition_of
 
 SMALLEST_SPREAD = 1e-3
-"""Share of the median variance that is assumed for a variant whose seeds agree to the last digit."""
+"""Share of the median variance that is assumed for a variant whose seeds give equal values."""
 
 _RATIOS = ("fd", "fd_infinity", "spatial_fd", "class_fd", "reconstruction_fd")
 Verdict = Literal["better", "worse", "within noise"]
@@ -33,11 +33,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a variant from the base.
+    """Difference between a variant and the base.
 
-    is_ratio: as a share of the base's value, as that of a distance is, where no run is zero or less: -0.2 is a fifth
-    less. interval: 95 %; None if the noise is unknown. verdict: None, too, where a metric that differs is not better
-    the higher or the lower it is. over: the source of the noise.
+    is_ratio: True for a share of the base's value, as for distances if all runs are positive: -0.2 is a fifth less.
+    interval: 95 %; None if the noise is unknown. verdict: also None if the metric differs and has no better direction.
+    over: the sources of the noise.
     """
 
     value: float
@@ -49,10 +49,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Level:
-    """Mean of a metric over the runs of a variant, and two intervals of 95 %, None where the noise is unknown.
+    """Mean of a metric over the runs of a variant, and two 95 % intervals, None if the noise is unknown.
 
-    over_seeds: of the mean of many trainings, each with its own images. over_samples: of that of these trainings, had
-    they made other images.
+    over_seeds: of the mean over new trainings, each with its own images. over_samples: of the mean over the same
+    trainings with new images.
     """
 
     value: float
@@ -61,10 +61,10 @@ class Level:
 
 
 def level(metric: str, runs: Sequence[Measured]) -> Level:
-    """Return the level of the runs of one variant. runs: one of each seed, at least one.
+    """Return the level of the runs of one variant. runs: one for each seed, at least one.
 
-    Over seeds the interval is Student's, of the logarithms where values are compared as ratios; over samples it is from
-    the jackknife of each run. Those of shares are cut to [0, 1].
+    The interval over seeds is Student's, of the logarithms if values are compared as ratios; the interval over samples
+    is from the jackknife of each run. Intervals of shares are cut to [0, 1].
     """
     from scipy.special import stdtrit
 
@@ -86,7 +86,7 @@ def level(metric: str, runs: Sequence[Measured]) -> Level:
 
 
 def is_ratio(metric: str) -> bool:
-    """True if values of a metric are compared as ratios: distances, whose noise grows with them."""
+    """Return True if values of a metric are compared as ratios: distances, whose noise grows with their value."""
     definition = definition_of(metric)
     return definition is not None and definition.names in _RATIOS
 
@@ -94,10 +94,10 @@ def is_ratio(metric: str) -> bool:
 def differences(
     metric: str, base: Sequence[Measured], variants: Mapping[str, Sequence[Measured]]
 ) -> dict[str, Difference]:
-    """Return the difference of each variant from the base, by the variant's name. base, variants: the measurements of
-    each run; a variant without runs is left out, and all are left out where the base has no runs.
+    """Return the difference between each variant and the base, by the variant's name. base, variants: the measurements
+    of each run; a variant without runs is left out, and all are left out if the base has no runs.
 
-    Variants of which a run is zero or less, as `fd_infinity` may be, are compared apart from the others.
+    Variants with a run of zero or less, which `fd_infinity` may give, are compared separately from the others.
     """
     groups: dict[bool, dict[str, Sequence[Measured]]] = {}
     for name, runs in variants.items():
@@ -115,7 +115,7 @@ def _have_ratios(metric: str, runs: Sequence[Measured]) -> bool:
 def _differences(
     metric: str, log: bool, base: Sequence[Measured], variants: Mapping[str, Sequence[Measured]]
 ) -> dict[str, Difference]:
-    """Return the differences of variants, of logarithms or of values."""
+    """Return the differences of variants, in logarithms or in values."""
     groups = {name: [_scaled(run, log) for run in runs] for name, runs in {"": base, **variants}.items() if runs}
     if "" not in groups:
         return {}
@@ -148,7 +148,7 @@ def moderated(variances: Sequence[float], freedoms: Sequence[int]) -> list[tuple
     if excess > 0:
         prior = 2 * _inverse_trigamma(excess)
         typical = math.exp(mean + float(digamma(prior / 2)) - math.log(prior / 2))
-    else:  # no more apart than chance has them: one variance for all
+    else:  # no more different than by chance: one variance for all
         prior, typical = math.inf, math.fsum(v * d for v, d in zip(variances, freedoms, strict=True)) / total
     results = []
     for variance, d in zip(variances, freedoms, strict=True):
@@ -203,7 +203,7 @@ def _mean(runs: Sequence[Measured]) -> float:
 
 
 def _variance(runs: Sequence[Measured]) -> float:
-    """Return the variance over seeds; of runs that agree to the last digit that over samples, where all are known."""
+    """Return the variance over seeds; for runs with equal values, the variance over samples if all are known."""
     deviations = [run.deviation for run in runs if run.deviation is not None]
     if len({run.value for run in runs}) == 1:
         is_known = len(deviations) == len(runs)

@@ -20,11 +20,11 @@ def sweep_curve(
     """Return the curve over points, by value: the output of `evaluate` for each.
 
     Returns {"axis", "headline", "best", "points"}: a point is {"value", "metrics"} with the entries of metrics.json;
-    best is the value where `headline` is lowest, compared as `reading` says, the first of equals; "apart", whether its
-    interval lies below those of all others (None without intervals); and "doubt", why its number must not be believed.
-    rule: adds "choice", as `choose` returns it.
+    best is the value with the lowest `headline`, compared by `reading`, the first in a tie; "apart", whether its
+    interval lies below those of all others (None without intervals); and "doubt", why its metric is unreliable. rule:
+    adds "choice", the result of `choose`.
 
-    Raises ValueError for points that were not measured alike, or a headline that was not.
+    Raises ValueError for points that were measured differently, or a point without the headline.
     """
     protocols = {value: _compared(result["protocol"]) for value, result in points.items()}
     first = next(iter(protocols))
@@ -51,8 +51,7 @@ def sweep_curve(
 
 
 def plot_sweep(curve: Mapping[str, Any], path: Path) -> None:
-    """Plot metrics against the varied setting as PNG, with 95 % intervals and the best point, or the chosen one,
-    marked."""
+    """Plot metrics against the varied setting as PNG, with 95 % intervals, marking the best or the chosen point."""
     rows = curve["points"]
     shared = [name for name in rows[0]["metrics"] if all(_drawn(name, row["metrics"].get(name)) for row in rows)]
     names = [curve["headline"], *(name for name in shared if name != curve["headline"])]
@@ -60,7 +59,7 @@ def plot_sweep(curve: Mapping[str, Any], path: Path) -> None:
     figure = new_figure(4 * columns, 3 * -(-len(names) // columns))
     axes = figure.subplots(-(-len(names) // columns), columns, squeeze=False).flat
     labels = [row["value"] for row in rows]
-    numeric = curve["axis"] not in ("sampler", "ema")  # rates crowd at 1, and raw is none
+    numeric = curve["axis"] not in ("sampler", "ema")  # rates cluster near 1, and raw is not a number
     positions = [float(label) for label in labels] if numeric else [float(number) for number in range(len(labels))]
     best = labels.index(str(curve["choice"]["step"]) if "choice" in curve else curve["best"])
     for axis, name in zip(axes, names, strict=False):

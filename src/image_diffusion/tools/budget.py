@@ -1,4 +1,4 @@
-"""Look at the images and at the machine, and have `experiments.proposal` size an experiment for a budget."""
+"""Inspect the images and the machine, and size an experiment for a budget with `experiments.proposal`."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from image_diffusion.training.forecast.flops import counted
 from image_diffusion.training.forecast.forecast import GIB, Deadline, forecast, memory_limit
 
 _MEASURING_S = 6.0
-"""Seconds that the steps and passes of one design are measured."""
+"""Seconds for measuring the steps and passes of one design."""
 _DETECTOR_EXAMPLES = 1024
-_USABLE = 0.9  # of the memory: driver, libraries and other stages take the rest
+_USABLE = 0.9  # share of the memory; the rest is for the driver, libraries and other stages
 
 
 def propose_for(images: Path, budget: str, cores: int | None, weights: Path | None = None) -> Proposal:
     """Return the experiment that fits into a budget. images: a folder, a zip or a table. cores: of the CPU; unset: all.
     weights: a folder of weights to train from; unset: random ones.
 
-    Raises ValueError if there are no images, or too few, if the budget is no duration or too small, and if the weights
-    do not fit.
+    Raises ValueError if there are no or too few images, if the budget is not a duration or too small, and if the
+    weights do not fit.
     """
-    start_s = time.process_time()  # of this process, which has imported what a stage imports
+    start_s = time.process_time()  # of this process, which has imported the modules of a stage
     seconds_of(budget)
     start = None if weights is None else start_of(weights)
     facts = look(source_of(images))
@@ -64,7 +64,7 @@ def propose_for(images: Path, budget: str, cores: int | None, weights: Path | No
 
 
 def machine_of(cores: int | None, start_s: float) -> Machine:
-    """Return this machine, of which some cores are used; unset: all."""
+    """Return this machine, with the number of cores to use; unset: all."""
     gpus = torch.cuda.device_count() if has_gpu() else 0
     memory_gib = _USABLE * memory_limit(gpus > 0, None)
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -96,7 +96,7 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     source = Folder(path=str(folder / "images"), classes="folders" if classes_of(facts) else "none")
     part = {"source": source, "validation_fraction": 0.0, "num_shards": 1, "max_bad_fraction": 0.5}
     data = experiment.data.model_copy(update=part)
-    train = experiment.train.model_copy(update={"weights": "ema"})  # which needs no held-out images
+    train = experiment.train.model_copy(update={"weights": "ema"})  # needs no held-out images
     pairs = experiment.pairs
     if isinstance(pairs, ImageFilePairs):
         pairs = pairs.model_copy(update={"path": str(folder / "masks")})
@@ -121,7 +121,7 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     mask_s = training_s(data.num_channels, labels, data.size) if labels else 0.0
     precision = training.stage.system.sampling().precision(experiment.section("sample"))
     cost = forecast(training.build, training.stage.train, processes, 20, [precision], Deadline(_MEASURING_S))
-    crops = open_shards(folder / "crops", "all", renders=True)  # as the stage detect
+    crops = open_shards(folder / "crops", "all", renders=True)  # as in the stage detect
     settings = DetectorTraining(least_examples=_DETECTOR_EXAMPLES, most_examples=_DETECTOR_EXAMPLES, stop_accuracy=2)
     device = "cuda" if machine.gpus else "cpu"
     started = time.perf_counter()
@@ -133,7 +133,7 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
 
 
 def _encoded(stage: EncodeStage, crops: Path, latents: Path) -> tuple[float, float]:
-    """Encode crops, as the stage `encode` does. Returns the seconds of encoding an image, and of decoding one."""
+    """Encode crops, as the stage `encode` does. Returns the seconds for encoding and for decoding one image."""
     device = best_device()
     codec = stage.codec.build(None, None, device, stage.encode.compute_dtype)
     images = open_shards(crops, "all")

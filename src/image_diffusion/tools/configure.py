@@ -2,10 +2,10 @@
 
     python -m image_diffusion configure --experiments config/experiments/demo.yaml --results results
 
-Writes results/<experiment>/config/<stage>.yaml, what the stages of a data set share under
+Writes results/<experiment>/config/<stage>.yaml, the configuration of the stages of a data set under
 results/datasets/<dataset>/config, and results/<experiment>/config/plan.json. A file is written only when its content
-changes, so a comment in an experiment file reruns nothing. Experiments that another one needs, for its codec, its small
-images or its embeddings, are found in the same folder and configured too. A study (--studies
+changes, so a comment in an experiment file reruns nothing. Experiments that another one needs, for its codec, small
+images or embeddings, are searched for in the same folder and configured as well. A study (--studies
 config/studies/digits.yaml) becomes an experiment for each variant and seed, and results/studies/<study>/plan.json.
 """
 

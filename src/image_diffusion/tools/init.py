@@ -44,7 +44,7 @@ _IGNORED = "/results/\n/logs/\n/benchmarks/\n/.snakemake/\n/mlflow.db*\n/mlruns/
 
 
 def workflow_folder() -> Path:
-    """Return the folder of the rules: where the package was installed, or in the clone that it runs from."""
+    """Return the folder of the rules: in the installed package, or in the clone."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "project" / "workflow"
     return installed if installed.is_dir() else package.parents[1] / "workflow"
@@ -57,15 +57,15 @@ def check_new(folder: Path) -> None:
 
 
 def begin(folder: Path, experiment: str | None = None, files: Mapping[str, str] | None = None) -> None:
-    """Write a project into a folder that does not exist yet, or is empty. Raises ValueError for any other.
+    """Write a project into a new or empty folder. Raises ValueError for any other folder.
 
-    experiment: the file of its experiment `mine`; unset: the project runs the demo. files: text of the other
-    files that it reads, by path.
+    experiment: text of the file of the experiment `mine`; unset: the project runs the demo. files: texts of other
+    files, by path.
     """
     check_new(folder)
     workflow = workflow_folder()
     shutil.copytree(workflow.parent / "config", folder / "config")
-    readme = folder / "config" / "README.md"  # whose pages are not in the project
+    readme = folder / "config" / "README.md"  # links to pages that are not in the project
     text = _LINK_TO_PAGE.sub(r"`\1`", readme.read_text(encoding="utf-8"))
     write_text(readme, f"{text}\nPages in `docs/` are in the repository of image-diffusion.\n")
     shutil.copytree(workflow / "profiles" / "default", folder / "profiles" / "default")
@@ -101,7 +101,7 @@ def main() -> None:
         begin(folder)
         print(f"Created {folder}. Run the demo with: {enter} && snakemake. See config/README.md for your own data.")
         return
-    # Here and not above: they import PyTorch, which a project without an experiment spares.
+    # Imported here, because they import PyTorch, which a project without an experiment does not need.
     from image_diffusion.data.quality.facts import source_of
     from image_diffusion.data.sources.folder import Folder, reads_below
     from image_diffusion.tools.budget import propose_for

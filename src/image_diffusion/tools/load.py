@@ -18,19 +18,19 @@ from image_diffusion.workflow.trained_files import find_trained
 
 
 def load(trained: str | Path, results: str | Path = "results", **settings: Any) -> Predict:
-    """Return the function that makes images with a trained model, on a GPU where there is one::
+    """Return the function that makes images with a trained model, on a GPU if available::
 
         make = image_diffusion.load("mine", guidance={"guidance_scale": 2})
         images = make({"seed": range(8), "class": "daisy"})
 
     It takes a table, as a dictionary of columns or a DataFrame, and returns an image for each row, uint8 [N, H, W, C];
-    of a model of arrays, in the type of the data. The column `seed` is required. Further columns are conditions:
+    for a model of arrays, in the dtype of the data. The column `seed` is required. Further columns are conditions:
     `class` (a name) or `label` (a number), `prompt`, `image` (the bytes of a file), or the columns of the model's own
-    conditions. Of an autoencoder, it takes images and returns their reconstructions.
+    conditions. For an autoencoder, it takes images and returns their reconstructions.
 
     trained: an experiment, its folder, or a folder of weights. results: the folder of all results. settings: keys of
-    the section `sample`, over those of the experiment. Raises ValueError for weights that do not exist, for settings
-    that do not fit them, and for a model that needs more than a table can name.
+    the section `sample`, which override those of the experiment. Raises ValueError for missing weights, for settings
+    that do not fit them, and for a model with inputs that a table cannot contain.
     """
     files = find_trained(str(trained), Path(results))
     model = load_model(files.weights.parent)
@@ -58,7 +58,7 @@ def load(trained: str | Path, results: str | Path = "results", **settings: Any) 
 
 
 def _checked(request: Any, columns: Mapping[str, Column]) -> pandas.DataFrame:
-    """Return a request as a table. Raises ValueError for a column that the model does not have or that is missing."""
+    """Return a request as a table. Raises ValueError for an unknown or a missing column."""
     table = pandas.DataFrame(request)
     if unknown := [str(name) for name in table if name not in columns]:
         raise ValueError(f"Unknown column {unknown[0]!r}. The model takes {', '.join(columns)}.")

@@ -30,22 +30,22 @@ from image_diffusion.workflow.mirror.snapshot import Project
 
 _LAST_TRIES = 3
 _ENDS_IN_MS = 5000
-"""Time for Snakemake to end before it is interrupted again."""
+"""Milliseconds for Snakemake to end before it is interrupted again."""
 _NOT_PRUNED = "Nothing is removed:"
 _RUN_FIRST = "Run snakemake with this mirror first, which sends the list of files again once a stage has finished."
 _stopping = threading.Lock()
 _DOLLARS_PER_GB = 0.023
-"""Price of a GB and month in S3 Standard of Northern Virginia, in 2026: an order of magnitude for other stores."""
+"""Price of a GB per month of S3 Standard in Northern Virginia, in 2026: an order of magnitude for other stores."""
 
 
 def follow(config: MirrorConfig, project: Project) -> None:
-    """Bring what the mirror has, and send what stages finish, until the pipe from Snakemake is closed. It is told by
-    lines: READY when small files are here, the names of folders come back, DONE when their large files are here."""
+    """Download the mirror, then send finished results, until the pipe from Snakemake is closed. The protocol has three
+    lines: READY once small files are on this disk, the names of folders in reply, DONE once their large files are."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # Snakemake and its stages end first, and what they write then is sent
+        signal.signal(name, signal.SIG_IGN)  # Snakemake and its stages end first, and their last results are sent
     make_folder(project.state)
     with (project.state / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the last one may still send
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the previous process may still be sending
         store = Store(config.url)
         lease, known = Lease(store, config.silence_s), DiskState.read(project, store.url)
         lease.check_conditions()
@@ -70,7 +70,7 @@ def _folders() -> list[str]:
 
 
 def _send(sender: Sender, every_s: float) -> None:
-    """Send in rounds until the pipe is closed, and once more then."""
+    """Send in rounds until the pipe is closed, then once more."""
     closed = threading.Event()
 
     def wait() -> None:
@@ -103,17 +103,17 @@ def _renew(lease: Lease, every_s: float, over: threading.Event) -> None:
         try:
             lease.renew()
         except ValueError:
-            continue  # the rounds say so
+            continue  # reported by the rounds
         except TakenError as error:
             _stop_snakemake(error)
 
 
 def _stop_snakemake(error: TakenError) -> NoReturn:
     """End Snakemake, and then this process. An interrupt can get lost in a callback, so it is repeated."""
-    _stopping.acquire()  # by one of the two threads that may notice, until the end
+    _stopping.acquire()  # acquired once and never released: two threads may get here
     log_line(f"error: {error}")
     parent, pipe = os.getppid(), select.poll()
-    pipe.register(sys.stdin.fileno(), 0)  # that it was closed is always reported
+    pipe.register(sys.stdin.fileno(), 0)  # a closed pipe is always reported
     while os.getppid() == parent:
         os.kill(parent, signal.SIGINT)
         if pipe.poll(_ENDS_IN_MS):
@@ -139,8 +139,8 @@ def show(store: Store) -> None:
 
 
 def prune(config: MirrorConfig, project: Project) -> None:
-    """Remove chunks that the newest snapshot does not name: those of interrupted uploads. Raises ValueError, and
-    removes nothing, where its list of files cannot be read."""
+    """Remove chunks that the newest snapshot does not use, from interrupted uploads. Raises ValueError, and removes
+    nothing, if its list of files cannot be read."""
     make_folder(project.state)
     with (project.state / "lock").open("w") as lock:
         try:
@@ -162,7 +162,7 @@ def prune(config: MirrorConfig, project: Project) -> None:
             named = {*lease.snapshot, *(chunk for file in files.values() for chunk in file.chunks)}
             stored = store.names("blobs")
             left = {name: size for name, size in stored.items() if name not in named}
-            lease.renew()  # nobody has taken it meanwhile
+            lease.renew()  # fails if another process has taken the mirror
             store.delete(f"blobs/{name}" for name in sorted(left))
         finally:
             lease.renew(is_released=True)

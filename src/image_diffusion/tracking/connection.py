@@ -1,7 +1,7 @@
 """A connection to an MLflow store that is slow, breaks, or is written to by several at once.
 
-Requests have bounds, a sqlite file is made whole or not at all and has one writer at a time on this machine, and what
-is created is looked for first: twins (a request whose answer was lost is sent again by the client) are removed.
+Requests have time limits; a sqlite file is created atomically and has one writer at a time on this machine; objects are
+looked up before creation, and duplicates (after a lost response, the client repeats the request) are removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from image_diffusion.core.process.out_of_resources import room_at
 from image_diffusion.core.process.secrets import hidden, without_password
 from image_diffusion.tracking import run_table, sent
 
-# Bounds for every request, where the user has set none: MLflow's own let one call take 20 minutes. Telemetry is off.
+# Time limits of requests, unless the user sets them: with MLflow's own, a call may take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
@@ -43,29 +43,29 @@ import mlflow  # noqa: E402 - reads its environment when it is imported
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # noqa: E402
 
-for _logger in ("alembic", "mlflow", "urllib3"):  # errors are raised, and reported once by the command
+for _logger in ("alembic", "mlflow", "urllib3"):  # errors are raised, and the command reports them once
     logging.getLogger(_logger).setLevel(logging.CRITICAL)
 
 T = TypeVar("T")
 
-KEY = "image_diffusion.key"  # the tag that says which run, model or version this is
-NOTE = "mlflow.note.content"  # the tag that MLflow shows as a description
+KEY = "image_diffusion.key"  # tag with the key of a run, model or version
+NOTE = "mlflow.note.content"  # tag that MLflow shows as the description
 _ABOUT = (
     "Trainings of image diffusion models. A run that is called like an experiment is its training: its page opens with "
     "what it is, how good it is and how to make it again; `sample` and `evaluate` are runs below it. Stages of a data "
     "set, such as `crop`, are runs of their own."
 )
 _LOCK_PATIENCE_S = 300.0
-_REMOTE = ("mlflow", "requests", "urllib3", "sqlalchemy", "sqlite3", "alembic")  # whose exceptions are the store's
+_REMOTE = ("mlflow", "requests", "urllib3", "sqlalchemy", "sqlite3", "alembic")  # packages of its exceptions
 
 
 class Connection:
     """One MLflow experiment of a store, created when missing.
 
-    uri: any tracking URI: `sqlite:///mlflow.db`, `http://host:5000`, `postgresql+psycopg2://…`. Files of a sqlite
-    store lie in `mlruns/` beside its database. client: MLflow's own; use it within `naming_errors`. experiment_id: of
-    the user interface. lock: a file that writers on this machine hold in turn. listings: of
-    the files that were sent to a sqlite store, see `tracking.sent`.
+    uri: any tracking URI: `sqlite:///mlflow.db`, `http://host:5000`, `postgresql+psycopg2://…`. Files of a sqlite store
+    are in `mlruns/`, next to the database. client: MLflow's client; use it within `naming_errors`. experiment_id: of
+    the MLflow experiment. lock: file lock for writers on this machine. listings: listings of the files that were sent
+    to a sqlite store, see `tracking.sent`.
     """
 
     def __init__(self, uri: str, project: str) -> None:
@@ -80,7 +80,7 @@ class Connection:
             self.lock = Path(tempfile.gettempdir()) / f"image-diffusion-{name}.lock"
         self.shown_uri = without_password(uri)
         mlflow.set_tracking_uri(uri)
-        with self.naming_errors(), locked(self.lock):  # creating the tables is a race between processes
+        with self.naming_errors(), locked(self.lock):  # processes may create the tables concurrently
             self._patiently(lambda: self._open(uri, project))
 
     def _open(self, uri: str, project: str) -> None:
@@ -100,8 +100,8 @@ class Connection:
         delete: Callable[[T], None],
         order: Callable[[T], Any],
     ) -> T:
-        """Return the one thing that `search` finds, created when missing. Twins can appear, when two machines create at
-        once or when an answer is lost: the first in an order all agree on stays."""
+        """Return the object that `search` finds, creating it if missing. Of duplicates, which arise if two machines
+        create it at once or a response is lost, all but the first by `order` are deleted."""
         with locked(self.lock):
             matches = search()
             if not matches:
@@ -113,26 +113,26 @@ class Connection:
             return first
 
     def artifacts(self, uri: str) -> Path | None:
-        """Return the folder of artifacts beside a sqlite store; None of another store, which looks after its files."""
+        """Return the folder of artifacts of a sqlite store; None for other stores, which manage their own files."""
         return sent.folder_of(uri) if self._local is not None else None
 
     def note_sent(self, artifacts: Path, names: Iterable[str], wrong: Iterable[str]) -> None:
-        """Note which files were sent into a folder: see `tracking.sent.note_sent`."""
+        """Record which files were sent to a folder: see `tracking.sent.note_sent`."""
         self.listings.add(sent.note_sent(artifacts, names, wrong))
 
     @property
     def shown_listings(self) -> list[str]:
-        """Return the listings by their path from the folder of the store, sorted."""
+        """Return the paths of the listings, relative to the folder of the store, sorted."""
         root = self._local.parent if self._local is not None else Path()
         return sorted(os.path.relpath(path, root) for path in self.listings)
 
     def write(self, call: Callable[..., object], *values: Any, **keywords: Any) -> None:
-        """Write once. A sqlite file takes one writer at a time: writers on this machine queue up by a file lock."""
+        """Write once. A sqlite file takes one writer at a time: a file lock serializes the writers on this machine."""
         with locked(self.lock) if self._local is not None else nullcontext():
             self._patiently(lambda: call(*values, **keywords))
 
     def _patiently(self, call: Callable[[], object]) -> None:
-        """Call again while another process holds the database for longer than sqlite (5 s) or MLflow (20 s) waits."""
+        """Repeat a call while the database is locked for longer than sqlite (5 s) or MLflow (20 s) waits."""
         give_up = time.monotonic() + _LOCK_PATIENCE_S
         while True:
             try:
@@ -146,7 +146,7 @@ class Connection:
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
-        """Raise MLflow's errors as a TrackingError of one sentence that holds no password."""
+        """Raise MLflow's errors as a TrackingError with one sentence that contains no password."""
         try:
             yield
         except Exception as error:
@@ -160,7 +160,7 @@ class Connection:
             location = None if self._local is None else (self._local.parent / "mlruns" / _folder(project)).as_uri()
             try:
                 return str(self.client.create_experiment(project, location))
-            except MlflowException as error:  # another machine did, or the answer to our first request was lost
+            except MlflowException as error:  # another machine created it, or the response to a first request was lost
                 experiment = self.client.get_experiment_by_name(project)
                 if experiment is None:
                     raise error
@@ -183,12 +183,13 @@ class Connection:
 
 
 class TrackingError(OSError):
-    """The store did not answer, or refused. Nothing is lost: everything is in the journals."""
+    """The store did not respond, or refused a request. No data is lost: everything is in the journals."""
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file. Waits; a process that dies lets go. Never delete the file: others may wait for it."""
+    """Wait for a file lock and hold it. It is released if the process dies. Never delete the file: others may wait for
+    it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -196,8 +197,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def create_database(path: Path) -> None:
-    """Create an empty database, whole or absent: one left half made by a killed process could never be opened."""
-    for leftover in path.parent.glob(f".{path.name}.*"):  # by a process that was killed here; the caller holds the lock
+    """Create an empty database atomically, since a partial one left by a killed process could never be opened."""
+    for leftover in path.parent.glob(f".{path.name}.*"):  # of a killed process, since the caller holds the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         fresh = Path(folder) / path.name

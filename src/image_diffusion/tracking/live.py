@@ -1,8 +1,8 @@
-"""Send the journals of running stages to MLflow until standard input ends, and then all that is left.
+"""Send the journals of running stages to MLflow until standard input ends, and then the remaining entries.
 
-The workflow keeps a process with `track --follow` beside itself. It looks at journals only: training does not know of
-it, and a store that is down or slow delays nothing but what is shown. A process that ends when it has sent them sends
-new entries, so that little memory is held. A Snakemake that dies closes the pipe to this one, so that it ends as well.
+The workflow runs a process with `track --follow`. It reads journals only: it does not affect training, and a slow or
+unavailable store delays only the display. New entries are sent by a short-lived process, so that little memory is held.
+If Snakemake is killed, the pipe to this process is closed, which ends it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def follow(
 ) -> None:
     """Send new entries every `every_s` seconds until stopped, then once more.
 
-    send: takes what has changed and if stages may still run. A store that fails is reported once and tried again; the
-    last time its TrackingError is raised. share: of one core, at most, after `at_first_s` seconds of it: training may
-    need every core.
+    send: takes the changed requests and whether stages may still run. An error of the store is reported once, and
+    sending is retried; the last time, the TrackingError is raised. share: maximum share of one core, after `at_first_s`
+    seconds of CPU time, since training may need every core.
     """
     sent: dict[Path, object] = {}
     message, pause_s, begun_s, spent_s = "", every_s, time.monotonic(), _cpu_seconds()
@@ -76,8 +76,8 @@ def follow(
 
 
 def send(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
-    """Send experiments to an MLflow store. live: see `Tracker.send`. Raises TrackingError when it refuses."""
-    # It imports MLflow: seconds of a core, and memory that the process never gives back.
+    """Send experiments to an MLflow store. live: see `Tracker`. Raises TrackingError if it refuses."""
+    # Imports MLflow, which takes seconds of CPU time, and memory that the process never releases.
     from image_diffusion.tracking.tracker import Tracker
 
     tracker = Tracker(store, project)
@@ -86,8 +86,8 @@ def send(store: str, project: str, requests: Sequence[Request], live: bool) -> N
 
 
 def send_apart(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
-    """Send in a process of its own, which ends with it, or with this one: MLflow takes 0.2 GB, a model 0.7 GB. Raises
-    OSError."""
+    """Send in a separate process that ends after sending or with this process: MLflow takes 0.2 GB, a model 0.7 GB.
+    Raises OSError."""
     apart = get_context("spawn")
     receiver, sender = apart.Pipe(duplex=False)
     process = apart.Process(target=_send_and_report, args=(sender, mark(), store, project, requests, live))
@@ -103,7 +103,7 @@ def send_apart(store: str, project: str, requests: Sequence[Request], live: bool
 
 
 def _send_and_report(sender: Connection, parent: str, *arguments: Any) -> None:
-    """Send, and then pass on the error's text, empty without an error."""
+    """Send, and then pass the text of the error to `sender`, empty without an error."""
     end_with(parent.split())
     refused = ""
     try:
@@ -114,5 +114,5 @@ def _send_and_report(sender: Connection, parent: str, *arguments: Any) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of its finished child processes."""
     return sum(os.times()[:4])

@@ -1,6 +1,6 @@
-"""Final weights as MLflow models: logged once with what it takes to use them, registered, the best one named `best`.
+"""Final weights as MLflow models: logged once with all files needed to use them; the best has the alias `best`.
 
-A logged model carries a key and is looked for before it is made; its files are sent again until it was called ready.
+A logged model has a key and is searched for before it is created; its files are sent again until its status is ready.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from image_diffusion.tracking.pyfunc import _load_pyfunc
 
 
 class Models:
-    """The models of a connection's experiment. Every method raises TrackingError when the store does not answer."""
+    """The models of a connection's experiment. Every method raises TrackingError if the store does not respond."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._client = connection, connection.client
         self._naming_errors, self._write = connection.naming_errors, connection.write
 
     def log(self, weights: FinalWeights) -> str:
-        """Return the id of the logged model of some weights, made when missing.
+        """Return the id of the logged model of some weights, creating it if missing.
 
-        Seeds and conditions give images, images give reconstructions, by `mlflow.pyfunc`; weights that give neither are
-        files alone, and the tag `pyfunc` says so.
+        With `mlflow.pyfunc`, a model maps seeds and conditions to images, or images to reconstructions; weights for
+        neither are logged as files only, which the tag `pyfunc` states.
         """
         experiment = self._connection.experiment_id
 
@@ -85,7 +85,7 @@ class Models:
             return model_id
 
     def use(self, run_id: str, model_id: str) -> None:
-        """Note that a run used a logged model."""
+        """Record that a run used a logged model."""
         with self._naming_errors():
             used = {entry.model_id for entry in self._client.get_run(run_id).inputs.model_inputs}
             if model_id not in used:
@@ -103,7 +103,7 @@ class Models:
     ) -> None:
         """Make a logged model a version of the registered model `name`, and give the alias `best` to the version with
         the lowest score; a version without a score is never the best. about, about_version: descriptions; an existing
-        one stays."""
+        description is kept."""
         score_tags = {} if score is None else {"score": repr(score)}
 
         def search() -> list[Any]:
@@ -114,7 +114,7 @@ class Models:
             if not self._client.search_registered_models(f"name = '{name}'"):
                 try:
                     self._client.create_registered_model(name, description=about)
-                except MlflowException as error:  # somebody else did, or the answer to our first request was lost
+                except MlflowException as error:  # another process did, or the response to a first request was lost
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
             all_tags = {**tags, **score_tags, KEY: model_id}
@@ -151,21 +151,21 @@ class Models:
                         self._client.set_registered_model_alias(name, BEST, best)
 
     def _show_version(self, model_id: str, name: str, version: str) -> None:
-        """Have the page of a logged model name the version that it is."""
+        """Show the registered version on the page of a logged model."""
         own = {"name": name, "version": version}
         others = json.loads(self._client.get_logged_model(model_id).tags.get(_VERSIONS, "[]"))
         if own not in others:
             self._write(self._client.set_logged_model_tags, model_id, {_VERSIONS: json.dumps([*others, own])})
 
     def _send_files(self, model_id: str, weights: FinalWeights) -> None:
-        """Send what lies in the folder of a logged model. Sent again, every file replaces itself."""
-        # It imports PyTorch, which a tracker has no other use for.
+        """Send the files of a logged model. Files that were sent before are replaced."""
+        # Imports PyTorch, which tracking does not need otherwise.
         from image_diffusion.tracking.pyfunc import usage
 
         usable = None
         try:
             usable = usage(weights.files["model.json"].parent, "embeds/model.json" in weights.files)
-        except ValueError as error:  # of another version of this package, or no request fits it
+        except ValueError as error:  # from another version of this package, or not usable by requests
             served = f"no: {error}"
         else:
             served = "yes" if usable is not None else "no: this system needs more than a request can name"
@@ -184,9 +184,9 @@ class Models:
 
 
 def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, usable: Usage) -> None:
-    """Write everything of an MLflow model but the files that it is made of, into a folder that does not exist.
+    """Write an MLflow model, without the files of the weights, to a new folder.
 
-    The package goes with it, as a zip, so that the model can be loaded where the package is not installed.
+    It includes the package, as a zip, so that the model can be loaded where the package is not installed.
     """
     created = datetime.fromtimestamp(weights.made / 1000, UTC)
     model = Model(
@@ -215,8 +215,8 @@ def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, usable: Usa
 
 @contextmanager
 def _installed_only() -> Iterator[None]:
-    """Hide the packages that setuptools brings for itself: once something has imported it, MLflow writes down their
-    versions as installed, and the same model is described in two ways."""
+    """Hide the packages vendored by setuptools: once it has been imported, MLflow records their versions as installed,
+    and would describe the same model in two ways."""
     path, hidden = sys.path, Path("setuptools", "_vendor")
     sys.path = [entry for entry in path if Path(*Path(entry).parts[-2:]) != hidden]
     try:
@@ -226,7 +226,7 @@ def _installed_only() -> Iterator[None]:
 
 
 def zip_package(target: Path) -> None:
-    """Zip the package's code, the same bytes for the same code."""
+    """Zip the package's code, reproducibly."""
     package = Path(image_diffusion.__file__).parent
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(package.rglob("*.py")):
@@ -236,7 +236,7 @@ def zip_package(target: Path) -> None:
 
 
 def requirements() -> list[str]:
-    """Return the packages needed to make images, and by MLflow to load them, pinned to the installed versions."""
+    """Return the packages for sampling and for loading the model in MLflow, pinned to the installed versions."""
     needed = [line for line in metadata.requires("image-diffusion") or [] if "extra ==" not in line]
     plain = {"mlflow", *(line.split(";")[0].rstrip("0123456789.*=<>!~, ") for line in needed)}
     return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in sorted(plain)]

@@ -1,7 +1,7 @@
-"""Plan of the contents of MLflow, by journals and results alone: runs, their parents, tags, files and final weights.
+"""Plan the contents of MLflow from journals and results: runs, their parents, tags, files and final weights.
 
 The train run is the parent; sample and evaluate are its children, whose headline metrics it shows at the step of the
-checkpoint they used; stages of a data set are runs of their own. Nothing here knows of MLflow.
+checkpoint they used; stages of a data set are separate runs. This module does not use MLflow.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from image_diffusion.workflow.plans import used_weights
 
 PARENT = "train"
 TRACE = "trace/"
-"""Prefix of the names of tags that no person reads: hashes, and the commit."""
+"""Prefix of the names of tags that are not meant for people: hashes and the commit."""
 _WEIGHTS = ("weights.safetensors", "model.json")
-_RESULTS = {  # what is shown of a stage, beside what its journal names
+_RESULTS = {  # results of a stage to show, in addition to those in its journal
     "train": ("train/model.json",),
     "sample": ("samples/samples.json", "samples/grid.png"),
     "evaluate": ("metrics.json",),
 }
-_OWN = ("speed/", "system/", "examples_seen")  # metrics of a child that say nothing about the model
+_OWN = ("speed/", "system/", "examples_seen")  # metrics of a child that do not describe the model
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Request:
     """Request to send an experiment.
 
     experiment: results/<experiment>. datasets: results/datasets/<name> of each data set it used. codec_weights: the
-    weights folder of the experiment that trained its codec. embeddings: results/<experiment> of the one that makes
-    those that its images are made of. best_metric: of evaluate, lower is better. largest: bytes;
-    files above it stay where they are, and their place and sha256 are noted.
+    weights folder of the experiment that trained its codec. embeddings: results/<experiment> of the experiment that
+    makes its embeddings. best_metric: of evaluate, lower is better. largest: bytes; larger files are not sent, only
+    their path and sha256.
     """
 
     experiment: Path
@@ -57,13 +57,13 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to hold in MLflow: a stage of the experiment, or of its data set, with all its attempts.
+    """A run for MLflow: a stage of the experiment, or of its data set, with all its attempts.
 
-    history: its attempts, merged; history.id never changes and is the run's key. latest: True if the results folder is
-    of this run. parent: the id of its parent's history. points, superseded: its own and the headline metrics of its
-    children. params: its own and, of the latest training, those of its data and of its children's own sections;
-    changed: those that have got another value since. files: to show. missing: names of recorded files that are gone or
-    hold something else now.
+    history: its attempts, merged; history.id never changes and is the run's key. latest: True if the results folder
+    belongs to this run. parent: the id of its parent's history. points, superseded: its own and the headline metrics of
+    its children. params: its own and, for the latest training, those of its data and of its children's sections;
+    changed: params whose value has changed since. files: to show. missing: names of recorded files that are missing or
+    have changed.
     """
 
     name: str
@@ -80,9 +80,8 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Shards that a run may have used, or a set of synthetic images that it made: their name, the digest of their
-    manifest or checksums, their folder, and what a person reads of them: counts of samples and classes, the shape of a
-    sample."""
+    """Shards that a run may have used, or a set of synthetic images that it made. digest: of the manifest or the
+    checksums. profile: facts for people, such as the numbers of samples and classes and the shape of a sample."""
 
     name: str
     digest: str
@@ -92,10 +91,9 @@ class DataSet:
 
 @dataclass(frozen=True)
 class FinalWeights:
-    """The weights that a run ended with, or of a step before.
+    """The final weights of a run, or weights of an earlier step.
 
-    key: says which ones; never changes. files: what is sent of them, by name in the model. made: milliseconds since
-    1970.
+    key: identifies them; never changes. files: to send, by name in the model. made: milliseconds since 1970.
     """
 
     key: str
@@ -108,7 +106,7 @@ class FinalWeights:
 
 
 def plan(experiment: Path, datasets: Sequence[Path], headline: str = "fid") -> list[PlannedRun]:
-    """Return the runs that MLflow is to hold, parents before their children. Reads journals and results, sends nothing.
+    """Return the runs for MLflow, parents before their children, from journals and results; nothing is sent.
 
     headline: the metric of evaluate that the experiment is ranked by.
     """
@@ -165,7 +163,7 @@ def journals(request: Request) -> list[Path]:
 
 
 def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
-    """Return the files to send with their sizes and times. None: nothing since `tracked.json` was written."""
+    """Return the files to send with their sizes and times; None if there are none since `tracked.json` was written."""
     folders = (request.experiment, *request.datasets)
     results = [request.experiment / name for names in _RESULTS.values() for name in names]
     paths = [*results, *(path for folder in folders for path in folder.glob("journal/*/attempt-*.jsonl"))]
@@ -178,28 +176,28 @@ def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
 
 
 def registered_name(project: str, used: Sequence[DataSet], metric: str) -> str:
-    """Return the name under which models are registered that can be compared: of one data set, by one metric."""
+    """Return the name of the registered model for comparable models: of one data set, by one metric."""
     data = [used[0].name.partition("/")[0]] if used else []
     return re.sub(r"[/:]", "_", ".".join([project, *data, metric]))
 
 
 def score_of(run: PlannedRun, metric: str) -> float | None:
-    """Return the score that evaluate found last: of an earlier step, if a sweep over checkpoints chose that one."""
+    """Return the latest score of evaluate; of an earlier step, if a sweep over checkpoints chose it."""
     scores = [(point.time, point.step, point.value) for point in run.points if point.key == f"evaluate/{metric}"]
     return max(scores)[2] if scores else None
 
 
 def final_weights(run: PlannedRun, run_id: str, request: Request) -> FinalWeights | None:
-    """Return the weights that a training ended with, and the files needed to use them; None if they are missing."""
+    """Return the final weights of a training and the files needed to use them; None if they are missing."""
     return _weights(run, run_id, request, used_weights(request.experiment), request.experiment.name)
 
 
 def swept_weights(run: PlannedRun, run_id: str, request: Request) -> dict[int, FinalWeights]:
-    """Return the weights of the earlier steps that a sweep over checkpoints judged, by step; none of any other run."""
+    """Return the weights of the steps that a sweep over checkpoints evaluated, by step; empty for any other run."""
     if run.history.stage != "sweep-checkpoint" or not run.latest:
         return {}
     name, folder = request.experiment.name, request.experiment / "sweep" / "checkpoint"
-    steps = sorted({point.step for point in run.points})  # others may lie there still, of a sweep before
+    steps = sorted({point.step for point in run.points})  # weights of an earlier sweep may remain there
     by_step = {
         step: _weights(run, run_id, request, folder / str(step) / "weights", f"{name} at step {step}") for step in steps
     }
@@ -228,20 +226,20 @@ def _weights(run: PlannedRun, run_id: str, request: Request, folder: Path, name:
         "experiment": request.experiment.name,
         "system": str(content["system"]["type"]),
     }
-    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # another sampler, another model
+    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # the sampler's, for instance
     key = "/".join([run.history.id, tags["sha256"], digest(others)])
     ended = run.history.ended or run.history.starts[0]
     return FinalWeights(key, name, run_id, int(content["step"]), ended, tags, files)
 
 
 def _carried(folder: Path) -> list[str]:
-    """Return the names of the files that go with the weights in a folder."""
+    """Return the names of the files that accompany the weights in a folder."""
     described = folder / "model.json"
     return list(carried_files(folder, read_json(described))) if described.is_file() else []
 
 
 def _runs_in(folder: Path) -> list[PlannedRun]:
-    """Return the runs of every stage that has a journal in a results folder, by when they began."""
+    """Return the runs of every stage that has a journal in a results folder, by start time."""
     planned = []
     stages = logged_stages(folder / "journal")
     for name, (result, *_) in _RESULTS.items():
@@ -255,7 +253,7 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
         weights = folder / "train" / "model.json"
         if histories and stage.name == "train" and weights.is_file():
             model = read_json(weights)
-            # A training may just have ended, and its weights not yet lie where those of the one before do.
+            # If a training has just ended, the weights in the folder may still be those of the previous training.
             if not any(history.tags.get("fingerprint") == model.get("fingerprint") for history in histories):
                 histories[-1] = of_weights(histories[-1], model)
         for history in histories:
@@ -270,7 +268,7 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
 
 
 def _results(folder: Path, history: History, intact: Sequence[Artifact]) -> Iterator[Artifact]:
-    """Yield the configuration and the results of the stage, as far as its journal does not name them."""
+    """Yield the configuration and the results of the stage that are not in its journal."""
     listed = {file.path.resolve() for file in intact}
     for name in (f"config/{history.stage}.yaml", *_RESULTS.get(history.stage, ())):
         path = folder / name
@@ -289,8 +287,8 @@ def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
 
 
 def data_sets(folder: Path) -> Iterator[DataSet]:
-    """Return the results made of a data set, by whichever experiment. A damaged manifest is reported and left out: the
-    stage that wrote it makes it again.
+    """Return the results made of a data set by any experiment. A damaged manifest is reported and left out: its stage
+    makes it again.
     """
     for manifest in sorted(folder.glob("*/manifest.json")):
         try:
@@ -309,7 +307,7 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
 
 
 def synthetic_sets(experiment: Path) -> Iterator[DataSet]:
-    """Return the set of synthetic images of an experiment, released or kept back."""
+    """Return the sets of synthetic images of an experiment, released or quarantined."""
     for sums in (experiment / name / "SHA256SUMS" for name in ("synthetic", "quarantine")):
         if sums.is_file():
             num_files = len(sums.read_bytes().splitlines())
@@ -318,8 +316,8 @@ def synthetic_sets(experiment: Path) -> Iterator[DataSet]:
 
 
 def used_by(history: History, data: Sequence[DataSet]) -> list[DataSet]:
-    """Return the data sets that a run names, or whose checksums it made; of two that were joined, the one it learned
-    from first, then the one beside it."""
+    """Return the data sets that a run names, or whose checksums it wrote; for two joined data sets, the one it trains
+    on first, then the other."""
     named = {str(value) for value in (*history.params.values(), *history.tags.values())}
     named |= {artifact.sha256 for artifact in history.artifacts}
     joined = [pair for pair in permutations(data, 2) if digest([data_set.digest for data_set in pair]) in named]
@@ -327,7 +325,7 @@ def used_by(history: History, data: Sequence[DataSet]) -> list[DataSet]:
 
 
 def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:
-    """Return the training whose attempt was the last to begin before the child did."""
+    """Return the training with the last attempt that began before the child's last attempt."""
     began = child.history.starts[-1]
     starts = [(start, training.history.id) for training in trained for start in training.history.starts]
     before = [start for start in starts if start[0] <= began]
@@ -343,8 +341,8 @@ def _shown(training: PlannedRun, children: Sequence[PlannedRun], headline: str) 
 
 
 def _gathered(training: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parameters of a training with those of other stages, and what of them has got another value since:
-    crop's, as `data.resolution`, and what stages say of the section that is called like them."""
+    """Return the parameters of a training with those of other stages, and those whose value has changed since: of crop
+    with the prefix `data.`, and of each stage those of the section with its name."""
     params, changed = dict(training.params), dict(training.changed)
     for other in others:
         stage = other.history.stage
@@ -358,14 +356,14 @@ def _gathered(training: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[
 
 
 def _headline(child: PlannedRun, points: Sequence[Point]) -> Iterator[Point]:
-    """Yield a child's metrics as its parent shows them: `fid` of evaluate is `evaluate/fid`."""
+    """Yield a child's metrics under the names used by its parent: `fid` of evaluate is `evaluate/fid`."""
     for point in points:
         if not point.key.startswith(_OWN):
             yield replace(point, key=point.key if "/" in point.key else f"{child.history.stage}/{point.key}")
 
 
 def tags_of(run: PlannedRun, experiment: Path) -> dict[str, str]:
-    """Return the tags of a run: those that a person reads, and under `trace/` those that distinguish it from others."""
+    """Return the tags of a run: tags for people, and tags under `trace/` that distinguish it from other runs."""
     history = run.history
     trace = {"config_digest": digest(history.params), **history.tags}
     if "digest" in history.params:

@@ -1,4 +1,4 @@
-"""A trained model as MLflow serves it: seeds and conditions -> images; of a codec, images -> what it leaves.
+"""A trained model as served by MLflow: seeds and conditions -> images; for a codec, images -> reconstructions.
 
     model = mlflow.pyfunc.load_model("models:/image-diffusion.digits-32.inpipe_fd@best")
     images = model.predict(pandas.DataFrame({"seed": [0, 1, 2], "class": ["3", "3", "7"]}))    # uint8 [3, H, W, C]
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """Interface that MLflow calls."""
+    """Model interface that MLflow calls."""
 
     def __init__(self, predict: Predict) -> None:
         self._predict = predict
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> Any:
-        """Uint8 images [N, H, W, C], of a table of seeds and labels or of images."""
+        """Return uint8 images [N, H, W, C] for a table of seeds and labels, or of images."""
         return self._predict(model_input)
 
 
@@ -62,7 +62,7 @@ def _load_pyfunc(path: str) -> Answers:
 
 
 def _sampling(folder: Path, system: System) -> Any:
-    """Return the section `sample` that lies in a folder; None if it is missing."""
+    """Return the section `sample` from a folder; None if it is missing."""
     path = folder / "sample.yaml"
     return load_sections(path, ["sample"], system.sections)["sample"] if path.is_file() else None
 
@@ -76,9 +76,9 @@ class Usage:
 
 
 def usage(folder: Path, embeds: bool = False) -> Usage | None:
-    """Return the usage of the model in a weights folder; None for one that makes nothing of what a request can name,
-    such as a decoder of embeddings alone. embeds: True if the model that makes embeddings of captions is included.
-    Raises ValueError for a model that no request fits."""
+    """Return the usage of the model in a weights folder; None if a request cannot state its inputs, such as those of a
+    decoder of embeddings alone. embeds: True if the model that makes embeddings of captions is included. Raises
+    ValueError for a model that no request fits."""
     import pandas
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec

@@ -1,7 +1,7 @@
-"""Note that a person reads first of a run: a card of its contents, its quality, its comparison with others, and the
-commands that make it again.
+"""Note at the top of a run: a card of its contents, its quality, its comparison with other runs, and the commands that
+reproduce it.
 
-Nothing here knows of MLflow: text from results, and from the headlines of other runs.
+The text is made from results and from the headlines of other runs; this module does not use MLflow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.workflow.plans import used_weights
 
-_NAMED = 5  # other runs, of each relation
+_NAMED = 5  # maximum number of other runs in each relation
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Headline:
 
 
 def headline_of(experiment: Path, metric: str) -> Headline | None:
-    """Return the headline in a results folder, if it belongs to the weights in that folder and its judge is trusted."""
+    """Return the headline in a results folder, if it is of the weights in that folder and its detector is reliable."""
     entry = _entry(experiment, metric)
     if entry is None or entry.get("doubt"):
         return None
@@ -41,8 +41,8 @@ def headline_of(experiment: Path, metric: str) -> Headline | None:
 
 
 def doubt_of(experiment: Path, metric: str) -> str | None:
-    """Return why the headline in a results folder, of the weights in that folder, is not to be relied on; None if it is
-    or is missing."""
+    """Return why the headline in a results folder, of the weights in that folder, is unreliable; None if it is reliable
+    or missing."""
     entry = _entry(experiment, metric)
     return entry.get("doubt") if entry is not None else None
 
@@ -54,7 +54,7 @@ def _entry(experiment: Path, metric: str) -> dict[str, Any] | None:
         entry: dict[str, Any] = judged["metrics"][metric]
         is_current = judged["protocol"]["weights"]["sha256"] == model["sha256"]
         return entry if is_current and entry["value"] is not None else None
-    except (ValueError, KeyError, TypeError):  # not there yet, or damaged: its stage tells, and makes it again
+    except (ValueError, KeyError, TypeError):  # missing, or damaged, which its stage reports and repairs
         return None
 
 
@@ -82,8 +82,8 @@ def card(experiment: Path, data: str | None, metric: str, others: Iterable[tuple
 
 
 def ranked(own: Headline, others: Sequence[tuple[str, Headline]]) -> str:
-    """Compare a headline with others: two whose intervals meet cannot be distinguished; without intervals nothing is
-    said of noise."""
+    """Compare a headline with others: two with overlapping intervals cannot be distinguished; without intervals, noise
+    is not mentioned."""
     if not others:
         return "No other run on this data has been evaluated by it."
     place = 1 + sum(headline.value < own.value for _, headline in others)

@@ -1,6 +1,6 @@
 """The table of runs with the columns that matter; MLflow's own has no column for a metric.
 
-MLflow keeps a view as JSON in a tag of its experiment, and a link names it.
+MLflow stores a view as JSON in a tag of its experiment, and a link refers to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EMPTY = json.dumps({"selectedColumns": ["tags.`data`", "params.`system.type`", "
 
 
 def with_metric(view: str, metric: str) -> str | None:
-    """Return the view with a column for a metric of `evaluate` too; None if it has one. view: the tag as it is."""
+    """Return the view with an added column for a metric of `evaluate`; None if it has one. view: the current tag."""
     column, columns = f"metrics.`evaluate/{metric}`", json.loads(view)["selectedColumns"]
     if column in columns:
         return None

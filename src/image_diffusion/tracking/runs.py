@@ -1,9 +1,9 @@
-"""The runs of an MLflow store, to which everything can be sent again: sending twice adds nothing, whatever happened.
+"""The runs of an MLflow store. Sending is idempotent: sending again adds nothing, even after interruptions.
 
-MLflow 3.17 gives no such promise by itself. Points are rows keyed by (metric, time, step, value), so an exact replay
-of them is harmless, if slow (1.7 ms a point, which takes 0.04 ms to ask for): a run is asked once for those it has.
-Everything else is made so here: a run carries a key and is looked for first, pictures have names that follow from what
-they show, files are compared before they are sent.
+MLflow 3.17 does not guarantee this. Points are rows keyed by (metric, time, step, value), so sending them again is
+harmless but slow (1.7 ms a point, against 0.04 ms to read it): the points of a run are read once. For the rest, this
+module ensures it: a run has a key and is searched for first, the names of pictures are derived from their content, and
+files are compared before they are sent.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _Identity = tuple[str, int, int, str, str | None]  # of a point
 _MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100  # in one batch
 _MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 8000, 250
 _DIGEST_CHARS = 32  # of a data set's sha256: MLflow takes no more than 36
-_MAX_COMPARED = 100  # runs that a headline is compared with
+_MAX_COMPARED = 100  # maximum number of runs to compare a headline with
 GROUP, HEADLINE = f"{TRACE}compared", f"{TRACE}headline"
-"""The tags of which runs can be compared, and of the headline as JSON: metric, value, interval."""
+"""Tags for the group of comparable runs, and for the headline as JSON: metric, value, interval."""
 _MAX_PICTURE = 1024  # pixels: MLflow's own thumbnails of 256 are too small for a grid
 
 
 class Runs:
-    """The runs of a connection's experiment. Every method raises TrackingError when the store does not answer."""
+    """The runs of a connection's experiment. Every method raises TrackingError if the store does not respond."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._client = connection, connection.client
         self._naming_errors, self._write = connection.naming_errors, connection.write
-        self._sent: dict[str, tuple[int, set[_Identity]]] = {}  # how much was superseded then; what the run has
-        self._files: dict[str, set[str]] = {}  # of a run, by name: those that are ours
-        self._shown: set[str] = set()  # metrics that the view of all runs has
-        self._fetched: dict[str, Run] = {}  # runs as they were when `run` found them, and the tags set since
+        self._sent: dict[str, tuple[int, set[_Identity]]] = {}  # superseded points then; points of the run
+        self._files: dict[str, set[str]] = {}  # by run: names of the files that this module sent
+        self._shown: set[str] = set()  # metrics with a column in the view of all runs
+        self._fetched: dict[str, Run] = {}  # runs as found by `run`, with the tags set since
 
     def run(self, key: str, name: str, start_time: int, tags: Mapping[str, str]) -> str:
-        """Return the id of the run with this key, created when missing. start_time: milliseconds since 1970.
+        """Return the id of the run with this key, creating it if missing. start_time: milliseconds since 1970.
 
-        Ask for it first: the methods below leave out what the run held at this moment.
+        Call this first: the methods below do not send again what the run contained at this time.
         """
 
         def create() -> None:
@@ -72,18 +72,18 @@ class Runs:
             return run_id
 
     def remove_damaged(self, run_id: str) -> list[str]:
-        """Remove the files of a run that are not what was sent, so that they are sent again. Returns their names."""
+        """Remove the files of a run that changed after sending, so that they are sent again. Returns their names."""
         artifacts = self._connection.artifacts(self._fetched[run_id].info.artifact_uri)
         return remove_damaged(artifacts) if artifacts is not None else []
 
     def note_sent(self, run_id: str, wrong: Sequence[str]) -> None:
-        """Note the files that were sent. wrong: what `remove_damaged` returned."""
+        """Record the files that were sent. wrong: result of `remove_damaged`."""
         artifacts = self._connection.artifacts(self._fetched[run_id].info.artifact_uri)
         if artifacts is not None and self._files.get(run_id):
             self._connection.note_sent(artifacts, self._files[run_id], wrong)
 
     def send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags; those that are already set are not sent. An empty one is set only in place of another."""
+        """Set the tags that have changed. An empty value is set only if it replaces another value."""
         with self._naming_errors():
             present = self._fetched[run_id].data.tags
             cut = {_name(key): _cut(value, _MAX_TAG_CHARS) for key, value in tags.items()}
@@ -93,7 +93,7 @@ class Runs:
                 present.update({tag.key: tag.value for tag in batch})
 
     def send_note(self, run_id: str, text: str) -> None:
-        """Set the note that the page of a run opens with, unless a person has written something else in its place."""
+        """Set the note at the top of a run's page, unless a user has edited it."""
         text = _cut(text, _MAX_TAG_CHARS)
         present = self._fetched[run_id].data.tags
         note, ours = present.get(NOTE), present.get(f"{TRACE}card")
@@ -101,7 +101,7 @@ class Runs:
             self.send_tags(run_id, {NOTE: text, f"{TRACE}card": hashlib.sha256(text.encode()).hexdigest()})
 
     def send_view(self, metric: str) -> None:
-        """Have the view of all runs show a metric of `evaluate`."""
+        """Add a metric of `evaluate` to the view of all runs."""
         if metric in self._shown:
             return
         with self._naming_errors():
@@ -112,7 +112,7 @@ class Runs:
         self._shown.add(metric)
 
     def headlines(self, group: str, leave_out: str) -> list[tuple[str, Headline]]:
-        """Return the names and headlines of the runs of a group, but for one run: by their tags."""
+        """Return the names and headlines of the runs of a group, except one run, from their tags."""
         with self._naming_errors():
             runs = self._client.search_runs(
                 [self._connection.experiment_id], f"tags.`{GROUP}` = '{group}'", max_results=_MAX_COMPARED
@@ -144,9 +144,9 @@ class Runs:
     ) -> None:
         """Send metrics, each (key, step) once.
 
-        superseded: what dead attempts wrote at the same steps or beyond. Where one of them was sent while it was
-        alive it stays, for MLflow cannot take it back, and the point of the same key and step is left out.
-        model_id, dataset: the model and the data (name, digest) that the numbers are about.
+        superseded: points that failed attempts wrote at the same or later steps. MLflow cannot remove those that were
+        already sent, so the new point of the same key and step is left out. model_id, dataset: the model and the data
+        (name, digest) that the metrics belong to.
         """
         with self._naming_errors():
             sent = self._sent_to(run_id, len(superseded))
@@ -194,7 +194,7 @@ class Runs:
                     thumbnail.thumbnail((_MAX_PICTURE, _MAX_PICTURE))
                     thumbnail.save(small, quality=90)
                     self._upload(run_id, small, "images")
-                    full = Path(folder) / f"{name}.png"  # last: when it is complete, both are
+                    full = Path(folder) / f"{name}.png"  # sent last, so that both are complete if it is
                     full.symlink_to(image.path.resolve())
                     self._upload(run_id, full, "images")
             self.send_tags(run_id, {"mlflow.loggedImages": "True"})
@@ -215,7 +215,7 @@ class Runs:
             self.send_tags(run_id, {tag: sha256})
 
     def send_dataset(self, run_id: str, used: DataSet, context: str) -> None:
-        """Note which data a run used. MLflow keeps a part of the digest."""
+        """Record which data a run used. MLflow stores a prefix of the digest."""
         source, profile = json.dumps({"uri": str(used.folder)}), json.dumps(dict(used.profile))
         with self._naming_errors():
             data = Dataset(used.name, used.digest[:_DIGEST_CHARS], "local", source, None, profile)
@@ -238,8 +238,8 @@ class Runs:
         )
 
     def _sent_to(self, run_id: str, superseded: int) -> set[_Identity]:
-        """Return the points that a run has. superseded: their number; if it has grown, the store is asked again, since
-        another process may have sent them while they were not.
+        """Return the points that a run has. superseded: number of superseded points; if it has grown, the points are
+        read again, since another process may have sent points before they were superseded.
         """
         before, sent = self._sent.get(run_id, (-1, set()))
         if superseded > before:
@@ -258,7 +258,7 @@ class Runs:
 
 
 def _identity(point: Point | Metric, model_id: str | None = None) -> _Identity:
-    """model_id: the logged model that the number is about, which the store does not say of those it has."""
+    """Return the key of a point. model_id: of the logged model, which the store does not return for stored points."""
     time = point.time if isinstance(point, Point) else point.timestamp
     return _name(point.key), time, point.step, repr(point.value), model_id
 
@@ -269,7 +269,7 @@ def _size(path: Path) -> int | None:
 
 
 def _name(key: str) -> str:
-    """Return a key as MLflow accepts it: at most 250 of letters, digits and `_ - . / : space`."""
+    """Return a key that MLflow accepts: at most 250 letters, digits and `_ - . / : space`."""
     return re.sub(r"[^\w\-./: ]", "_", key)[:_MAX_KEY_CHARS]
 
 

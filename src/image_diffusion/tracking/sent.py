@@ -1,7 +1,7 @@
-"""Files that were sent to a store on this machine, and a check that they still hold what was sent.
+"""Files that were sent to a store on this machine, and a check that they have not changed since.
 
-Beside the folder of a run's or a model's artifacts lies `sent.json` with the sha256 of each file that is ours; the
-store does not show it. What is damaged is removed before anything is sent, and so is sent again.
+`sent.json`, next to the folder of artifacts of a run or model, has the sha256 of each file that this package sent; the
+store does not show it. Damaged files are removed before anything is sent, so that they are sent again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LISTING = "sent.json"
 
 
 def folder_of(uri: str) -> Path | None:
-    """Return the folder that an artifact URI names; None for a place that is not a folder of this machine."""
+    """Return the folder that an artifact URI names; None for a URI that is not a folder of this machine."""
     place = urlsplit(uri)
     return Path(unquote(place.path)) if place.scheme in ("", "file") else None
 
 
 def remove_damaged(artifacts: Path) -> list[str]:
-    """Remove the files that are not what was sent. Returns the names of those and of missing ones, by their path from
-    the folder above `artifacts`; none where nothing was noted."""
+    """Remove files that have changed since they were sent. Returns the paths of these and of missing files, relative to
+    the folder above `artifacts`; empty without a record."""
     folder = artifacts.parent
     wrong = damaged(folder, _listed(folder))
     for name in wrong:
@@ -34,9 +34,9 @@ def remove_damaged(artifacts: Path) -> list[str]:
 
 
 def note_sent(artifacts: Path, names: Iterable[str], wrong: Iterable[str]) -> Path:
-    """Record the sha256 of our files, and report which damaged ones were sent again. Returns the listing.
+    """Record the sha256 of the sent files, and report which damaged ones were sent again. Returns the listing.
 
-    names: by their path from `artifacts`. wrong: what `remove_damaged` returned.
+    names: paths relative to `artifacts`. wrong: result of `remove_damaged`.
     """
     folder = artifacts.parent
     files = [path for path in (artifacts / name for name in sorted(set(names))) if path.is_file()]
@@ -50,7 +50,7 @@ def note_sent(artifacts: Path, names: Iterable[str], wrong: Iterable[str]) -> Pa
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file that was sent; empty where that was never noted, or the note is damaged."""
+    """Return the sha256 of each file that was sent; empty without a record or with a damaged one."""
     try:
         return dict(read_json(folder / LISTING)["files"])
     except (ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""Metrics that the run of a training shows: few enough to read, none twice.
+"""Metrics that the run of a training shows: a readable number without duplicates.
 
-The journal keeps them all, and the run of `evaluate` all that it has measured.
+The journal has all metrics, and the run of `evaluate` all of its own.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Iterable, Sequence
 from image_diffusion.core.journal.reader import Point
 
 _LEFT_OUT = re.compile(
-    r"(?!train/loss_).+_q\d+"  # quarters of the times, of all but the training's loss
-    r"|speed/steps_per_second"  # that of examples over the batch
-    r"|speed/tflops"  # the share of the peak says it of any machine
-    r"|speed/(median_share|slowest_process)"  # the slowest's share says whether to look for it
-    r"|system/(process_cpu|memory_usage)_percentage"  # of what the machine's CPUs and this process's memory say
+    r"(?!train/loss_).+_q\d+"  # losses by quarter of the times, except the training's
+    r"|speed/steps_per_second"  # examples per second divided by the batch
+    r"|speed/tflops"  # the share of the peak is comparable between machines
+    r"|speed/(median_share|slowest_process)"  # the slowest's share shows whether it matters
+    r"|system/(process_cpu|memory_usage)_percentage"  # redundant with the machine's CPUs and this process's memory
 )
 _OF_EVALUATE = 3
-"""Metrics of `evaluate` that a training shows, the headline first."""
+"""Number of metrics of `evaluate` that a training shows, the headline first."""
 _OF_SYNTHESIZE = ("utility.gain", "copies", "membership.auc")
 """Scores of `synthesize` that a training shows."""
 
 
 def shown(points: Sequence[Point]) -> list[Point]:
-    """Select the points logged by a training that its run shows. A metric that repeats the loss of its section, value
-    by value, such as the squared error where that is the loss, is left out."""
+    """Select the points logged by a training that its run shows. A metric with the same values as the loss of its
+    section, such as the squared error if it is the loss, is left out."""
     series: dict[str, list[tuple[int, float]]] = {}
     for point in points:
         if not _LEFT_OUT.fullmatch(point.key):
@@ -35,8 +35,8 @@ def shown(points: Sequence[Point]) -> list[Point]:
 
 
 def measured(points: Sequence[Point], headline: str) -> list[Point]:
-    """Select the points measured by `evaluate` and `synthesize`, by the names that their parent gives them, that a
-    training shows: the headline and a few others, and of previews the headline alone."""
+    """Select the points of `evaluate` and `synthesize`, named as in the parent run, that a training shows: the headline
+    and a few others; for previews, only the headline."""
     named = dict.fromkeys(point.key for point in points if point.key.startswith("evaluate/"))
     first = sorted(named, key=lambda key: key != f"evaluate/{headline}")[:_OF_EVALUATE]
     shown_keys = {*first, *(f"synthesize/{name}" for name in _OF_SYNTHESIZE)}
@@ -49,18 +49,18 @@ def measured(points: Sequence[Point], headline: str) -> list[Point]:
 
 
 def scalars(points: Iterable[Point], headline: str) -> list[Point]:
-    """Return one number each for a table of runs that have ended: `final/` the last and `best/` the lowest of the loss
-    of validation and of the headline, if they have more than one point to choose from. The last loss is that of the
-    largest step, the last headline that of the latest evaluation, which may be of weights of an earlier step. Each has
-    the largest step and the latest time of its curve: MLflow's table shows the point of the largest step, and of
-    several the latest, so that this is the last one that was sent."""
+    """Return single numbers for a table of runs that have ended: `final/`, the last value, and `best/`, the lowest, of
+    the validation loss and of the headline, if these have several points. The last loss is at the largest step; the
+    last headline is of the latest evaluation, possibly of weights of an earlier step. Each number is stored at the
+    largest step and latest time of its curve, because MLflow's table shows the point of the largest step and, of
+    several, the latest."""
     summaries = []
     by_key: dict[str, list[Point]] = {"validation/loss": [], f"evaluate/{headline}": []}
     for point in points:
         by_key.get(point.key, []).append(point)
     orders = (lambda point: (point.step, point.time)), (lambda point: (point.time, point.step))
     for name, series, order in zip(("validation_loss", headline), by_key.values(), orders, strict=True):
-        numbers = [point for point in series if point.value == point.value]  # a NaN is no number
+        numbers = [point for point in series if point.value == point.value]  # skips NaN
         if len(numbers) > 1:
             step, time = max(point.step for point in numbers), max(point.time for point in numbers)
             summaries.append(Point(f"final/{name}", max(numbers, key=order).value, step, time))

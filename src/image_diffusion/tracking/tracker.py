@@ -1,4 +1,4 @@
-"""Sends planned entries to MLflow. Sending again adds nothing; failed entries are sent the next time."""
+"""Send planned entries to MLflow. Sending again adds nothing; failed entries are sent the next time."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "ki
 
 
 class Tracker:
-    """Sends experiments to one MLflow experiment, `project`, of a store. Raises TrackingError, an OSError, when the
-    store does not take it."""
+    """Sends experiments to one MLflow experiment, `project`, of a store. Raises TrackingError, an OSError, if the store
+    refuses."""
 
     def __init__(self, store: str, project: str) -> None:
         self._connection = Connection(store, project)
         self._runs = Runs(self._connection)
 
     def send(self, request: Request, live: bool = False) -> dict[str, Any]:
-        """Send the new results; return the contents of `tracked.json`.
+        """Send new results; return the contents of `tracked.json`.
 
-        live: stages may be running, also on machines whose locks are not seen here, so that none is called killed; and
-        no model is logged, which takes 0.7 GB beside them.
+        live: True if stages may be running, even on machines whose locks are not visible here: no stage is then marked
+        as killed, and no model is logged, which would take 0.7 GB.
         """
         with ExitStack() as stack:
-            for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
+            for folder in journals(request):  # one tracker reads at a time, so that none sends superseded points
                 stack.enter_context(locked(folder / ".lock"))
             planned = plan(request.experiment, request.datasets, request.best_metric)
             ids = send(self._connection, self._runs, planned, request, live)
@@ -58,7 +58,7 @@ class Tracker:
 
     def send_study(self, folder: Path, results: Path) -> dict[str, Any]:
         """Send the runs of a study with the tags `study`, `variant` and `seed`, and its page, table and numbers as a
-        run of its own; return what its `tracked.json` holds. folder: results/studies/<study>."""
+        separate run; return the contents of its `tracked.json`. folder: results/studies/<study>."""
         plan, sent = read_json(folder / "plan.json"), list[dict[str, Any]]()
         name = str(plan["study"])
         for variant in plan["variants"]:
@@ -94,10 +94,10 @@ class Tracker:
 def send(
     connection: Connection, runs: Runs, planned: Sequence[PlannedRun], request: Request, live: bool
 ) -> dict[str, str]:
-    """Bring everything planned to the store; returns the MLflow id of every run by its key. live: see Tracker."""
+    """Send the planned entries to the store; return the MLflow id of every run by its key. live: see Tracker."""
     ids: dict[str, str] = {}
     models = Models(connection)
-    model: tuple[str, str] | None = None  # of which run, its id
+    model: tuple[str, str] | None = None  # run keys -> run ids
     data = [item for folder in request.datasets for item in data_sets(folder)] + [*synthetic_sets(request.experiment)]
     for run in planned:
         history = run.history
@@ -148,7 +148,7 @@ def send(
 
 
 def _send_card(runs: Runs, run_id: str, request: Request, dataset: str | None, group: str) -> None:
-    """Send what the page of a training opens with, and what other runs can be compared with it by."""
+    """Send the note at the top of a training's page, and the tags for comparing it with other runs."""
     runs.send_view(request.best_metric)
     own = headline_of(request.experiment, request.best_metric)
     tags = dict.fromkeys((GROUP, HEADLINE, "headline"), "")

@@ -1,1 +1,1 @@
-"""Python of the rules when Snakemake starts. Nothing in this package imports torch, so that a dry run takes seconds."""
+"""Python code that runs when Snakemake starts. This package never imports torch, so a dry run takes seconds."""

@@ -1,7 +1,7 @@
-"""Digest of the code that a stage runs, which a comment does not change, and of the code that made existing results.
+"""Digests of the code of each stage, independent of comments, and of the code that made existing results.
 
-Stages whose work takes long are made again only when asked: a change of their code is reported. The rules of all others
-carry the digest among their parameters.
+A change of the code of a long-running stage is only reported; the rules of all other stages have the digest as a
+parameter, so that Snakemake reruns them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LONG_STAGES = {
     "embed": ("datasets/{dataset}/{pairs}/manifest.json", "datasets/{dataset}/config/embed-{pairs}.code"),
     "train": ("{experiment}/train/weights.safetensors", "{experiment}/config/train.code"),
 }
-"""Result of each stage, and the file that notes the code it was made with."""
+"""Result of each stage that takes long, and the file that records the digest of the code that made it."""
 
 
 def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
-    """Note which code each long stage is made with; once it has been made, tell when that code has changed. A result
-    that is newer than its note has been made since, with the code of the last start.
+    """Record the code of each long stage and report whether it has changed since its result was made. A result that is
+    newer than its record was made with the code of the last start.
 
-    code: the digest of each stage's code now. Returns a sentence for each stage whose code was another one.
+    code: the current digest of each stage's code. Returns a sentence for each stage whose code has changed.
     """
     messages = set()
     for plan in [*plans.by_name.values(), *plans.latents.values()]:
@@ -57,8 +57,8 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
 
 
 def _noted(note: Path) -> dict[str, str] | None:
-    """Return the contents of a note: the digests of the code that made a result, and of the code at the last start.
-    None if the note is missing or damaged."""
+    """Return the contents of a record: the digests of the code that made a result, and of the code at the last start.
+    None if the record is missing or damaged."""
     try:
         content = read_json(note)
         return {"code": content["code"], "last_start": content.get("last_start", content["code"])}
@@ -86,8 +86,7 @@ def scripts_digest(folder: Path, source: Path) -> str:
 
 
 class Modules:
-    """The modules of a package as they are now, each read once for all stages. source: the folder that holds the
-    package."""
+    """The current modules of a package, each read once for all stages. source: the folder that holds the package."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
@@ -95,12 +94,12 @@ class Modules:
         self._digests: dict[Path, dict[str, str]] = {}
 
     def digest(self, names: Iterable[str]) -> str:
-        """Return the sha256 of the code of modules, by dotted name, and of all that they import from the package,
-        directly or not; other modules are skipped.
+        """Return the sha256 of the code of modules, by dotted name, and of all modules that they import from the
+        package, directly or indirectly; other modules are skipped.
 
-        Taken over the syntax tree, without docstrings: comments, layout and wording do not count. Files that are not
-        Python, tables and C, count where a module names them or they have its name; C stands for what was compiled from
-        it.
+        The digest covers the syntax tree without docstrings, so comments, layout and wording do not change it. Other
+        files (tables and C) are included if a module names them or they have its name; C sources stand for their
+        compiled files.
         """
         digests: dict[str, str] = {}
         waiting = list(names)
@@ -118,7 +117,7 @@ class Modules:
         return digest(digests)
 
     def _file_of(self, module: str) -> Path | None:
-        """Return the file of a module; None for a name that is not a module but something inside one."""
+        """Return the file of a module; None for a name that is not a module, such as a function."""
         if module not in self._files:
             stem = self._source / Path(*module.split("."))
             files = (stem.with_suffix(".py"), stem / "__init__.py")
@@ -126,7 +125,7 @@ class Modules:
         return self._files[module]
 
     def _companions(self, module: Path, code: _Code) -> dict[str, str]:
-        """Return the sha256 of each file that is not Python and belongs to a module: of its name, or named by it."""
+        """Return the sha256 of each non-Python file that belongs to a module: a file with its name or named in it."""
         if module not in self._digests:
             others = [path for path in sorted(module.parent.iterdir()) if path.suffix != ".py" and is_code(path)]
             named = [path for path in others if path.stem == module.stem or code.names(path.name)]
@@ -136,7 +135,7 @@ class Modules:
 
 @dataclass(frozen=True)
 class _Code:
-    """Record of one file of Python. tree: its syntax without docstrings. imported: names that it may import from the
+    """Record of one Python file. tree: its syntax without docstrings. imported: names that it may import from the
     package."""
 
     tree: str
@@ -144,14 +143,14 @@ class _Code:
     imported: list[str]
 
     def names(self, file: str) -> bool:
-        """True if a string of the code is the name of a file, or that of what was compiled from it."""
+        """Return True if a string in the code is the name of a file or of the file compiled from it."""
         compiled = [str(Path(file).with_suffix(".compiled"))] if file.endswith(".c") else []
         return any(f"Constant(value={name!r})" in self.tree for name in (file, *compiled))
 
 
 @cache
 def _read(path: Path, text: bytes, package: str) -> _Code:
-    """Return the code of one file. package: dotted name of the package that relative imports start from. Raises
+    """Return the code of one file. package: dotted name of the package that relative imports resolve against. Raises
     ValueError for text that is not Python."""
     try:
         module, imported = ast.parse(text), list[str]()
@@ -170,8 +169,8 @@ def _read(path: Path, text: bytes, package: str) -> _Code:
 
 
 def _without_text(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements inside a node, at any depth; drop those that are strings alone: docstrings, and the
-    sentences under the fields of a configuration."""
+    """Yield the statements inside a node, at any depth, and remove docstrings, including those of the fields of a
+    configuration."""
     for block in ("body", "handlers", "orelse", "finalbody", "cases"):
         if isinstance(inside := getattr(node, block, None), list):
             inside[:] = [part for part in inside if not _is_text(part)]

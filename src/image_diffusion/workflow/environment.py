@@ -1,4 +1,4 @@
-"""Environment of the processes of the workflow: Python, `logged`, and the package that lies beside the rules."""
+"""Environment of the processes of the workflow: Python, `logged`, and the package next to the rules."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import sys
 from pathlib import Path
 
 SHIPPED = Path("image_diffusion", "project")
-"""Folder of the workflow in an installed package, beside the package."""
+"""Folder of the workflow in an installation, next to the package."""
 
 
 def package_beside(root: Path) -> Path:
-    """Return the folder that holds the package of a workflow. root: the folder of the workflow, as cloned or as
-    installed."""
+    """Return the folder that holds the package of a workflow. root: the folder of the workflow, cloned or installed."""
     return root.parents[1] if root.parts[-2:] == SHIPPED.parts else root / "src"
 
 
 def refuse_storage(provider: str | None) -> None:
-    """End Snakemake with one line if it is to keep files by a storage provider.
+    """Exit with a one-line error if Snakemake uses a storage provider.
 
-    Shards, checkpoints and journals are not declared by any rule, so a provider would leave them behind.
+    No rule declares shards, checkpoints and journals, so a provider would not store them.
     """
     if provider:
         raise SystemExit(
@@ -30,16 +29,16 @@ def refuse_storage(provider: str | None) -> None:
 
 
 def search_path(root: Path, path: str) -> str:
-    """PATH with what stages look for in front: the Python that runs Snakemake, and `logged`.
+    """Return PATH with the Python that runs Snakemake and `logged` in front, for stages.
 
-    root: the folder of the workflow. path: PATH as it is. An activated conda environment still goes before both.
+    root: the folder of the workflow. path: the current PATH. An activated conda environment still precedes both.
     """
     ours = [str(Path(sys.executable).parent), str(root / "workflow" / "scripts")]
     return os.pathsep.join([*ours, *(folder for folder in path.split(os.pathsep) if folder not in ours)])
 
 
 def with_package(source: Path) -> dict[str, str]:
-    """Return this process's environment, in which Python takes the package from `source`; `logged` does so for the
+    """Return this process's environment, with Python importing the package from `source`; `logged` does this for the
     stages of a clone."""
     path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

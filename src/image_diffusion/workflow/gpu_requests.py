@@ -1,4 +1,4 @@
-"""Requests for GPUs, in the resources that each of Snakemake's executors reads.
+"""Requests for GPUs, in the resources that each Snakemake executor reads.
 
 | Executor     | Resource                           | Read by                                                       |
 | ------------ | ---------------------------------- | ------------------------------------------------------------- |
@@ -7,10 +7,10 @@
 | aws-batch    | `_gpus`                            | snakemake-executor-plugin-aws-batch 0.2, `BatchJobBuilder`    |
 | googlebatch  | `nvidia_gpu`                       | snakemake-executor-plugin-googlebatch 0.5, `get_accelerators` |
 
-On Kubernetes, `scale=0` makes the plugin write limits beside its requests. A pod that requests a GPU without a limit is
-refused (Kubernetes' documentation, "Schedule GPUs").
+On Kubernetes, `scale=0` makes the plugin write limits in addition to requests. A pod that requests a GPU without a
+limit is refused (Kubernetes' documentation, "Schedule GPUs").
 
-An executor that is not in the table gets `gpu`, Snakemake's common name, and `gres`, and `doubt_about` says so.
+An executor that is not in the table gets `gpu`, Snakemake's common name, and `gres`; `doubt_about` warns about it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _BY_EXECUTOR = {
 _OTHERS = ("gpu", "gres")
 _ON_SLURM = ("gres",)
 _READS_GRES = ("slurm", "slurm-jobstep", "local", "dryrun", "touch")
-"""Executors that read `gres`, or that start nothing on other machines."""
+"""Executors that read `gres` or start no jobs on other machines."""
 _NUMBERS = ("gres", "gpu", "_gpus", "nvidia_gpu")
 _FIXED: dict[str, str | int] = {"gpu_manufacturer": "nvidia", "scale": 0}
 NAMES = (*_NUMBERS, *_FIXED)
-"""All resources that a rule may need to set."""
+"""All resources that a rule may set."""
 
 
 def gpu_request(name: str, executor: str, count: int, kind: str | None = None) -> str | int | None:
@@ -47,22 +47,22 @@ def gpu_request(name: str, executor: str, count: int, kind: str | None = None) -
 
 
 def requested_gpus(resources: Mapping[str, Any]) -> str | None:
-    """Return the request of a job as its executor reads it, such as "gpu:a100:2" or "2"; None without GPUs.
+    """Return the request of a job in its executor's form, such as "gpu:a100:2" or "2"; None without GPUs.
 
-    resources: Snakemake's, of the job.
+    resources: of the Snakemake job.
     """
     values = (resources.get(name) for name in _NUMBERS)
     return next((str(value) for value in values if value), None)
 
 
 def number_of_gpus(resources: Mapping[str, Any]) -> int:
-    """Return the number of GPUs that a job requests. A type alone, as Google Batch reads it, is one GPU."""
+    """Return the number of GPUs that a job requests. A type without a number, as for Google Batch, is one GPU."""
     number = (requested_gpus(resources) or "0").rpartition(":")[2]
     return int(number) if number.isdigit() else 1
 
 
 def doubt_about(executor: str) -> str | None:
-    """Return a warning if the resource with which an executor requests GPUs is not known here; None otherwise."""
+    """Return a warning if it is unknown which resource an executor reads to request GPUs; else None."""
     if executor in _READS_GRES or executor in _BY_EXECUTOR:
         return None
     return (

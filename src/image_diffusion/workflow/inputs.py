@@ -1,5 +1,4 @@
-"""Files that each stage reads, the options of its command for those that not every experiment has, and the files of an
-experiment that a person names."""
+"""Input files of each stage, and the command-line options for optional ones."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from image_diffusion.workflow.studies import FOLDER, PAGE
 
 WEIGHTS = "weights.safetensors"
 OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
-"""Settings whose variation needs other weights of the training, and the option of `ema` that names these weights."""
+"""Settings whose variation needs other weights of the training, and the option of `ema` that selects these weights."""
 
 
 @dataclass(frozen=True)
 class Optional:
-    """Files that not every experiment has. option: names them in a command. form: what it names in place of them."""
+    """Files that not every experiment has. option: of the command. form: converts the files to values of the option."""
 
     option: str | None
     files: list[str]
@@ -29,7 +28,7 @@ class Optional:
 
     @property
     def words(self) -> list[str]:
-        """The option and what it names; empty without files."""
+        """The option and its values; empty without files."""
         return option_of(self.option, self.form(self.files)) if self.option else []
 
 
@@ -44,7 +43,7 @@ class Files:
     # ---- Targets
 
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
-        """Return the targets that `snakemake` makes when no file is named."""
+        """Return the default targets of `snakemake`."""
         if self.plans.studies and not self.plans.requested:
             for name in self.plans.studies:
                 yield from (f"{self.results}/{FOLDER}/{name}/{file}" for file in (PAGE, "tracked.json"))
@@ -54,15 +53,15 @@ class Files:
             yield from self.all_of(name)
 
     def all_of(self, name: str) -> Iterator[str]:
-        """Return the files that are made of one experiment, and of no other."""
+        """Return the files that are made from one experiment only."""
         yield from self._outputs_of(name)
         yield from self._data(self.plans.by_name[name])
         yield f"{self.results}/{name}/tracked.json"
         yield f"{self.results}/{name}/report/index.html"
 
     def outputs(self, wildcards: Wildcards) -> list[str]:
-        """Return the final files of an experiment, apart from those made of all of it; without an experiment, those of
-        all."""
+        """Return the final files of an experiment, except its report and its tracking record; without an experiment,
+        those of all."""
         names = [wildcards["experiment"]] if has(wildcards, "experiment") else self.plans.by_name
         return [path for name in names for path in self._outputs_of(name)]
 
@@ -87,8 +86,7 @@ class Files:
         return [*(f"{self.results}/{name}/{path}" for path in paths), *tokens]
 
     def _data(self, plan: Plan) -> list[str]:
-        """Return the files that a data set is read through. Snakemake makes a missing one only if it is asked for by
-        name."""
+        """Return the files by which a data set is read. Snakemake makes a missing file only if it is a target."""
         parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, *plan.pairs]
         manifests = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
         has_detector = (
@@ -98,7 +96,7 @@ class Files:
         return [*manifests, *detector, *self._references(plan)]
 
     def configurations(self, wildcards: Wildcards) -> list[str]:
-        """Return the files an experiment was made from: the configurations of its stages, and the description of its
+        """Return the files an experiment was made from: the configurations of its stages and the manifests of its
         data."""
         plan = self.plans.plan_for(wildcards)
         return [*plan.configs.values(), *(path for path in self._data(plan) if path.endswith("/manifest.json"))]
@@ -122,7 +120,7 @@ class Files:
         return {name: words(name) for name in names}
 
     def _optional(self, plan: Plan) -> dict[str, Optional]:
-        """Return what an experiment may read beside what all read, by name."""
+        """Return the optional input files of an experiment, by name."""
         dataset, small = self._dataset(plan), plan.small_images
         detector = [self._detector(plan.dataset)]
         beside = [f"{dataset}/{name}/manifest.json" for name in plan.pairs if plan.pairs_beside]
@@ -175,7 +173,7 @@ class Files:
         }
 
     def _embeddings(self, plan: Plan) -> list[str]:
-        """Return the embeddings that images are made of: those of a prior, those of the held-out images, or files."""
+        """Return the embeddings that images are sampled from: those of a prior, those of held-out images, or files."""
         if plan.embeddings_experiment:
             return [f"{self.results}/{plan.embeddings_experiment}/samples/embeddings.json"]
         if plan.embeddings == "validation":
@@ -183,21 +181,21 @@ class Files:
         if plan.embeddings is None:
             return []
         files = sorted(str(path) for path in Path(plan.embeddings).glob("*/*_*"))
-        return files or [f"{plan.embeddings}/img_emb/img_emb_0.npy"]  # which Snakemake says is missing
+        return files or [f"{plan.embeddings}/img_emb/img_emb_0.npy"]  # reported as missing by Snakemake
 
     def _references(self, plan: Plan) -> list[str]:
         return [f"{self._dataset(plan)}/references/{name}/reference.json" for name in plan.references]
 
     def made_with(self, wildcards: Wildcards) -> list[str]:
-        """Return the files that `evaluate` reads to make the images itself if they are not stored: those that `sample`
-        reads."""
+        """Return the files that `evaluate` reads to generate images that are not stored: the input files of
+        `sample`."""
         plan = self.plans.plan_for(wildcards)
         optional = self._optional(plan)
         names = ("codec", "small_images", "embeddings", "prompts")
         return [] if plan.keeps_samples else [path for name in names for path in optional[name].files]
 
     def making_option(self, wildcards: Wildcards) -> list[str]:
-        """Return the options of `evaluate` that name the files to make images with."""
+        """Return the options of `evaluate` for generating images that are not stored."""
         plan = self.plans.plan_for(wildcards)
         if plan.keeps_samples:
             return []
@@ -207,9 +205,9 @@ class Files:
         return ["--making", config, *words]
 
     def pair_sources(self, wildcards: Wildcards) -> list[str]:
-        """Return the files that pairs are made from: crops and captions, or the note of files that others have
-        embedded. The note is also included for captions that come with the images: one may change where no image
-        does."""
+        """Return the files that pairs are made from: crops and captions, or source.json for imported embeddings.
+        source.json is also included for captions that come with the images, since a caption may change while the images
+        do not."""
         plan = self.plans.plan_for(wildcards)
         pairs = plan.pairs[wildcards["pairs"]]
         crops = [f"{self._dataset(plan)}/crops/manifest.json"] if pairs["of_images"] else []
@@ -217,7 +215,7 @@ class Files:
         return [*crops, *note, *_listed(pairs["files"])]
 
     def pair_detector(self, wildcards: Wildcards) -> list[str]:
-        """Return the detector that looks at pairs, where it does."""
+        """Return the detector that a set of pairs needs, if any."""
         plan = self.plans.plan_for(wildcards)
         of_detector = plan.pairs[wildcards["pairs"]]["of_detector"]
         return [self._detector(plan.dataset)] if of_detector else []
@@ -227,9 +225,9 @@ class Files:
         return self.plans.plan_for(wildcards).configs[f"embed-{wildcards['pairs']}"]
 
     def pair_files(self, wildcards: Wildcards) -> list[str]:
-        """Return the options of `embed`, and stamps of a folder that pairs are read from and of the encoder's weights:
-        the time of a folder is not that of its files. Without these Snakemake finds what it knows already, so that no
-        other pairs are made again."""
+        """Return the options of `embed`, and stamps of a folder of pairs and of the encoder's weights, since the time
+        of a folder does not change with its files. Without either, the parameters equal the recorded ones, so no pairs
+        are remade."""
         pairs = self.plans.plan_for(wildcards).pairs[wildcards["pairs"]]
         weights = "" if pairs["weights"] is None else str(Path(pairs["weights"]).expanduser())
         folders = [folder for folder in (pairs["files"], weights) if folder and Path(folder).is_dir()]
@@ -243,7 +241,7 @@ class Files:
         return [*crops, *option_of("--detector", _folders(self.pair_detector(wildcards)))]
 
     def reference_detector(self, wildcards: Wildcards) -> list[str]:
-        """Return the detector that looks at a data set, if it is made from the data set itself."""
+        """Return the detector of the reference features, if it is trained on the data set itself."""
         own = wildcards["judge"] == "inpipe"
         return [self._detector(wildcards["dataset"])] if own else []
 
@@ -261,28 +259,28 @@ class Files:
     def stamps(
         self, *kinds: Literal["codec_files", "decoder_files", "weaker_files", "pictures"]
     ) -> Callable[[Wildcards], list[str]]:
-        """Return stamps that distinguish files that others have made from any that take their place, older ones too.
-        kinds: fields of the plan that list them."""
+        """Return stamps of external files, which change when a file is replaced, even by an older one. kinds: fields of
+        the plan that list the files."""
         return lambda wildcards: [
             stamp for kind in kinds for stamp in _stamps(getattr(self.plans.plan_for(wildcards), kind))
         ]
 
-    # These repeat an option where there is no such file: Snakemake, which compares the set of all params, finds what it
-    # knows already, and makes nothing of before again.
+    # These repeat an option that the rule has already: without a stamp, the set of all params, which Snakemake
+    # compares, equals the recorded one, and existing results are kept.
 
     def start_stamps(self, wildcards: Wildcards) -> list[str]:
-        """Return the option that names the weights to start from, and stamps of those in a folder."""
+        """Return the option for the weights to start from, and stamps of their files if they are in a folder."""
         plan = self.plans.plan_for(wildcards)
         return [*self._optional(plan)["start"].words, *_stamps(plan.start_files)]
 
     def detector_stamps(self, wildcards: Wildcards) -> list[str]:
-        """Return the option that names the detector, and stamps of the weights of all detectors of an experiment."""
+        """Return the option for the detector, and stamps of the weights of all detectors of an experiment."""
         plan = self.plans.plan_for(wildcards)
         files = [path for paths in plan.detector_files.values() for path in paths]
         return [*self._optional(plan)["detector"].words, *_stamps(files)]
 
     def reference_stamps(self, wildcards: Wildcards) -> list[str]:
-        """Return the option of `reference` that names the detector, and stamps of the weights of the one it uses."""
+        """Return the option of `reference` for the detector, and stamps of the weights of the detector."""
         plans = [plan for plan in self.plans.by_name.values() if plan.dataset == wildcards["dataset"]]
         files = {path for plan in plans for path in plan.detector_files.get(wildcards["judge"], [])}
         return [*self.reference_detector_option(wildcards), *_stamps(sorted(files))]
@@ -294,9 +292,9 @@ class Files:
         return lambda wildcards: self.plans.plan_for(wildcards).configs[stage]
 
     def configs_before(self, stage: str) -> Callable[[Wildcards], list[str]]:
-        """Return the configurations of the stages before: should one of those fail, nothing after it passes for up to
+        """Return the configurations of the previous stages, so that after a failed stage no later one counts as up to
         date."""
-        # A set of pairs is of no codec: experiments with different ones share it.
+        # A set of pairs depends on no codec: experiments with different codecs share it.
         before = ("crop",) if stage == "embed" else STAGES[: STAGES.index(stage)]
 
         def configs(wildcards: Wildcards) -> list[str]:
@@ -322,7 +320,7 @@ class Files:
         return {"config": self.config(stage), "before": self.configs_before(before), **files}
 
     def _of_weights(self, experiment: str, name: str) -> str:
-        """Return a file of the folder of weights that the stages after a training use."""
+        """Return a file in the folder of the weights that the stages after training use."""
         return f"{self.results}/{experiment}/{self.plans.by_name[experiment].weights}/{name}"
 
     # ---- Data
@@ -332,12 +330,12 @@ class Files:
         return self._trained_on(self.plans.plan_for(wildcards))
 
     def real_data(self, wildcards: Wildcards) -> str:
-        """Return the manifest of the real data that a model is compared with: crops, or the pairs of a prior; latents
-        that others have encoded, which hold the classes alone."""
+        """Return the manifest of the real data that a model is compared with: crops, the pairs of a prior, or imported
+        latents, of which only the classes are used."""
         return f"{self._real(self.plans.plan_for(wildcards))}/manifest.json"
 
     def to_encode(self, wildcards: Wildcards) -> str:
-        """Return the files that become latents: crops, or the files that others have encoded, by their note."""
+        """Return the input of encoding: the manifest of the crops, or source.json for imported latents."""
         plan = self.plans.plan_for(wildcards)
         return f"{self._dataset(plan)}/{'crops/manifest' if plan.has_images else 'source'}.json"
 
@@ -353,13 +351,13 @@ class Files:
     # ---- Other weights of a training: checkpoints and sweeps
 
     def newest_checkpoint(self, wildcards: Wildcards) -> str:
-        """Return the newest checkpoint of an experiment, if that one is asked for: another one makes other images."""
+        """Return the newest checkpoint if step=latest, since a newer checkpoint gives other images; else ""."""
         folder = Path(self.results, wildcards["experiment"], "train", "state")
         if wildcards["step"] != "latest":
             return ""
         checkpoints = []
         for path in folder.glob("*/step-*"):
-            with suppress(FileNotFoundError):  # the training goes on, and keeps few
+            with suppress(FileNotFoundError):  # training continues and removes old checkpoints
                 checkpoints.append((path.stat().st_mtime_ns, path))
         return str(max(checkpoints)[1].relative_to(folder)) if checkpoints else ""
 
@@ -375,22 +373,22 @@ class Files:
         return f"{self.results}/{wildcards['experiment']}/sweep/{axis}/{wildcards['value']}/weights/{WEIGHTS}"
 
     def choosing_curve(self, wildcards: Wildcards) -> list[str]:
-        """Return the curve that names the step of weights, if those of the chosen step are asked for."""
+        """Return the curve that states the chosen step, if the weights of the chosen step are requested."""
         curve = f"{self.results}/{wildcards['experiment']}/sweep/{wildcards['axis']}/curve.json"
         return [curve] if wildcards["value"] == CHOSEN else []
 
     def which_weights(self, wildcards: Wildcards) -> list[str]:
-        """Return the option of `ema` that names weights of the training."""
+        """Return the option of `ema` that selects weights of the training."""
         chosen = option_of("--chosen-in", self.choosing_curve(wildcards))
         return chosen or [OTHER_WEIGHTS[wildcards["axis"]], wildcards["value"]]
 
     def choosing_option(self, wildcards: Wildcards) -> list[str]:
-        """Return the option of `sweep` that names the rule by which a step is chosen."""
+        """Return the option of `sweep` for the rule that chooses a step."""
         rule = self.plans.plan_for(wildcards).choose
         return option_of("--choose", [rule] if rule and wildcards["axis"] == "checkpoint" else [])
 
     def swept_points(self, wildcards: Wildcards) -> dict[str, str]:
-        """Return the metrics at each point of a curve, by value."""
+        """Return the metrics file of each point of a curve, by value."""
         plan, axis = self.plans.plan_for(wildcards), wildcards["axis"]
         return {
             value: f"{self.results}/{plan.experiment}/sweep/{axis}/{value}/metrics.json" for value in plan.sweep[axis]

@@ -1,4 +1,4 @@
-"""Facts about each experiment that Snakemake has to know, as `configure` writes them."""
+"""Plan of each experiment: the facts that Snakemake needs, written by `configure`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from image_diffusion.core.files.atomic import read_json
 from image_diffusion.workflow.studies import StudyPlan, read_studies
 
 STAGES = ("crop", "encode", "embed", "train", "sample", "evaluate", "export")
-"""Stages of an experiment, in this order; an experiment that has no use for a stage leaves it out."""
+"""Stages of an experiment, in this order; an experiment skips the stages that it does not need."""
 
 
 CHOSEN = "chosen"
-"""Name among the steps of a curve of the one that is chosen there."""
+"""Folder name of the chosen step, among the folders of the steps of a curve."""
 
 
 class Wildcards(Protocol):
@@ -35,143 +35,143 @@ def has(wildcards: Wildcards, name: str) -> bool:
 
 
 class PairPlan(TypedDict):
-    """One set of the section pairs of an experiment."""
+    """One set of pairs, from the section `pairs` of an experiment."""
 
     of_images: bool
-    """True if it is made from crops."""
+    """True if the set is made from crops."""
     of_source: bool
-    """True if files of the data's source are read for it."""
+    """True if files of the data source are read."""
     of_detector: bool
-    """True if the detector of the data set looks at it."""
+    """True if the detector of the data set is needed to make the set."""
     files: str | None
     """The table or the folder that captions, numbers or images are read from."""
     weights: str | None
-    """The name, file or folder of the weights of its encoder."""
+    """Name, file or folder of the encoder's weights."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One experiment, resolved. Paths are as the rules name them."""
+    """One resolved experiment. Paths are spelled as in the rules."""
 
     experiment: str
     """Name of the experiment."""
     system: str
-    """The type of its system."""
+    """Type of the system."""
     dataset: str
-    """The folder of its data set under results/datasets."""
+    """Folder of the data set under results/datasets."""
     source: dict[str, Any]
-    """Source of its images, as its section data.source."""
+    """Source of the images: the section data.source."""
     data_digest: str
-    """Digest of its section data."""
+    """Digest of the section data."""
     has_images: bool
-    """True if its source holds images, False for latents that others have encoded."""
+    """True if the source holds images, False if it holds imported latents."""
     num_shards: int
-    """Shards that its data set is cut into."""
+    """Number of shards of the data set."""
     codec: str | None
-    """The folder of its latents beside the crops; none for pixels."""
+    """Folder of the latents, next to the crops; None for pixels."""
     codec_experiment: str | None
-    """The experiment that trains its codec."""
+    """Experiment that trains the codec."""
     codec_files: list[str]
-    """The files that its codec is read from, where others have trained it."""
+    """Files of an external codec."""
     decoder_files: list[str]
-    """Files of the decoder that its samples are decoded by, if that is another one."""
+    """Files of the decoder of the samples, if it is not the codec's own."""
     weaker_files: list[str]
-    """Files of the weaker network that its samples are guided by, where one is set."""
+    """Files of the weaker network that guides sampling, if one is set."""
     start_files: list[str]
-    """Files of the weights that it starts from, where those are a folder and not an experiment."""
+    """Files of the initial weights, if these are a folder and not an experiment."""
     detector_files: dict[str, list[str]]
-    """Files of the weights of detectors that are not fetched, by the folder of their reference features."""
+    """Files of the local weights of detectors, by the folder of their reference features."""
     small_images: str | None
-    """Images that samples are conditioned on: `validation` or a file."""
+    """Small images that samples are conditioned on: `validation` or a file."""
     small_images_experiment: str | None
     """The experiment whose samples those are."""
     embeddings: str | None
-    """Embeddings that images are made of: `validation` for those of held-out images, or a folder."""
+    """Embeddings that images are sampled from: `validation` for those of held-out images, or a folder."""
     embeddings_experiment: str | None
-    """The experiment that makes its embeddings."""
+    """Experiment that makes the embeddings."""
     against: str | None
-    """A file of images that samples are compared with, in place of real ones."""
+    """File of images that samples are compared with instead of real images."""
     against_experiment: str | None
     """The experiment whose samples those are."""
     start_experiment: str | None
-    """The experiment whose weights it starts from."""
+    """Experiment whose weights training starts from."""
     tokens: str | None
-    """The folder of the tokens that its own codec encodes the data set to."""
+    """Folder of the tokens of the data set, if the experiment trains a discrete VAE."""
     judged_on_encoded: bool
-    """True if `evaluate` also looks at what its codec encodes the data set to."""
+    """True if `evaluate` also reads the encoded data set."""
     judged_on_pairs: bool
-    """True if `evaluate` also looks at the pairs beside its images."""
+    """True if `evaluate` also reads the pairs."""
     pairs: dict[str, PairPlan]
-    """The sets of its pairs, by folder, in the order in which they are read."""
+    """Sets of pairs, by folder, in the order in which they are read."""
     pairs_beside: bool
-    """True if its pairs are read beside its data, False if in place of them."""
+    """True if pairs are read in addition to the data, False if they replace it."""
     prompts: str | None
-    """The file that prompts or rows of numbers are read from."""
+    """File of prompts or rows of numbers."""
     pictures: list[str]
-    """The files of images and masks that samples are made of."""
+    """Files of images and masks that samples are made from."""
     makes_samples: bool
     """True if `sample` makes images."""
     keeps_samples: bool
-    """True if it stores all samples, False if `evaluate` makes them as it looks at them."""
+    """True if all samples are stored, False if `evaluate` generates them as it reads them."""
     makes_embeddings: bool
     """True if `sample` makes embeddings."""
     sample_jobs: int
     """Number of jobs that share the samples or embeddings."""
     sample_batches: int
-    """Batches that the samples or embeddings are made in; a job makes whole ones."""
+    """Number of batches of samples or embeddings; a job makes whole batches."""
     synthesize_jobs: int
-    """Number of jobs that share the images of the data set that is made of its images; 0: it makes none."""
+    """Number of jobs that generate the synthetic data set; 0: the experiment makes none."""
     synthesize_table: str | None
-    """The table that says which images that data set has."""
+    """Table that specifies the images of the synthetic data set."""
     global_batch: int
-    """Examples of one step of training."""
+    """Number of examples in a training step."""
     detectors: list[str]
-    """Detectors that its metrics look at images with."""
+    """Detectors of the metrics."""
     references: dict[str, str]
-    """Configuration of each detector that looks at the data set, by the folder of its reference features."""
+    """Configuration of each detector of the data set, by the folder of its reference features."""
     headline: str
-    """The metric it is ranked by."""
+    """Metric that experiments are ranked by."""
     sweep: dict[str, dict[str, str]]
-    """The configuration of each point of each curve, by what is varied and by value."""
+    """Configuration of each point of each curve, by the varied setting and by value."""
     choose: str
-    """The rule that chooses the step of its training whose weights all later stages use; empty for the last."""
+    """Rule that chooses the training step whose weights all later stages use; empty for the last step."""
     export: str
-    """The format it is exported to, or `none`."""
+    """Export format, or `none`."""
     resources: dict[str, int | str | None]
-    """Resources that it asks a machine for: its section resources."""
+    """Resources to request: the section resources."""
     configs: dict[str, str]
-    """The resolved configuration of each stage it goes through; of `embed` one for each set of pairs, embed-FOLDER."""
+    """Resolved configuration of each stage; `embed` has one for each set of pairs, embed-FOLDER."""
     beyond_defaults: list[str]
-    """The dotted keys in which it differs from what its system does by itself, for its page."""
+    """Dotted keys that differ from the defaults of the system, for the page of the experiment."""
 
     @property
     def weights(self) -> str:
-        """The folder, within its results, of the weights that all stages after the training use."""
+        """Folder, below the results of the experiment, of the weights that all stages after training use."""
         return _weights_folder(self.choose)
 
     @property
     def synthesizes(self) -> bool:
-        """True if a data set is made of its images."""
+        """True if the experiment makes a synthetic data set."""
         return "synthesize" in self.configs
 
     @property
     def most_sample_jobs(self) -> int:
-        """Jobs that could share its samples at most."""
+        """Maximum number of jobs that can share the samples."""
         return self.sample_batches if self.keeps_samples else 1
 
     @property
     def learns_from_pairs(self) -> str | None:
-        """The folder of its pairs, where it learns from those alone."""
+        """Folder of the pairs, if training reads pairs only."""
         return None if self.pairs_beside else next(iter(self.pairs), None)
 
     @property
     def builds_on(self) -> list[str]:
-        """The experiments that are made before it."""
+        """Experiments that must be made before this one."""
         named = (self.codec_experiment, self.small_images_experiment, self.embeddings_experiment)
         return [name for name in (*named, self.against_experiment, self.start_experiment) if name]
 
     def of_tokens(self) -> Plan:
-        """Return the plan by which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""
+        """Return the plan for encoding the data set to tokens with the discrete VAE that this experiment trains."""
         configs = {"crop": self.configs["crop"], "encode": self.configs["tokens"]}
         return replace(self, codec=self.tokens, codec_experiment=self.experiment, codec_files=[], configs=configs)
 
@@ -191,7 +191,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def used_weights(experiment: Path) -> Path:
-    """Return the folder of the weights that all stages after the training use. experiment: its folder of results."""
+    """Return the folder of the weights that all stages after training use. experiment: its folder of results."""
     path = plan_file(experiment.parent, experiment.name)
     return experiment / _weights_folder(read_json(path).get("choose", "") if path.is_file() else "")
 
@@ -202,11 +202,11 @@ def _weights_folder(choose: str) -> str:
 
 @dataclass(frozen=True)
 class Plans:
-    """Experiments that Snakemake is to make and those that they build on, by name; and by what they share."""
+    """Plans of the experiments to make and of those they build on, by name and by shared data."""
 
     by_name: dict[str, Plan]
     requested: tuple[str, ...] = ()
-    """Experiments that do not exist for others alone, or for a study."""
+    """Experiments that were requested themselves, not only as dependencies or runs of a study."""
     studies: dict[str, StudyPlan] = field(default_factory=dict)
     """The requested studies, by name."""
 
@@ -228,8 +228,8 @@ class Plans:
         return cls(plans, tuple(names), study_plans)
 
     def with_others(self, results: str | Path) -> Plans:
-        """Return these and every other plan under the results, before them: for a data set that several use, these are
-        asked first. Plans that cannot be read are left out."""
+        """Return all plans under the results, these last, so that they take precedence for a shared data set. Plans
+        that cannot be read are left out."""
         others: dict[str, Plan] = {}
         for path in sorted(Path(results).glob(str(plan_file("", "*")))):
             name = path.parents[1].name
@@ -256,13 +256,13 @@ class Plans:
 
     @cached_property
     def references(self) -> dict[tuple[str, str], str]:
-        """The configuration of each detector that looks at a data set, by data set and folder."""
+        """The configuration of each detector of a data set, by data set and folder."""
         return {
             (plan.dataset, name): config for plan in self.by_name.values() for name, config in plan.references.items()
         }
 
     def plan_for(self, wildcards: Wildcards) -> Plan:
-        """Return the plan that a job belongs to; for a data set, that of an experiment which uses it."""
+        """Return the plan of a job; for a job of a data set, the plan of an experiment that uses the data set."""
         if has(wildcards, "experiment"):
             return self.by_name[wildcards["experiment"]]
         dataset = wildcards["dataset"]
@@ -273,7 +273,7 @@ class Plans:
         return self.datasets[dataset]
 
     def pattern(self, wildcard: str) -> str:
-        """Return the regular expression of the existing values of a wildcard, and nothing else."""
+        """Return a regular expression that matches the existing values of a wildcard and nothing else."""
         values: dict[str, Iterable[str]] = {
             "experiment": self.by_name,
             "dataset": self.datasets,

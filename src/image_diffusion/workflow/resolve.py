@@ -1,5 +1,5 @@
-"""Settings of the workflow are checked, and experiments become plans: `configure` is run when something has changed,
-and only then, since it imports torch."""
+"""Check the settings of the workflow and resolve experiments to plans. `configure`, which imports torch, runs only if
+something has changed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ RENAMED = {
 def check_settings(
     settings: Mapping[str, Any], schema: Mapping[str, Any], file: Path, experiments: Path, studies: Path
 ) -> None:
-    """Raise ValueError for the first thing that cannot work.
+    """Raise ValueError for the first invalid setting.
 
-    settings: as Snakemake has them. schema: JSON Schema of them. file: where they were written, for what a reader of
-    the data alone cannot see: keys that stand twice. experiments, studies: the folders of what they name.
+    settings: as read by Snakemake. schema: their JSON Schema. file: their file, which is checked for duplicate keys.
+    experiments, studies: the folders of the named experiments and studies.
     """
-    import jsonschema  # a tenth of a second: not for those whose settings have been checked
+    import jsonschema  # takes a tenth of a second, so only for unchecked settings
 
     if file.is_file():
         read_yaml(file)
@@ -76,11 +76,11 @@ NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def requested(config: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the experiments and studies that Snakemake is to make, as settings: the `experiments` that its command
-    line names as targets, or else the studies of the setting `study`, or else the setting `experiments`. Each of these
-    is a list of names or one name. An experiment of whose results the command line names a file is added to them.
+    """Return the experiments and studies to make, as settings: the experiments that are targets on the command line, or
+    else the studies of the setting `study`, or else the setting `experiments`. Both settings are a list of names or one
+    name. Experiments with a result file on the command line are added.
 
-    arguments: of the command line; one that is the name of a file in config/experiments is a target.
+    arguments: of the command line; the name of a file in config/experiments is a target.
     """
     named = list(dict.fromkeys(filter(_is_experiment, arguments)))
     listed, studies = _several(config.get("experiments")), _several(config.get("study"))
@@ -91,7 +91,7 @@ def requested(config: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, 
 
 
 def _with_files(arguments: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """Return the experiments of whose results a file is named."""
+    """Return the experiments with a result file among the arguments."""
     results = Path(str(config.get("results", "results")))
     paths = [path.relative_to(results).parts for path in map(Path, arguments) if path.is_relative_to(results)]
     return list(dict.fromkeys(path[0] for path in paths if len(path) > 1 and _is_experiment(path[0])))
@@ -106,17 +106,17 @@ def _several(names: Any) -> Any:
 
 
 def resolve(root: Path, config: Mapping[str, Any], beside: bool = False) -> dict[str, str]:
-    """Check experiments and write them out stage by stage; return the digest of each stage's code, and of that of the
-    pages.
+    """Check experiments and write the configuration of each stage; return the digest of the code of each stage and of
+    the pages.
 
-    root: the folder of the workflow. config: its configuration. The experiments are files of the folder Snakemake runs
-    in. beside: True if another Snakemake works there: a warning says that the files which it reads have changed. What
-    was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and written: what
-    has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
+    root: the folder of the workflow. config: its configuration. Experiments are files in the working directory of
+    Snakemake. beside: True if another Snakemake runs there, for a warning if the files that it reads have changed. The
+    result is cached in results/.resolved.json, with the sha256 of every file that was read and written, and computed
+    again if any of them has changed, is damaged or is missing. Raises ValueError for the first mistake.
     """
     results, source = Path(str(config.get("results", "results"))), package_beside(root)
     cached = _read(results)
-    plain = json.loads(json.dumps(config, default=str))  # YAML knows dates
+    plain = json.loads(json.dumps(config, default=str))  # YAML has dates
     scripts = root / "workflow" / "scripts"
     current: dict[str, Any] = {
         "config": digest(plain),
@@ -151,14 +151,14 @@ def resolve(root: Path, config: Mapping[str, Any], beside: bool = False) -> dict
 
 
 def resolved(results: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the result of `resolve` where Snakemake was started, and for which experiments and studies, as
-    `requested` has them: for a job on another machine."""
+    """Return the cached result of `resolve` and the requested experiments and studies (see `requested`), for a job on
+    another machine."""
     cached = read_json(_cache(results))
     return dict(cached["code"]), {"experiments": list(cached["experiments"]), "study": list(cached["studies"])}
 
 
 def configure(experiments: list[Path], results: Path, source: Path, studies: Sequence[Path] = ()) -> None:
-    """Run `configure` of the package in a folder. Raises ValueError with what it says."""
+    """Run `configure` of the package in the folder `source`. Raises ValueError with its error message."""
     arguments = ["--experiments", *map(str, experiments), "--results", str(results)]
     arguments += ["--studies", *map(str, studies)]
     command = [sys.executable, "-m", "image_diffusion", "configure", *arguments]
@@ -171,8 +171,8 @@ def configure(experiments: list[Path], results: Path, source: Path, studies: Seq
 
 
 def read_and_written(results: Path, experiments: list[str], studies: list[str]) -> list[Path]:
-    """Return the files that `configure` read and wrote: those of the experiments and of all that they build on, and
-    the tables of what is sampled."""
+    """Return the files that `configure` read and wrote: those of the experiments and of their dependencies, and the
+    tables of prompts and of synthetic images."""
     loaded = Plans.read(results, experiments, studies)
     plans, runs = loaded.by_name, {run for study in loaded.studies.values() for run in study.runs}
     names = {*(plans.keys() - runs), *(name for study in loaded.studies.values() for name in study.experiments)}
@@ -194,7 +194,7 @@ def _cache(results: Path) -> Path:
 
 
 def _read(results: Path) -> dict[str, Any]:
-    """Read the result of the last time; empty if it cannot be read."""
+    """Read the cached result; empty if it cannot be read."""
     try:
         cached = read_json(_cache(results))
     except ValueError:
@@ -206,8 +206,8 @@ def _read(results: Path) -> dict[str, Any]:
 
 
 def _intact(files: Mapping[str, str], results: Path) -> bool:
-    """Return True if all files are unchanged, and none that was written is from the future: that would be newer than
-    what is made of it."""
+    """Return True if all files are unchanged and no written file is from the future, which would make it newer than the
+    results made from it."""
     paths = {Path(path): sha256 for path, sha256 in files.items()}
     written = (path for path in paths if path.is_relative_to(results))
     unchanged = all(path.is_file() and sha256_file(path) == sha256 for path, sha256 in paths.items())

@@ -1,4 +1,4 @@
-"""Resources that a stage asks a machine for. Each is a function of a job's wildcards, as Snakemake's resources are."""
+"""Resources to request for each stage, as functions of a job's wildcards."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from image_diffusion.workflow.jobs.slurm_queue import count_out_of_memory
 from image_diffusion.workflow.plans import Plan, Plans, Wildcards, has
 
 ALL_CORES = 1024
-"""Threads that no machine has: Snakemake gives a job that asks for them every core, and so runs it alone."""
+"""More threads than any machine has: Snakemake gives such a job every core, and so runs it alone."""
 
 SIGNAL_LEAD_S = 120
-"""Seconds before the end of its time at which training is signalled, unless the site's slurm_extra has a --signal of
-its own."""
+"""Seconds between the signal to a training and the end of its job's time, unless the site's slurm_extra sets
+--signal."""
 
 MORE_MEMORY = 1.5
-"""Factor of the memory that a job asks for after an attempt that ran out of it."""
+"""Factor of the requested memory after each attempt that ran out of memory."""
 MOST_OUT_OF_MEMORY = 3
-"""Largest number of times that it is applied."""
+"""Maximum number of times that the factor is applied."""
 
-_START_MIN = 10  # what a job has beside its work
+_START_MIN = 10  # of a job, in addition to its work
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Machines as the section `resources` of an experiment asks for them; --config NAME=NUMBER goes before it."""
+    """Resources from the section `resources` of an experiment, which --config NAME=NUMBER overrides."""
 
     plans: Plans
     config: Mapping[str, Any]
@@ -42,24 +42,24 @@ class Machine:
     queued: bool
     """True if jobs are sent to a queue."""
     remote: bool
-    """True if this is a job that was sent."""
+    """True in a job that was submitted."""
     cores: int = 1
-    """Cores of this machine that may be used."""
+    """Number of usable cores of this machine."""
     devices: tuple[str, ...] = ()
-    """The GPUs of this machine, where it has several and no queue gives them: each stage that uses one has its own."""
+    """GPUs of this machine if it has several and there is no queue: each stage that uses a GPU reserves one."""
     limit: int | None = None
-    """Number of these GPUs that may be used at once, if --resources devices= says so."""
+    """Maximum number of these GPUs in use at once, from --resources devices=."""
     executor: Callable[[], str] = lambda: "local"
-    """Return the name of Snakemake's executor, which is known when jobs are planned."""
+    """Return the name of Snakemake's executor, which is available once jobs are planned."""
     since: float = field(default_factory=time.time)
-    """When Snakemake started, in seconds since 1970."""
+    """Start time of Snakemake, in seconds since 1970."""
 
     def _requested(self, name: str, wildcards: Wildcards) -> int:
         return self._resources_of(self.plans.plan_for(wildcards), name)
 
     def _resources_of(self, plan: Plan, name: str) -> int:
         value = self.config.get(name, plan.resources[name])
-        if value is None:  # GPUs: on a cluster nobody gets one without asking for it
+        if value is None:  # GPUs: a cluster gives none without a request
             return self._resources_of(plan, "processes_per_node") if self.queued or self.remote else 0
         return int(value)
 
@@ -70,8 +70,8 @@ class Machine:
         return self._requested("cpus_per_process", wildcards)
 
     def threads(self, wildcards: Wildcards) -> int:
-        """Return the CPU cores of a process on this machine, where stages that use its only GPU run one at a time, and
-        those that use one of several share its cores."""
+        """Return the CPU cores of a process on this machine: all for a stage on its only GPU, so that such stages run
+        one at a time; an equal share for a stage on one of several GPUs."""
         if self._alone(wildcards):
             return self._share() if self.devices else ALL_CORES
         return self.cpus(wildcards)
@@ -81,16 +81,16 @@ class Machine:
         return min(1, self.gpus(wildcards))
 
     def one_device(self, wildcards: Wildcards) -> int | None:
-        """Return one of several GPUs of this machine, if the experiment asks for any."""
+        """Return 1 if the machine has several GPUs and the experiment requests any; else None."""
         return 1 if self.devices and self._alone(wildcards) else None
 
     def one_device_to_begin(self, wildcards: Wildcards, input: Any) -> int | None:
-        """Return one of several GPUs of this machine, unless several jobs have made the parts."""
+        """Return `one_device`, or None if several jobs have made the parts."""
         return None if input.parts else self.one_device(wildcards)
 
     def devices_option(self, wildcards: Wildcards, resources: Any) -> list[str]:
-        """Return the options of `logged` that say how many GPUs a stage asks for, and how many of several are to be its
-        own. A function of the resources does not belong to the parameters for which Snakemake makes results again."""
+        """Return the options of `logged` for the numbers of GPUs that a stage requests and reserves on this machine.
+        Snakemake ignores changes of params that are functions of the resources."""
         gpus, devices = number_of_gpus(resources), resources.get("devices")
         return [
             *(["--gpus", str(gpus)] if gpus else []),
@@ -98,15 +98,15 @@ class Machine:
         ]
 
     def memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
-        """Memory in MB: a process's share of what the experiment trains with on each machine."""
+        """Return the memory in MB: one process's share of the training memory of a node."""
         return -(-self.training_memory_mb(wildcards, attempt) // self.processes(wildcards))
 
     def runtime_min(self, wildcards: Wildcards) -> int:
-        """Time for one job, in minutes."""
+        """Return the time for one job, in minutes."""
         return self._requested("runtime_min", wildcards)
 
     def one_process(self, **other: Any) -> dict[str, Any]:
-        """Return the resources of a stage of one process. other: resources in place of these."""
+        """Return the resources of a stage of one process. other: resources that replace these."""
         usual = {
             **self.gpu_resources(self.one_gpu),
             "devices": self.one_device,
@@ -117,7 +117,7 @@ class Machine:
         return usual | other
 
     def joining(self, **other: Any) -> dict[str, Any]:
-        """Return the same of a stage that takes no GPU where several jobs have made its parts."""
+        """Return the resources of a stage of one process that needs no GPU if several jobs have made its parts."""
 
         def request(name: str, wildcards: Wildcards, input: Any) -> str | int | None:
             return None if input.parts else self._gpu_request(name, self.one_gpu, wildcards)
@@ -126,7 +126,7 @@ class Machine:
         return self.one_process(**gpus, devices=self.one_device_to_begin, **other)
 
     def gpu_resources(self, number: Callable[[Wildcards], int]) -> dict[str, Callable[[Wildcards], str | int | None]]:
-        """Return the resources that request GPUs, of which a job has those that its executor reads. number: of GPUs."""
+        """Return the resources that request GPUs; those that the executor does not read are None. number: of GPUs."""
         return {name: partial(self._gpu_request, name, number) for name in NAMES}
 
     def one_core(self) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class Machine:
         return {"cpus_per_task": 1, "mem_mb": self.memory_mb, "runtime": 30}
 
     def sampling_min(self, wildcards: Wildcards) -> int:
-        """Time for one of the jobs that make the samples, in minutes: what `doctor` has measured, with half as much in
-        reserve, where it was asked; never more than for others."""
+        """Return the time for one sampling job, in minutes: the measurement of `doctor`, if any, plus 50 % and
+        `_START_MIN`, at most `runtime_min`."""
         longest, plan = self.runtime_min(wildcards), self.plans.plan_for(wildcards)
         try:
             forecast = read_json(Path(self.config.get("results", "results"), plan.experiment, "doctor.json"))
@@ -144,7 +144,7 @@ class Machine:
             return longest
 
     def sampling_jobs(self, wildcards: Wildcards) -> int:
-        """Jobs that make the samples at the same time: all of them where a queue has room, here one for each GPU."""
+        """Return the number of concurrent sampling jobs: all jobs in a queue, one for each GPU on this machine."""
         plan = self.plans.plan_for(wildcards)
         if self.queued or self.remote:
             return max(1, plan.sample_jobs)
@@ -153,15 +153,15 @@ class Machine:
     # ---- Training, on nodes of several processes
 
     def nodes(self, wildcards: Wildcards) -> int:
-        """Machines that train together."""
+        """Number of machines that train together."""
         return self._requested("nodes", wildcards)
 
     def processes(self, wildcards: Wildcards) -> int:
-        """Processes of each node."""
+        """Number of processes on each node."""
         return self._requested("processes_per_node", wildcards)
 
     def training_cpus(self, wildcards: Wildcards) -> int:
-        """CPU cores of each node."""
+        """Number of CPU cores on each node."""
         return self.processes(wildcards) * self.cpus(wildcards)
 
     def training_threads(self, wildcards: Wildcards) -> int:
@@ -171,14 +171,14 @@ class Machine:
         return self.training_cpus(wildcards)
 
     def training_devices(self, wildcards: Wildcards) -> int | None:
-        """Return the number of GPUs of this machine, if it has several, that the processes on it need; None if they use
-        none."""
+        """Return the number of GPUs that training reserves on this machine, if it has several and training uses any;
+        else None."""
         return self._processes_here(wildcards) if self.devices and self._alone(wildcards) else None
 
     def training_memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
-        """Memory of each node, in MB: half as much more after each attempt that ran out of it, at most three times.
+        """Return the MB of memory of each node: 50 % more after each attempt that ran out of it, at most three times.
 
-        attempt: Snakemake's count, from 1. Attempts that ended otherwise, at a time limit for instance, add nothing.
+        attempt: Snakemake's count, from 1. Attempts that ended for another reason, such as a time limit, add nothing.
         """
         short = 0
         if attempt > 1:
@@ -192,26 +192,25 @@ class Machine:
         return self._requested("gpus_per_node", wildcards)
 
     def tasks(self, wildcards: Wildcards) -> int | None:
-        """Tasks of a job on several nodes, one on each; a job on one node has no such resource."""
+        """Return the number of tasks of a job on several nodes, one per node; None on one node."""
         nodes = self.nodes(wildcards)
         return nodes if nodes > 1 else None
 
     def mpi(self, wildcards: Wildcards) -> str | None:
-        """Return the resource that makes a job on several nodes start its tasks itself; a job on one node has no such
-        resource."""
+        """Return the resource that makes a job on several nodes start its own tasks; None on one node."""
         return "srun" if self.nodes(wildcards) > 1 else None
 
     def hang_s(self, wildcards: Wildcards) -> int:
-        """Return the seconds that a process waits for another."""
+        """Return the seconds that a training process waits for another."""
         return self._requested("hang_s", wildcards)
 
     def stage_to(self, wildcards: Wildcards) -> str:
-        """Return the folder of a node's own disk that its data are copied to; empty for none."""
+        """Return the folder on a node's local disk that training copies its data to; empty for none."""
         return str(self.plans.plan_for(wildcards).resources["stage_to"])
 
     def grace_s(self, wildcards: Wildcards) -> int:
         """Return the seconds that training has to save and end: the time between Slurm's signal and the end of the
-        job's time, less half a minute for the way to the processes and back."""
+        job's time, minus 30 s for communication with the processes."""
         site = self.config.get("slurm") or {}
         every, stages = site.get("every_stage") or {}, site.get("stages") or {}
         extra = (stages.get("train") or {}).get("slurm_extra") or every.get("slurm_extra") or ""
@@ -221,10 +220,10 @@ class Machine:
     # ---- Jobs that stages share
 
     def shared_job(self, wildcards: Wildcards) -> str | None:
-        """Return the name of the job that a stage shares with others, if it does: those of an experiment, with the
-        latents of its codec; and those of a data set, if every experiment on it wants that. A site that asks for
-        something else for one stage has a job for each."""
-        single = has(wildcards, "step")  # images of a checkpoint, beside the Snakemake that trains
+        """Return the name of the job that a stage shares with others, or None: one job for the stages of an experiment
+        and the latents of its codec, and one for those of a data set, if all its experiments set one_job. A site with
+        resources of its own for single stages uses one job per stage."""
+        single = has(wildcards, "step")  # images of a checkpoint, during training by another Snakemake
         if single or not (self.queued or self.remote) or (self.config.get("slurm") or {}).get("stages"):
             return None
         codec = self.plans.plan_for(wildcards).codec_experiment if has(wildcards, "codec") else None
@@ -246,21 +245,21 @@ class Machine:
 
     @property
     def uses_gpus(self) -> bool:
-        """True if an experiment asks for GPUs, and no queue gives them."""
+        """Return True if an experiment requests GPUs and there is no queue."""
         wanted = any(self._resources_of(plan, "gpus_per_node") > 0 for plan in self.plans.by_name.values())
         return wanted and not (self.queued or self.remote)
 
     @property
     def at_once(self) -> int:
-        """Number of GPUs that are used at once: 0 if they are not distinguished."""
+        """Return the number of GPUs that are used at once; 0 if GPUs are not reserved."""
         return len(self.devices) if self.limit is None else min(self.limit, len(self.devices))
 
     def jobs_at_once(self, plan: Plan) -> int:
-        """Jobs of an experiment that use one each."""
+        """Return the number of concurrent jobs of an experiment that use one GPU each."""
         return max(1, self.at_once) if self._resources_of(plan, "gpus_per_node") > 0 else 1
 
     def too_few_devices(self, trainings: Iterable[Wildcards]) -> str | None:
-        """Return an error message if one of these trainings needs more devices than the machine has; None otherwise."""
+        """Return an error message if one of these trainings needs more devices than are available; else None."""
         for wildcards in trainings:
             needed = self.training_devices(wildcards) or 0
             if needed > self.at_once:
@@ -275,12 +274,12 @@ class Machine:
         return max(1, self.cores // max(1, self.at_once))
 
     def _processes_here(self, wildcards: Wildcards) -> int:
-        """Processes of a training that compute on this machine: all of them, unless Slurm has given it several."""
+        """Return the number of training processes on this machine: all, or those of one node in a Slurm job."""
         nodes = 1 if "SLURM_JOB_ID" in os.environ else self.nodes(wildcards)
         return nodes * self.processes(wildcards)
 
     def _alone(self, wildcards: Wildcards) -> bool:
-        """Return True for a stage on a GPU of this machine. In a queue, stages have the cores that they request."""
+        """Return True for a stage that uses a GPU of this machine without a queue."""
         return self._requested("gpus_per_node", wildcards) > 0 and not (self.queued or self.remote)
 
     def _gpu_request(self, name: str, number: Callable[[Wildcards], int], wildcards: Wildcards) -> str | int | None:

@@ -1,4 +1,4 @@
-"""Start of Snakemake: the experiments become plans, which the rules receive."""
+"""Start of Snakemake: resolve the experiments to plans for the rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from image_diffusion.workflow.resolve import requested, resolve, resolved
 from image_diffusion.workflow.resources import Machine
 
 _LISTS = {"--list-rules", "--list", "-l", "--list-target-rules", "--lt", "--lint"}
-"""Arguments that ask Snakemake for its rules alone, which no file of a data set changes."""
+"""Arguments that make Snakemake only list its rules, which are independent of the files of data sets."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class WorkflowContext:
     """Context that the rules receive."""
 
     results: str
-    """The folder of all results."""
+    """Folder of all results."""
     plans: Plans
     files: Files
     parts: Parts
     machine: Machine
     code: Mapping[str, str]
-    """The digest of each stage's code."""
+    """Digest of each stage's code."""
     pages: str
-    """The sha256 of what makes pages: scripts, templates, and the code of the package that they import."""
+    """Digest of the scripts and templates of the pages, and of the package code that they import."""
     lock: TextIO | None
-    """The open file that keeps other Snakemakes out of the results."""
+    """Open lock file that keeps other Snakemakes out of the results."""
 
 
 def start(
@@ -63,24 +63,23 @@ def start(
     beside: bool = False,
     provider: str | None = None,
 ) -> WorkflowContext:
-    """Read everything once, where Snakemake was started; jobs on other machines take what it found.
+    """Resolve everything once, where Snakemake was started; jobs on other machines use the cached result.
 
     root: the folder of the workflow. config: its configuration. queued: True if jobs are sent to a queue. remote: True
-    if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
-    line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
-    caller says so. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this
-    process starts jobs in a folder of its own, which the mirror follows. holds: True if this process keeps others out
-    of the results. beside: True if another Snakemake works in this folder. provider: of storage, that Snakemake is to
-    use. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its environment. A mistake
-    ends Snakemake with one clear line.
+    if this is one of those jobs. moved: Snakemake's transformation of the paths that rules declare. arguments: of its
+    command line, which may name experiments. cores: of this machine. limit: maximum number of its GPUs in use at once,
+    if set. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this process
+    starts jobs in its own folder, which is then mirrored. holds: True if this process locks the results. beside: True
+    if another Snakemake runs here. provider: Snakemake's storage provider. Processes started on this machine end with
+    Snakemake and find the URI of MLflow's store in their environment. On an error, Snakemake exits with one line.
     """
     refuse_storage(provider)
     ignore_parts_in_records()
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
-    results = str(Path(str(config.get("results", "results"))))  # one name for a/, ./a and a, which rules begin with
+    results = str(Path(str(config.get("results", "results"))))  # one spelling of a/, ./a and a, for the rules
     mirroring = Mirroring(config.get("mirror") if is_head else None, results, package_beside(root))
-    lock = hold(Path(results)) if holds else None  # the mirror may refuse this machine, which then writes nothing
+    lock = hold(Path(results)) if holds else None  # after the mirror, which may refuse this machine before it writes
     try:
         if moved(f"{results}/") != f"{results}/":
             raise ValueError(
@@ -93,7 +92,7 @@ def start(
             targets = requested(config, arguments)
             code = resolve(root, {**config, **targets}, beside)
         plans = Plans.read(results, targets["experiments"], targets["study"])
-        if remote:  # Snakemake may have been started for others since this job went to the queue
+        if remote:  # Snakemake may have been started for other experiments since this job was submitted
             plans = plans.with_others(results)
         else:
             if not _LISTS & set(arguments):

@@ -1,4 +1,4 @@
-"""Facts about studies that Snakemake has to know, as `configure` writes them; and their pages if a run has failed."""
+"""Plans of studies, written by `configure` for Snakemake, and the pages of studies with failed runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def study_file(results: str | Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """One study, resolved. variants: name, source, experiment, changes, and the run of each seed. seeds: in
-    their order."""
+    """One resolved study. variants: name, source, experiment, changes, and the run of each seed. seeds: in the order of
+    the runs."""
 
     name: str
     variants: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class StudyPlan:
 
     @property
     def titles(self) -> dict[str, str]:
-        """The variant and the seed of each run, of the first variant where several share it."""
+        """Return the variant and the seed of each run; for a shared run, the first variant."""
         return {
             run: f"{variant['name']}, seed {seed}"
             for variant in reversed(self.variants)
@@ -42,12 +42,12 @@ class StudyPlan:
 
     @property
     def experiments(self) -> set[str]:
-        """The experiments whose files its variants are written over."""
+        """Return the experiments that the variants are based on."""
         return {variant["experiment"] for variant in self.variants}
 
     @property
     def runs(self) -> Iterator[str]:
-        """The experiments that it is made of, variant by variant."""
+        """Return the experiments of the study, variant by variant."""
         return (run for variant in self.variants for run in variant["runs"])
 
 
@@ -65,10 +65,10 @@ def read_studies(results: str | Path, names: Collection[str]) -> dict[str, Study
 
 
 def write_partial_pages(results: str, names: Collection[str], script: Path, source: Path) -> None:
-    """Make the pages of studies whose runs have not all been made: what failed is shown with the line it failed with.
+    """Make the pages of studies with unfinished runs; failed runs are shown with their error message.
 
-    They come without the table for documents, so that Snakemake makes them again even if the study is changed back to
-    what it was when its page was last complete. script: makes the page. source: the folder that holds the package.
+    These pages lack the table for documents, so that Snakemake makes them again even if the study is changed back to
+    the state of its last complete page. script: makes the page. source: the folder that holds the package.
     """
     for name in names:
         command = [sys.executable, str(script), "--study", str(study_file(results, name).parent)]

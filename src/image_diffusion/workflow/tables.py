@@ -1,4 +1,4 @@
-"""Tables that Snakemake prints: what a queue is about to be asked for, and at the end the metric of each experiment."""
+"""Tables that Snakemake prints: the resources requested from a queue, and at the end the metric of each experiment."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HEADS = ("experiment", "metric", "value", "95 % interval", "report")
 
 
 def outcome(plans: Plans, results: Path) -> str:
-    """Return the table, one line an experiment, in the order in which they are asked for; empty where none has been
-    judged. Of studies, their pages.
+    """Return the table of metrics, one line per experiment, in the requested order, and the pages of studies; empty if
+    no experiment has been evaluated.
 
-    What cannot be read is left out: the stages that made it tell of it.
+    Unreadable files are left out; the stages that made them report them.
     """
     pages = [results / FOLDER / name / PAGE for name in plans.studies]
     study_lines = [f"study: {page}" for page in pages if page.is_file()]
@@ -35,8 +35,8 @@ def outcome(plans: Plans, results: Path) -> str:
 
 
 def places(plans: Plans, results: Path, uri: str) -> str:
-    """Return a line for each existing place to look at next: the samples of the only experiment that has any, the page
-    of all experiments, which a study alone does not make, and MLflow. uri: of MLflow's store."""
+    """Return a line for each existing result to open next: the samples, if only one experiment has any, the page of all
+    experiments, unless only studies were requested, and MLflow. uri: of MLflow's store."""
     grids = [path for name in plans.by_name if (path := results / name / "samples" / "grid.png").is_file()]
     pages = [path for path in [results / "summary.html"] if path.is_file() and not _is_study_alone(plans)]
     lines = [f"\n{path}" for path in (*(grids if len(grids) == 1 else []), *pages)]
@@ -79,10 +79,10 @@ _NONE = "-"
 
 
 def request(jobs: Iterable[Any], executor: str = "slurm") -> str:
-    """Return a line for the jobs of a rule, or of rules that share one, that ask for the same on each node. jobs:
-    Snakemake's, those that will run. executor: Snakemake's; a warning follows if its request for GPUs is not known.
+    """Return a table with one line for jobs of the same rule or group that request the same resources per node. jobs:
+    the pending jobs of Snakemake. executor: Snakemake's; a warning is added if its request for GPUs is unknown.
 
-    Empty where all of them run on this machine.
+    Empty if all jobs run on this machine.
     """
     lines = Counter(
         (_stages(job), *(_cell(job.resources, key) for key in _COLUMNS)) for job in jobs if not job.is_local

@@ -1,8 +1,8 @@
-"""The terminal of a run: a line where a job begins and one where it ends, in place of Snakemake's blocks.
+"""Terminal output of a run: one line at the start and one at the end of each job, instead of Snakemake's blocks.
 
-Snakemake's own log file keeps everything, and logs/ what the stages print. `--verbose` prints all of it. A profile can
-name a logger plugin, but Snakemake refuses a profile whose plugin is not installed. So the handler of the terminal is
-replaced once the workflow is read.
+Snakemake's log file has the full output, and logs/ the output of the stages. `--verbose` prints all of it. The handler
+of the terminal is replaced once the workflow is read, because Snakemake refuses a profile with a logger plugin that is
+not installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from image_diffusion.workflow.studies import StudyPlan
 
 VARIABLE = "IMAGE_DIFFUSION_BRIEF"
-"""The environment variable by which `logged` keeps the output of stages, but for messages, from the terminal."""
+"""Environment variable that makes `logged` print only the messages of stages to the terminal."""
 
 _HIDDEN_EVENTS = frozenset({"PROGRESS", "WORKFLOW_STARTED", "RESOURCES_INFO", "JOB_STARTED"})
 _HIDDEN = (
@@ -24,14 +24,14 @@ _HIDDEN = (
     *("Rules claiming more threads", "Conda environments: ignored", "Singularity containers: ignored"),
     *("Select jobs to execute", "Execute ", "Elapsed time:", "Job stats:"),
 )
-"""Beginnings of Snakemake's messages about itself."""
+"""Prefixes of Snakemake's messages about itself."""
 
 
 class BriefHandler(logging.Handler):
-    """Print a line for the begin and the end of each job; leave warnings, errors and other messages to Snakemake's
+    """Print a line at the start and the end of each job; pass warnings, errors and other messages to Snakemake's
     handler.
 
-    full: that handler, which has the stream. titles: what is printed beside the name of an experiment.
+    full: Snakemake's handler, with the stream. titles: text to print after the name of an experiment.
     """
 
     def __init__(self, full: logging.StreamHandler[Any]) -> None:
@@ -41,10 +41,10 @@ class BriefHandler(logging.Handler):
         self._begun: dict[int, tuple[str, float]] = {}
         self.titles: dict[str, str] = {}
         self._num_jobs, self._num_done = 0, 0
-        self._clear = "\r\033[K" if full.stream.isatty() else ""  # the moving line that `logged` prints
+        self._clear = "\r\033[K" if full.stream.isatty() else ""  # the progress line that `logged` prints
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record, or nothing."""
+        """Print a record or discard it."""
         line = self._line(record)
         if line is None:
             self._full.stream.write(self._clear)
@@ -54,9 +54,9 @@ class BriefHandler(logging.Handler):
             self._full.flush()
 
     def _line(self, record: logging.LogRecord) -> str | None:
-        """Return the line of a record, "" for none; None if Snakemake prints it."""
+        """Return the line for a record, "" to discard it, or None to let Snakemake print it."""
         event = getattr(getattr(record, "event", None), "name", None)
-        values: Any = record  # with the fields that Snakemake adds
+        values: Any = record  # has fields that Snakemake adds
         if record.levelno > logging.INFO or event in {"JOB_ERROR", "GROUP_ERROR", "SHELLCMD"}:
             return None
         if event == "RUN_INFO":
@@ -68,7 +68,7 @@ class BriefHandler(logging.Handler):
             if title := self.titles.get(name.partition("/")[0]):
                 name = f"{name} ({title})"
             self._begun[values.jobid] = (name, time.monotonic())
-            return str(name) if values.output else ""  # a target has none
+            return str(name) if values.output else ""  # target rules have none
         if event == "JOB_FINISHED":
             if values.job_id not in self._begun:
                 return ""
@@ -81,17 +81,17 @@ class BriefHandler(logging.Handler):
 
 
 def begin(settings: Any | None) -> None:
-    """Make the terminal brief, and tell `logged` by the environment whether it is.
+    """Make the terminal output brief, and set the environment variable for `logged` accordingly.
 
-    settings: Snakemake's settings of its output; None for a module or a job that was sent.
+    settings: Snakemake's output settings; None for a module or a submitted job.
     """
     os.environ[VARIABLE] = "1" if settings is not None and brief(settings) else ""
 
 
 def brief(settings: Any) -> bool:
-    """Make the terminal brief, and return True; not for a dry run, nor with --verbose or a logger of the user's.
+    """Make the terminal output brief; return False for a dry run, with --verbose or with another logger.
 
-    settings: Snakemake's settings of its output.
+    settings: Snakemake's output settings.
     """
     logger = logging.getLogger("snakemake.logging")
     handlers = [handler for handler in logger.handlers if handler.name == "DefaultStreamHandler"]
@@ -104,7 +104,7 @@ def brief(settings: Any) -> bool:
 
 
 def name_runs(studies: Iterable[StudyPlan]) -> None:
-    """Print the variant and the seed beside the name of each run of a study, which ends with a digest."""
+    """Print the variant and the seed after the name of each run of a study, which ends with a digest."""
     for handler in logging.getLogger("snakemake.logging").handlers:
         if isinstance(handler, BriefHandler):
             for study in studies:

@@ -1,4 +1,4 @@
-"""Files of a trained experiment that the command `sample` needs, found by what a person names."""
+"""Find the files of a trained experiment for the command `sample`, by the name that a user gives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from image_diffusion.workflow.plans import Plans, plan_file, read_plan, used_wei
 
 @dataclass(frozen=True)
 class TrainedFiles:
-    """Files that `sample` takes; None for those that an experiment has no use for, or that a weights folder alone
-    lacks.
+    """Files for `sample`; None for files that the experiment does not need or that a folder of weights lacks.
 
-    name: what to call it. small_images: what its images are conditioned on. embeddings: what its images are made of.
-    crop: how images of its data set are cropped."""
+    name: for display. small_images: images that sampling is conditioned on. embeddings: embeddings that images are
+    sampled from. crop: configuration of the cropping of its data set."""
 
     name: str
     weights: Path
@@ -28,7 +27,7 @@ class TrainedFiles:
 
 
 def find_trained(named: str, results: Path) -> TrainedFiles:
-    """Find the files of what a person names: an experiment, its folder, or a folder of weights.
+    """Find the files of an experiment, named by its name, its folder, or a folder of weights.
 
     results: the folder of all results. Raises ValueError if no weights exist.
     """

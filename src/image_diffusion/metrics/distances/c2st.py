@@ -14,12 +14,11 @@ _MOST = 5000
 def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
     """Return the accuracy of a logistic regression on held-out features: 0.5 cannot distinguish, 1 always can.
 
-    Each side has as many features as the smaller one, at most 5000, and an even number of them: halves with unequal
-    shares of the two sides would push the accuracy below chance. Each half is classified by the model fitted to the
-    other half, so errors in the halves depend on each other: the interval is that of as many independent answers as
-    each half has.
+    Both sides are cut to the size of the smaller one, at most 5000, and to an even number: halves with unequal shares
+    of the two sides would push the accuracy below chance. Each half is classified by the model fitted to the other
+    half, so the errors of the halves are dependent: the interval assumes as many independent answers as one half has.
     """
-    from sklearn.linear_model import LogisticRegression  # here: loading it would slow the start of every stage
+    from sklearn.linear_model import LogisticRegression  # here, because it slows the start of a stage
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 

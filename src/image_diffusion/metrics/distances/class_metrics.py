@@ -13,12 +13,12 @@ _MISSING = 0.1
 
 
 def agreement(recognised: Tensor, labels: Tensor) -> Estimate:
-    """Return the share of samples recognised as the class that was requested. Both: int64 [N]."""
+    """Return the share of samples recognised as the requested class. Both arguments: int64 [N]."""
     return share_estimate(recognised == labels)
 
 
 def missing_classes(recognised: Tensor, labels: Tensor, classes: list[str]) -> Estimate:
-    """Count the classes that are recognised less than a tenth as often as they were requested. The note names them."""
+    """Count the classes recognised less than a tenth as often as requested. The note names them."""
     requested_counts = torch.bincount(labels, minlength=len(classes))
     recognised_counts = torch.bincount(recognised, minlength=len(classes))
     missing = [
@@ -38,8 +38,7 @@ def class_frechet(features: Tensor, labels: Tensor, reference: Tensor, reference
     """Return the mean over classes of the Fréchet distance within the class, over classes with two images on both
     sides.
 
-    It is zero only when the right images carry each label. Classes that are absent do not raise it: they are counted
-    by `missing_classes`.
+    It is zero only if the images match their labels. Absent classes do not raise it: `missing_classes` counts them.
     """
     both = [int(c) for c in labels.unique() if (labels == c).sum() > 1 and (reference_labels == c).sum() > 1]
     if not both:

@@ -2,10 +2,10 @@
 
 d² = |mu_1 - mu_2|² + tr(S_1) + tr(S_2) - 2 tr((S_1 S_2)^½)   (Dowson and Landau 1982, eq. 4)
 
-With S_i = F_i F_i' the last trace is the sum of the singular values of F_1' F_2. Singular values are found to an
-absolute eps of the largest, so nothing is lost when a covariance is singular (fewer samples than dimensions), and no
-complex number can appear. A matrix square root is slower and less exact (docs/design.md). NumPy's LAPACK finds
-eigenvalues in a third of the time of PyTorch's, and singular values in 0.8 of it (an AMD EPYC, 2048 dimensions).
+With S_i = F_i F_i' the last trace is the sum of the singular values of F_1' F_2. Singular values have an absolute error
+of eps times the largest, so a singular covariance (fewer samples than dimensions) costs no precision, and no complex
+number can appear. A matrix square root is slower and less exact (docs/design.md). NumPy's LAPACK finds eigenvalues in a
+third of the time of PyTorch's, and singular values in 0.8 of it (an AMD EPYC, 2048 dimensions).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments, merged
 
 _ACCURACY = 1e-10  # relative
-SAMPLES_PER_DIMENSION = 5  # from here on the jackknife's interval covers as it says; at 1.5 it covers 67 %
+SAMPLES_PER_DIMENSION = 5  # where the jackknife's interval reaches its coverage; at 1.5 it covers 67 %
 
 
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:
@@ -34,9 +34,9 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     separate = float((first.mean - second.mean).square().sum() + first.covariance.trace() + second.covariance.trace())
     product = first.factor.T @ second.factor
     product = product if product.shape[0] >= product.shape[1] else product.T
-    if product.numel() == 0:  # all features of one side are the same
+    if product.numel() == 0:  # all features of one side are equal
         return separate
-    # Half the time of singular values, when they are known to be as exact this way: the root of an eigenvalue that is
+    # Half the time of singular values, where it is known to be as exact: the root of an eigenvalue that is
     # off by eps max is off by eps max / (2 root).
     squares = torch.from_numpy(np.linalg.eigvalsh((product.T @ product).numpy()))
     if squares[0] > 0:
@@ -48,10 +48,9 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 
 
 def frechet_estimate(blocks: Sequence[Moments], reference: Gaussian) -> Estimate:
-    """Return the Fréchet distance of a sample set, given in blocks, to a fixed reference: value, debiased value,
-    interval.
+    """Return the Fréchet distance of a sample set, in blocks, to a fixed reference: value, debiased value, interval.
 
-    With fewer than five samples a dimension the interval is None and the note says "biased".
+    With fewer than five samples per dimension, the interval is None and the note contains "biased".
     """
     total = merged(blocks)
     value = frechet_distance(total.gaussian, reference)

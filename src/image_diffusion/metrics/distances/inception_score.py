@@ -1,7 +1,7 @@
 """Inception Score (Salimans et al. 2016, section 4): exp of the mean KL of class probabilities to their mean.
 
-The deviation over splits that torch-fidelity and torchmetrics report is neither an interval nor an estimate of the
-bias.
+The standard deviation over splits that torch-fidelity and torchmetrics report is neither an interval nor a bias
+estimate.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 
 
 def inception_score(probabilities: Tensor, split_size: int | None = None) -> float:
-    """Return the score of class probabilities [N, K]: from 1 to K. split_size: mean over consecutive splits (ADM:
-    5000)."""
+    """Return the score of class probabilities [N, K], from 1 to K: the mean over consecutive splits of split_size (ADM:
+    5000); unset: one split."""
     parts = probabilities.to(torch.float64).split(split_size or len(probabilities))
     scores = [_score(_information(part).sum(), part.sum(dim=0), len(part)) for part in parts]
     return sum(scores) / len(scores)
@@ -44,7 +44,7 @@ def inception_score_estimate(logits: Tensor, split_size: int = 5000) -> Estimate
 
 
 def _information(probabilities: Tensor) -> Tensor:
-    """Sum of p log p, of each row."""
+    """Return the sum of p log p of each row."""
     information: Tensor = torch.special.xlogy(probabilities, probabilities).sum(dim=1)
     return information
 

@@ -1,7 +1,7 @@
 """Intervals by the block jackknife (Quenouille 1949; Tukey 1958; Efron and Stein 1981).
 
 The percentile bootstrap is unsuitable: resampling adds the 1/N bias of a Fréchet distance a second time, and its 95 %
-interval covers the truth in 0 of 100 cases. Leaving out a block estimates the bias and the variance at once.
+interval covers the truth in 0 of 100 cases. Leaving out one block at a time estimates both bias and variance.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SMALLEST_BLOCK = 5
 @dataclass(frozen=True)
 class Estimate:
     """A statistic with its uncertainty. value: as the literature defines it. n: number of samples. debiased: without
-    its bias of order 1/N, if it has one. interval: 95 %, around the debiased value; None: too few samples, as `note`
-    says.
+    the bias of order 1/N, if it has one. interval: 95 %, around the debiased value; None for too few samples, which
+    `note` explains.
     """
 
     value: float
@@ -33,7 +33,7 @@ class Estimate:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """An entry of metrics.json, without a floor yet (`compute.with_floor`)."""
+        """Return an entry of metrics.json, without the floor (`compute.with_floor` adds it)."""
         return {
             "value": self.value,
             "debiased": self.debiased,
@@ -57,20 +57,20 @@ def jackknife(
     centre: Literal["debiased", "value"] = "debiased",
     reference_left_out: Sequence[float] = (),
 ) -> Estimate:
-    """Return the estimate from a statistic and its values with one of B blocks left out.
+    """Return the estimate from a statistic and its B values, each with one block left out.
 
-    debiased = B value - (B - 1) mean(left_out); variance = (B - 1) / B sum (left_out - mean)²; Student's t at B - 1. A
-    statistic of two samples adds bias and variance of both sides (Arvesen 1969, "Jackknifing U-statistics", section 5):
-    the estimate is then of the distance between the two distributions, not of that from one to the other sample.
+    debiased = B value - (B - 1) mean(left_out); variance = (B - 1) / B sum (left_out - mean)²; Student's t at B - 1.
+    For a statistic of two samples, bias and variance of both sides are added (Arvesen 1969, "Jackknifing U-statistics",
+    section 5): it then estimates the distance between the distributions, not from one to the other sample.
 
-    low, high: bounds of the statistic. The debiased value is clipped to them, and the interval lies around the clipped
-    value: an estimate beyond a bound has the interval of an estimate on the bound (Mandelkern and Schultz 2000, J.
-    Math. Phys. 41, 5701), which is never empty and has at least its nominal coverage. centre="value": around the value
-    itself, for a statistic without bias, or with one that is not of order 1/N (one that is extrapolated, a share that
-    grows with N). reference_left_out: values with one block of the reference left out; none: the reference is fixed.
-    `note` says so if bias puts the value itself outside the interval.
+    low, high: bounds of the statistic. The debiased value is clipped to them, and the interval is centred on the
+    clipped value: an estimate beyond a bound has the interval of an estimate on the bound (Mandelkern and Schultz 2000,
+    J. Math. Phys. 41, 5701), which is never empty and has at least its nominal coverage. centre="value": centred on the
+    value itself, for a statistic without bias, or with a bias that is not of order 1/N (an extrapolation, a share that
+    grows with N). reference_left_out: values with one block of the reference left out; empty for a fixed reference.
+    `note` states whether bias puts the value itself outside the interval.
     """
-    from scipy.special import stdtrit  # here: loading it would slow the start of every stage
+    from scipy.special import stdtrit  # here, because it slows the start of a stage
 
     debiased, variance = value, 0.0
     for values in filter(len, (left_out, reference_left_out)):
@@ -85,7 +85,7 @@ def jackknife(
 
 
 def bias_note(value: float, debiased: float, interval: tuple[float, float]) -> str:
-    """Return the note of a value that lies outside its interval, by its bias; empty for one inside."""
+    """Return the note on a value that its bias puts outside its interval; empty for a value inside."""
     rounding = 1e-9 * max(1.0, abs(value))
     inside = interval[0] - rounding <= value <= interval[1] + rounding
     return "" if inside else f"the interval is of {debiased:.4g}, without bias"
@@ -105,9 +105,9 @@ def mean_estimate(values: Tensor, low: float = -math.inf, high: float = math.inf
 
 
 def share_estimate(hits: Tensor, independent: int | None = None) -> Estimate:
-    """Return the share of samples for which a condition holds, bool [N], with Wilson's interval (1927): for shares near
-    zero or one, which a block may lack, the jackknife's is too short. independent: how many independent samples they
-    are worth; unset: all."""
+    """Return the share of samples for which a condition holds, bool [N], with Wilson's interval (1927): the jackknife's
+    is too short for shares near zero or one, which a block may lack. independent: the effective number of independent
+    samples; unset: all."""
     from scipy.stats import binomtest  # here: as above
 
     n, count = len(hits), int(hits.sum())
@@ -117,16 +117,16 @@ def share_estimate(hits: Tensor, independent: int | None = None) -> Estimate:
 
 
 def jackknife_deviation(interval: Sequence[float] | None) -> float | None:
-    """Return the standard deviation behind an interval of `jackknife`; None without an interval. One that was cut is
-    too small."""
+    """Return the standard deviation behind an interval of `jackknife`; None without one. It is too small for a clipped
+    interval."""
     from scipy.special import stdtrit  # here: as above
 
     return None if interval is None else (interval[1] - interval[0]) / 2 / float(stdtrit(NUM_BLOCKS - 1, 0.975))
 
 
 def too_few(n: int, m: int | None = None) -> str:
-    """Return the note that replaces an interval where n samples do not fill the blocks; empty where they do. m: number
-    of reference images, if blocks of the reference, of two images at least, are left out too."""
+    """Return the note that replaces the interval if n samples do not fill the blocks; empty if they do. m: number of
+    reference images, if blocks of the reference, of at least two images each, are left out too."""
     if n < SMALLEST_BLOCK * NUM_BLOCKS:
         return f"no interval: {n:,} samples are fewer than {SMALLEST_BLOCK * NUM_BLOCKS}"
     if m is not None and m < 2 * NUM_BLOCKS:

@@ -1,11 +1,11 @@
 """Kernel distance: unbiased squared MMD with the kernel (x'y / D + 1)³ (Bińkowski et al. 2018, section 4: KID).
 
-All pairs: torch-fidelity and torchmetrics average over random subsets, so that their numbers depend on the draw and
+All pairs are used; torch-fidelity and torchmetrics average over random subsets, so their values depend on the draw and
 have no interval. The expectation is zero for equal distributions, so small values may be negative.
 
-CMMD (Jayasumana et al. 2024, arXiv 2401.09603): 1000 times the same of embeddings of norm 1, with the Gaussian kernel
-exp(-|x - y|² / (2 · 10²)). The unbiased estimator, as in the paper; the authors' program prints the biased one, which
-is larger by about 2000 (1 - mean k) / n. Only on the paper's CLIP are numbers comparable with theirs.
+CMMD (Jayasumana et al. 2024, arXiv 2401.09603): 1000 times this distance between embeddings of norm 1, with the
+Gaussian kernel exp(-|x - y|² / (2 · 10²)). The estimator is unbiased, as in the paper; the authors' program prints the
+biased one, which is larger by about 2000 (1 - mean k) / n. Values are comparable with the paper's only on its CLIP.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 
 def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None = None) -> Estimate:
-    """Return the squared MMD between [N, D] and [M, D]; its interval, around the unbiased value, leaves out a block of
-    the samples at a time, then one of the reference. The estimator may lie below zero, the distance may not: there the
-    interval ends where that of an estimate of zero does (Mandelkern and Schultz 2000; see `jackknife`), so that it
-    holds zero, also where the two sets share images, which makes the estimator too small.
+    """Return the squared MMD between [N, D] and [M, D]; its interval, centred on the unbiased value, leaves out one
+    block of the samples, then of the reference, at a time. The estimator may be negative, the distance may not: the
+    interval is bounded as in `jackknife` (Mandelkern and Schultz 2000), so that it contains zero even if the two sets
+    share images, which makes the estimator too small.
 
-    kernel: of float64 rows [R, D] and [S, D], [R, S]; unset: KID's.
+    kernel: float64 rows [R, D] and [S, D] -> [R, S]; unset: KID's kernel.
     """
     kernel = kernel or _cubic
     n, m = len(features), len(reference)
@@ -41,7 +41,7 @@ def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None =
     block, block_of_reference = block_of_each(n), block_of_each(m)
     within, inner = _within(kernel, x, block)
     within_reference, among = _within(kernel, y, block_of_reference)
-    across = torch.zeros(NUM_BLOCKS, dtype=torch.float64)  # by the blocks of the samples
+    across = torch.zeros(NUM_BLOCKS, dtype=torch.float64)  # for each block of the samples
     across_reference = torch.zeros(NUM_BLOCKS, dtype=torch.float64)
     for rows in torch.arange(n).split(_ROWS):
         pairs = kernel(x[rows], y)
@@ -65,8 +65,8 @@ def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None =
 
 
 def cmmd(features: Tensor, reference: Tensor) -> Estimate:
-    """Return CMMD between [N, D] and [M, D], which are brought to norm 1; its interval leaves out a block of samples at
-    a time."""
+    """Return CMMD between [N, D] and [M, D], normalized to norm 1; its interval leaves out a block of samples at a
+    time."""
     x, y = (F.normalize(rows.to(torch.float64), dim=1) for rows in (features, reference))
     return kernel_distance(x, y, lambda a, b: _CMMD_SCALE * gaussian_kernel(a, b, _CMMD_SIGMA))
 
@@ -78,13 +78,12 @@ def gaussian_kernel(x: Tensor, y: Tensor, sigma: float) -> Tensor:
 
 
 def _distance(inner: Tensor, among: Tensor, outer: Tensor, n: int, m: int) -> float:
-    """Return the unbiased estimator, from the sums over pairs of samples, pairs of the reference, and pairs of one of
-    each."""
+    """Return the unbiased estimator, from the sums over pairs of samples, pairs of reference rows, and mixed pairs."""
     return float(inner) / (n * (n - 1)) + float(among) / (m * (m - 1)) - 2 * float(outer) / (n * m)
 
 
 def _within(kernel: Kernel, x: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of the kernel over pairs of different rows, float64: by the blocks of the two, [B, B], and of all."""
+    """Return sums of the kernel over pairs of different rows, float64: by pair of blocks, [B, B], and in total."""
     sums = torch.zeros(NUM_BLOCKS, NUM_BLOCKS, dtype=torch.float64)
     for rows in torch.arange(len(x)).split(_ROWS):
         columns = torch.zeros(NUM_BLOCKS, len(rows), dtype=torch.float64)
@@ -94,13 +93,13 @@ def _within(kernel: Kernel, x: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _without(sums: Tensor, b: int) -> Tensor:
-    """Return the sum over pairs without a member in block b."""
+    """Return the sum over the pairs that have no member in block b."""
     left: Tensor = sums.sum() - sums[b].sum() - sums[:, b].sum() + sums[b, b]
     return left
 
 
 def _others(kernel: Kernel, x: Tensor, rows: Tensor) -> Tensor:
-    """Return the kernel of some rows with all, and zero of each with itself."""
+    """Return the kernel of some rows with all rows, with zero for each row with itself."""
     pairs = kernel(x[rows], x)
     pairs[torch.arange(len(rows)), rows] = 0
     return pairs

@@ -1,6 +1,6 @@
 """Mean and covariance of features, in float64, block by block, merged exactly.
 
-Twenty blocks instead of one sum: leaving out a block at a time gives the interval of every Fréchet distance
+Twenty blocks instead of one sum: leaving out one block at a time gives the interval of every Fréchet distance
 (jackknife.py). A sample's block depends on its index alone, so neither the batch size nor the number of processes that
 computed the features can change a result.
 """
@@ -22,7 +22,7 @@ _BUFFERED_ROWS = 4096
 @dataclass(frozen=True)
 class Gaussian:
     """Gaussian of a set, for the Fréchet distance. mean: float64 [D]; covariance: float64 [D, D]; count: number of
-    rows; None for statistics from a file without it.
+    rows; None for statistics from a file that does not state it.
     """
 
     mean: Tensor
@@ -37,15 +37,15 @@ class Gaussian:
     def factor(self) -> Tensor:
         """Return F [D, R] with F F' = covariance and R its numerical rank: Cholesky's factorization.
 
-        If a pivot is below D eps max, it is the noise of a zero, whose root would be 1e-8; then complete pivoting is
-        used, which stops before such pivots.
+        A pivot below D eps max is a zero with rounding error, whose root would be 1e-8; in that case complete pivoting
+        is used, which stops before such pivots.
         """
         whole: Tensor
         whole, failed = torch.linalg.cholesky_ex(self.covariance)
         noise = self.dimension * torch.finfo(torch.float64).eps * float(self.covariance.diagonal().max())
         if not int(failed) and float(whole.diagonal().square().min()) > noise:
             return whole
-        from scipy.linalg.lapack import dpstrf  # here: loading it would slow the start of every stage
+        from scipy.linalg.lapack import dpstrf  # here, because it slows the start of a stage
 
         packed, pivots, rank, _ = dpstrf(self.covariance.numpy(), lower=1)
         lower = np.tril(packed)[:, :rank]
@@ -70,10 +70,10 @@ class Moments:
 
     @classmethod
     def from_features(cls, features: Tensor) -> Moments:
-        """Return the moments of the rows of a [N, D] tensor, which may be a mapped file: a limited number of rows is in
-        memory at a time.
+        """Return the moments of the rows of a [N, D] tensor, which may be a mapped file: few rows are in memory at a
+        time.
 
-        Raises ValueError when a number is not finite.
+        Raises ValueError if a number is not finite.
         """
         return merged(cls._from_rows(rows) for rows in features.split(_BUFFERED_ROWS))
 
@@ -99,8 +99,7 @@ class Moments:
         return Moments(count, mean, m2)
 
     def without(self, part: Moments) -> Moments:
-        """Return the moments of the rows that are left when a part merged before is taken out: the inverse of
-        `merge`."""
+        """Return the moments of the remaining rows after removing a merged part: the inverse of `merge`."""
         count = self.count - part.count
         if part.count == 0:
             return self
@@ -119,13 +118,13 @@ class Moments:
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
-    """Return the moments of all parts together."""
+    """Return the merged moments of all parts."""
     return reduce(Moments.merge, parts)
 
 
 def block_of_each(total: int) -> Tensor:
-    """Return the block of every sample, int64 [total]. Sizes differ by one at most; the order of the set plays no
-    part."""
+    """Return the block of every sample, int64 [total]: a fixed random assignment to blocks whose sizes differ by at
+    most one."""
     return torch.from_numpy(np.random.default_rng(0).permutation(total) % NUM_BLOCKS)
 
 
@@ -136,7 +135,7 @@ def block_moments(features: Tensor) -> list[Moments]:
 
 
 def check_finite(features: Tensor) -> Tensor:
-    """Return the features. Raises ValueError, which names the row, if one is NaN or infinite."""
+    """Return the features. Raises ValueError naming the row if a value is NaN or infinite."""
     if features.dim() != 2:
         raise ValueError(f"Features must have shape [samples, dimension]; got {list(features.shape)}.")
     finite = torch.isfinite(features).all(dim=1)

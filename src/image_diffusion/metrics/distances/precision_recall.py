@@ -1,8 +1,8 @@
 """Precision and recall (Kynkäänniemi et al. 2019, eq. 1 and 2), density and coverage (Naeem et al. 2020, eq. 3 and 4).
 
 A set's manifold is the union of balls around its members that reach to their k-th nearest neighbour in the set.
-Distances are squared and Euclidean, and a point on the border counts as inside, as in ADM's evaluator. A GPU measures
-them, where there is one. torch-fidelity has neither density and coverage nor intervals.
+Distances are squared and Euclidean, and a point on the border counts as inside, as in ADM's evaluator. Distances are
+computed on a GPU if available. torch-fidelity has neither density and coverage nor intervals.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 _ROWS = 1024
 _FLOAT32_NOISE = 1e-13  # squared distance, relative to squared norms, under which float32 features are the same point
 _SPARE_NEIGHBOURS = 20
-_BORDER = 1 + 1e-9  # factor of squared radii, far above the rounding by which copies on the border fell outside
+_BORDER = 1 + 1e-9  # factor of squared radii, far above the rounding errors that put copies on the border outside
 
 
 def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[str, Estimate]:
     """Return precision, recall, density and coverage of samples [N, D] against a reference [M, D].
 
-    Intervals leave out a block of the samples at a time, exactly: also a ball that loses a neighbour is measured again.
-    Raises ValueError when a set has k members or fewer.
+    Intervals leave out one block of the samples at a time, exactly: a ball that loses a neighbour is measured again.
+    Raises ValueError if a set has k members or fewer.
     """
     for kind, rows in (("samples", features), ("reference images", reference)):
         if len(rows) <= k:
@@ -44,7 +44,7 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
         inside = squared <= radii[rows].unsqueeze(1)  # [R, N]: sample in the ball of a reference image
         samples_inside += inside.sum(dim=0)
         covered_by[rows] = inside.to(torch.float32) @ membership > 0
-        reaching = (squared <= widest).any(dim=0)  # the balls of few samples reach one of these rows
+        reaching = (squared <= widest).any(dim=0)  # few samples have a ball that reaches one of these rows
         near, radii_of = squared[:, reaching], without[:, reaching]
         for column, radius in enumerate(radii_of):
             recalled[rows, column] = (near <= radius).any(dim=1)
@@ -69,7 +69,7 @@ def neighbour_radii(points: Tensor, k: int) -> Tensor:
 
 def squared_distances(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield squared Euclidean distances in float64, a slice of `first` at a time: (int64 [R], float64 [R, M]), on the
-    device of both inputs."""
+    device of the inputs."""
     centre = second.to(torch.float64).mean(dim=0)
     x, y = first.to(torch.float64) - centre, second.to(torch.float64) - centre
     x_norm, y_norm = x.square().sum(dim=1), y.square().sum(dim=1)
@@ -80,7 +80,8 @@ def squared_distances(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _radii_without_each_block(points: Tensor, k: int, block: Tensor) -> Tensor:
-    """Return squared radii in the whole set, then without each block, float64 [N, 1 + blocks]; -1 for its own members.
+    """Return squared radii in the whole set, then without each block, float64 [N, 1 + blocks]; -1 for the block's
+    members.
 
     Only the k + 21 nearest points are searched: blocks are random, so a neighbour certainly remains among them (the
     probability that all 21 are in one block is 1e-27).
@@ -99,10 +100,9 @@ def _radii_without_each_block(points: Tensor, k: int, block: Tensor) -> Tensor:
 
 
 def _share(hit: Tensor, n: int) -> Estimate:
-    """Return the share of the first column, with the others as its values without each block.
+    """Return the share in the first column; the other columns are its values with one block left out.
 
-    The statistic depends on the number of samples: more samples cover more, and this dependence is not a bias of order
-    1/N.
+    More samples cover more, and this dependence on the number of samples is not a bias of order 1/N.
     """
     shares = hit.to(torch.float64).mean(dim=0).tolist()
     if few := too_few(n):

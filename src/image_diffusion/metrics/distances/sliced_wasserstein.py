@@ -2,8 +2,8 @@
 
     3 D · mean over 1,000 directions u of W₂²(u'X, u'Y)
 
-The factor makes it |shift|² times 3 where one set is the other one shifted. In one dimension W₂² compares sorted
-numbers; sets of unequal size are compared quantile by quantile, which is exact; the paper takes as many of either.
+The factor makes it 3 |shift|² if one set is the other one, shifted. In one dimension W₂² compares sorted numbers; sets
+of unequal size are compared quantile by quantile, which is exact; the paper uses sets of equal size.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DIRECTIONS, _OF_INTERVAL = 1000, 100
 
 
 def monge_distance(features: Tensor, reference: Tensor) -> Estimate:
-    """Return the distance between [N, D] and [M, D]; its interval leaves out a block of the samples, then of the
-    reference, at a time, along 100 directions: either side adds to its bias and to its variance."""
+    """Return the distance between [N, D] and [M, D]; its interval leaves out one block of the samples, then of the
+    reference, at a time, along 100 directions: both sides contribute to its bias and variance."""
     n, m, dimension = len(features), len(reference), features.shape[1]
     if n < 2 or m < 2:
         raise ValueError(f"A Monge distance needs at least 2 samples on each side; got {n} and {m}.")
     along, few = [], too_few(n, m)
-    left_out, reference_left_out = torch.zeros(2, NUM_BLOCKS, dtype=torch.float64)  # changes, where a block is left out
+    left_out, reference_left_out = torch.zeros(2, NUM_BLOCKS, dtype=torch.float64)  # changes when a block is left out
     for some in _directions(dimension).split(_OF_INTERVAL):
         x, order = (features.to(torch.float64) @ some.T).T.sort(dim=1)  # [directions, N]
         y, reference_order = (reference.to(torch.float64) @ some.T).T.sort(dim=1)
@@ -47,7 +47,7 @@ def monge_distance(features: Tensor, reference: Tensor) -> Estimate:
 
 @cache
 def _directions(dimension: int) -> Tensor:
-    """Return directions, float64 [1000, D] of norm 1, drawn once and for all."""
+    """Return fixed random directions, float64 [1000, D] of norm 1."""
     drawn = torch.from_numpy(np.random.default_rng(0).standard_normal((_DIRECTIONS, dimension)))
     directions: Tensor = drawn / drawn.norm(dim=1, keepdim=True)
     return directions
@@ -62,8 +62,8 @@ def _squared(x: Tensor, y: Tensor) -> Tensor:
 
 @cache
 def _quantiles(n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pieces on which the quantile functions of n and of m sorted numbers are constant: the place in either,
-    and the length."""
+    """Return the pieces on which the quantile functions of n and m sorted numbers are constant: the index in each, and
+    the length."""
     ends = np.union1d(np.arange(1, n + 1) * m, np.arange(1, m + 1) * n)  # in units of 1 / nm, so exact
     starts = np.concatenate([[0], ends[:-1]])
     first, second, share = (torch.from_numpy(array) for array in (starts // m, starts // n, (ends - starts) / (n * m)))

@@ -17,12 +17,12 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.metrics.distances.moments import check_finite
 
 AT_ONCE = 16
-"""Fixed batch size of the detectors. Products of other shapes round differently, so with a fixed size the features of
-an image depend only on the set. (Larger batches are no faster on CPUs.)"""
+"""Fixed batch size of the detectors. Rounding depends on the shape of a batch, so a fixed size makes the features of an
+image depend only on the set. (Larger batches are no faster on CPUs.)"""
 
 
 _KEPT_TOGETHER = 32 * AT_ONCE
-"""Number of images whose features are kept together: a second or less of a GPU, half a minute of a CPU."""
+"""Number of images whose features are stored together: at most a second of GPU time, half a minute of CPU time."""
 
 
 class ImageSet(Protocol):
@@ -40,7 +40,7 @@ class ImageSet(Protocol):
 
     @property
     def selection(self) -> str:
-        """Return a digest of which images of their set these are; empty for all."""
+        """Return a digest of the selection of images from their set; empty for all images."""
         ...
 
     def gather(self, indices: np.ndarray) -> Tensor:
@@ -65,12 +65,12 @@ class Detected:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return those of the three that there are, by name."""
+        """Return the tensors that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @property
     def compared(self) -> dict[str, Tensor]:
-        """Return the features by the Fréchet distance that compares them: "fd", perhaps "spatial_fd"."""
+        """Return the features by the Fréchet distance that compares them: "fd" and optionally "spatial_fd"."""
         return {"fd": self.features} if self.spatial is None else {"fd": self.features, "spatial_fd": self.spatial}
 
     def take(self, index: Tensor) -> Detected:
@@ -86,9 +86,9 @@ class Detected:
 class Detector(Protocol):
     """Detector: uint8 images [B, C, H, W] -> features.
 
-    identity: name, digest of the weights and preparation of the images; numbers are comparable only if it is equal.
-    classes: names of the logits; empty if they are not the data set's own classes. doubt: the reason why its numbers
-    are unreliable, or None.
+    identity: name, digest of the weights and preparation of the images; metrics are comparable only between equal
+    identities. classes: names of the logits; empty if they are not the data set's own classes. doubt: the reason why
+    its numbers are unreliable, or None.
     """
 
     identity: dict[str, Any]
@@ -98,12 +98,12 @@ class Detector(Protocol):
     def __call__(self, images: Tensor) -> Detected: ...
 
     def metric_name(self, metric: str) -> str:
-        """Return the name of a metric on this detector: `inpipe_fd`, `fd_dinov2`; `fid` on Inception alone."""
+        """Return the name of a metric on this detector: `inpipe_fd`, `fd_dinov2`; `fid` only on Inception."""
         ...
 
 
 def at_once(rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield the rows, AT_ONCE at a time, each with the number of rows that count: the last ones are filled up with the
+    """Yield the rows, AT_ONCE at a time, each group with its number of real rows: the last group is padded with the
     last row."""
     for start in range(0, len(rows), AT_ONCE):
         chosen = rows[start : start + AT_ONCE]
@@ -116,7 +116,7 @@ def detect(detector: Detector, images: ImageSet, title: str = "features", limit:
 
 
 def kept_together(places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the places of this process in a set, in groups that `core.files.partial_results` stores together."""
+    """Yield this process's positions in a set, in groups that `core.files.partial_results` stores together."""
     yield from (some for some in np.split(places, np.flatnonzero(places % _KEPT_TOGETHER == 0)) if len(some))
 
 
@@ -138,8 +138,8 @@ def unpacked(arrays: Arrays, count: int) -> list[Detected]:
 def look(
     detectors: Sequence[Callable[[Tensor], Detected]], images: ImageSet, rows: NDArray[np.int64], title: str
 ) -> Iterator[tuple[NDArray[np.int64], list[Detected]]]:
-    """Yield each detector's features of some rows of a set, with their rows: this process's share, in parts. Each image
-    is read once, or not at all if an interrupted run has already processed it (`core.files.partial_results`).
+    """Yield each detector's features of some rows of a set, with the rows: this process's share, in parts. Each image
+    is read once, or not at all if an interrupted run has processed it (`core.files.partial_results`).
 
     Raises ValueError for features that are not finite.
     """
@@ -155,7 +155,7 @@ def look(
         return packed([Detected.join(seen) for seen in parts])
 
     shared = share(np.arange(len(rows)), AT_ONCE)
-    # A function has no identity: its code decides, as for all kept work.
+    # A function has no identity; it is identified by its code, as all stored work is.
     identities = [getattr(detector, "identity", None) for detector in detectors]
     once = batches([title, identities, len(rows), *rows[:1].tolist(), *rows[-1:].tolist()])
     with Progress(title, len(shared), "image") as progress:
@@ -171,11 +171,11 @@ def detect_each(
     title: str = "features",
     limit: int | None = None,
 ) -> list[Detected]:
-    """Return each detector's features of every image of a set, in the set's order; or of `limit` of them, drawn once
-    for all. Each image is read once.
+    """Return each detector's features of every image of a set, in the set's order, or of a fixed random subset of
+    `limit` images. Each image is read once.
 
-    If a launcher started several processes, they share the images, and each returns the features of all: the same bytes
-    for any number of them. Raises ValueError for features that are not finite.
+    If a launcher started several processes, they share the images, and each returns the features of all images: the
+    same bytes for any number of processes. Raises ValueError for features that are not finite.
     """
     order = np.arange(images.num_samples)
     if limit is not None and limit < len(order):

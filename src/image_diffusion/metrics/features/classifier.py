@@ -1,8 +1,9 @@
 """Embedded detector: a small classifier of the user's own classes. No download, no torchvision.
 
-Its 128 features are what the in-pipeline panel (`inpipe_fd`, …) is computed on. On CIFAR-10 such a space ordered every
-ordered degradation (blur, noise, dropped classes, …), which moments of pixels or spectra and random weights did not.
-Numbers compare only within one data set and one digest of the weights: it is not an FID and is never called so.
+The in-pipeline metrics (`inpipe_fd`, …) are computed on its 128 features. On CIFAR-10, such features ranked every
+graded degradation (blur, noise, dropped classes, …) correctly, which moments of pixels or spectra and random weights
+did not. Values are comparable only for one data set and one digest of the weights; the distance is not an FID and is
+never called so.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Classifier(nn.Module):
     """Classifier of uint8 [B, C, H, W] of any size -> features [B, 128] and logits [B, K]. About 0.35 million
     parameters.
 
-    Images are resized to 32, 64, 128 or 256 pixels, whichever is the next above their longer side (bilinear,
-    antialiased when reducing); the first convolution brings any of them to 16 x 16, so that all cost about the same.
+    Images are resized to 32, 64, 128 or 256 pixels, the next size above their longer side (bilinear, antialiased when
+    reducing); the first convolution reduces each of these to 16 x 16, so that all cost about the same.
     """
 
     def __init__(self, channels: int, num_classes: int, resolution: int) -> None:
@@ -51,7 +52,7 @@ class Classifier(nn.Module):
         return features, self.head(F.relu(features))
 
     def maps(self, images: Tensor) -> Tensor:
-        """Return the maps whose mean the features are, [B, 192, 4, 4]."""
+        """Return the maps whose mean gives the features, [B, 192, 4, 4]."""
         x = images.to(torch.float32) / 127.5 - 1  # [B, C, H, W] in [-1, 1]
         size = (self.resolution, self.resolution)
         if x.shape[2:] != size:
@@ -61,7 +62,7 @@ class Classifier(nn.Module):
 
 
 def convolved(width: int, wider: int, kernel: int, stride: int) -> nn.Sequential:
-    """Build a convolution with normalisation of the batch and ReLU."""
+    """Build a convolution with batch normalisation and ReLU."""
     convolution = nn.Conv2d(width, wider, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(wider), nn.ReLU(inplace=True))
 
@@ -94,7 +95,7 @@ class InPipeDetector:
         return self._network.maps(self._fitting(images)).cpu()
 
     def _fitting(self, images: Tensor) -> Tensor:
-        """Return the images on its device. Raises ValueError for another number of channels."""
+        """Return the images on the network's device. Raises ValueError for another number of channels."""
         if images.shape[1] != self._channels:
             raise ValueError(
                 f"The images have {images.shape[1]} channels but the detector was trained on {self._channels}. "
@@ -123,7 +124,7 @@ class InPipe(Config):
 
 
 def load_detector(folder: Path, device: str = "cpu") -> InPipeDetector:
-    """Load the detector that `detect` wrote. Raises ValueError when files are missing, of another format, or do not
+    """Load the detector that `detect` wrote. Raises ValueError if files are missing, have another format, or do not
     belong together."""
     description, weights = read_json(folder / "detector.json"), folder / "detector.safetensors"
     if description.get("format") != FORMAT:

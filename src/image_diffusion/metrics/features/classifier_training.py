@@ -1,7 +1,7 @@
-"""Training of the built-in detector: it takes seconds to minutes, with equal bytes on the same machine. With classes it
-learns to classify them. Without classes it learns to predict the rotation of an image (Gidaris et al. 2018,
-"Unsupervised representation learning by predicting image rotations"): a task every data set with an up and a down has
-labels for. Its description then says `labels: rotation`, and nothing is reported about classes.
+"""Training of the built-in detector: it takes seconds to minutes and is reproducible bit for bit on the same machine.
+With classes it learns to classify them. Without classes it learns to predict the rotation of an image (Gidaris et al.
+2018, "Unsupervised representation learning by predicting image rotations"): a task that needs no labels, only images
+with an up and a down. Its description then contains `labels: rotation`, and no metrics of classes are reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DetectorTraining(Config):
     """Settings of the training of the embedded detector."""
 
     seed: int = Field(0, ge=0)
-    """Seed of the first weights, the order and the shifts."""
+    """Seed of the initial weights, the order and the shifts."""
     epochs: float = Field(4, gt=0)
     """Passes over the training images, within the limits below."""
     least_examples: int = Field(6_000, gt=0)
@@ -40,17 +40,17 @@ class DetectorTraining(Config):
     most_examples: int = Field(200_000, gt=0)
     """Maximum number of training examples: about ten minutes on two CPU cores."""
     batch_size: int = Field(64, gt=0)
-    """Images a step."""
+    """Images per step."""
     learning_rate: float = Field(0.002, gt=0)
     """Highest learning rate; it rises over the first 30 % and falls to zero (one cycle)."""
     stop_accuracy: float = Field(0.99, gt=0)
-    """Accuracy at which training ends early, as the share of the held-out images that is recognised; above 1: never."""
+    """Accuracy at which training stops early: the share of held-out images that are recognised; above 1: never."""
 
 
 def train_detector(
     train: ImageSet, held_out: ImageSet | None, settings: DetectorTraining, folder: Path, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Train, and write detector.safetensors and detector.json into a folder. Returns the description.
+    """Train a detector, write detector.safetensors and detector.json into a folder, and return its description.
 
     held_out: the images for the accuracy; None or empty: a tenth of `train` is held out. The weights are those of the
     round (an eighth of the training) with the highest held-out accuracy.
@@ -86,24 +86,24 @@ def train_detector(
 
 
 class Task(Protocol):
-    """Images with an answer each, or one for each of their pixels. train_indices: numbers of those to train on."""
+    """Images with one answer each, or one for each pixel. train_indices: indices of the training images."""
 
     @property
     def train_indices(self) -> NDArray[np.int64]: ...
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return the images [B, C, H, W] of a step, and their answers [B, …]."""
+        """Return the images [B, C, H, W] of a step and their answers [B, …]."""
         ...
 
     def accuracy(self, network: nn.Module) -> float:
-        """Return how well a network answers on the held-out images, at most 1."""
+        """Return the score of a network on the held-out images, at most 1."""
         ...
 
 
 def fit(network: nn.Module, task: Task, settings: DetectorTraining, title: str) -> tuple[float, int]:
-    """Train in place and load the best round's weights. Returns its held-out accuracy and the number of examples.
+    """Train in place and load the weights of the best round. Returns its held-out accuracy and the number of examples.
 
-    network: images -> features, and logits [B, K, …]. title: of the progress.
+    network: images -> features, and logits [B, K, …]. title: of the progress bar.
     """
     examples = round(
         min(settings.most_examples, max(settings.least_examples, settings.epochs * len(task.train_indices)))
@@ -125,7 +125,7 @@ def fit(network: nn.Module, task: Task, settings: DetectorTraining, title: str) 
             if (step + 1) % round_steps == 0 or step + 1 == steps:
                 accuracy = task.accuracy(network)
                 if accuracy > best:
-                    # a copy: state_dict returns the tensors that the next steps change in place
+                    # copied, because state_dict returns the tensors that the next steps change in place
                     best, weights = accuracy, {name: value.clone() for name, value in network.state_dict().items()}
                 if best >= settings.stop_accuracy:
                     break
@@ -137,7 +137,7 @@ def fit(network: nn.Module, task: Task, settings: DetectorTraining, title: str) 
 
 
 class _Task:
-    """Images of a training, the targets of each, and the held-out images."""
+    """Training images with their targets, and the held-out images."""
 
     def __init__(self, train: ImageSet, held_out: ImageSet | None, seed: int, device: str) -> None:
         self._seed, self._device = seed, device
@@ -158,7 +158,7 @@ class _Task:
 
     @property
     def chance(self) -> float:
-        """Return the accuracy on held-out images of always giving the most common answer."""
+        """Return the accuracy on the held-out images of always giving the most common answer."""
         if self.labels == "rotation":
             return 1 / _ROTATIONS
         counts = np.bincount(self._held_out.labels[self.held_out_indices])
@@ -170,7 +170,7 @@ class _Task:
         indices = np.concatenate(
             [self._order(epoch, positions) for epoch in np.unique(positions // self._epoch_length)]
         )
-        # a generator per step: the shifts of a batch depend on the seed and the step alone
+        # one generator per step, so that the shifts of a batch depend only on the seed and the step
         return self._ask(self._train, indices, np.random.default_rng([self._seed, 2, step]))
 
     @property
@@ -183,7 +183,7 @@ class _Task:
         return chosen
 
     def accuracy(self, network: nn.Module) -> float:
-        """Return the share of the held-out images answered rightly."""
+        """Return the share of held-out images that are answered correctly."""
         network.eval()
         right = 0
         with torch.inference_mode():
@@ -204,7 +204,7 @@ class _Task:
             targets = torch.from_numpy(images.labels[indices])
         else:
             targets = torch.from_numpy(rng.integers(0, _ROTATIONS, len(indices)))
-            if pixels.shape[2] != pixels.shape[3]:  # a turned rectangle has another shape; the network takes squares
+            if pixels.shape[2] != pixels.shape[3]:  # a rotated rectangle has another shape; the network takes squares
                 side = max(pixels.shape[2:])
                 pixels = F.interpolate(pixels, (side, side), mode="bilinear", antialias=True)
             for turns in range(1, _ROTATIONS):

@@ -18,15 +18,15 @@ _GRID = 16  # patches of 14 pixels in a row
 
 
 class Dinov2(Config):
-    """DINOv2's class token. The code comes through torch.hub: a local clone, or the network."""
+    """DINOv2's class token. The code is loaded by torch.hub, from a local clone or the internet."""
 
     type: Literal["dinov2"] = "dinov2"
     model: Literal["dinov2_vits14", "dinov2_vitb14", "dinov2_vitl14"] = "dinov2_vitl14"
-    """Network; the papers use dinov2_vitl14, and only its numbers compare with theirs."""
+    """Network; the papers use dinov2_vitl14, and only its values are comparable with theirs."""
     weights: Path | None = None
-    """A file with the published state dict; unset: torch.hub fetches it."""
+    """File with the published state dict; unset: torch.hub downloads it."""
     repository: Path | None = None
-    """A local clone of facebookresearch/dinov2; unset: torch.hub fetches it."""
+    """Local clone of facebookresearch/dinov2; unset: torch.hub downloads it."""
 
     def metric_name(self, metric: str) -> str:
         """Return the name of a metric on this detector."""
@@ -34,11 +34,11 @@ class Dinov2(Config):
 
     @property
     def suffix(self) -> str:
-        """Return the suffix of the names of its metrics: only the papers' network is called dinov2."""
+        """Return the suffix of the metric names; only the network of the papers is called dinov2."""
         return "dinov2" if self.model == "dinov2_vitl14" else self.model
 
     def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
-        """Load the network. Raises ValueError when code or weights are missing."""
+        """Load the network. Raises ValueError if code or weights are missing."""
         for option, path in (("weights", self.weights), ("repository", self.repository)):
             if path is not None and not path.exists():
                 raise ValueError(f"evaluate.detectors: {option} of {self.model} is {path}, which does not exist.")

@@ -1,6 +1,7 @@
 """Inception-V3 as the papers use it: TensorFlow's 2015 weights behind TensorFlow's resize, through torch-fidelity.
 
-Only on this detector is a Fréchet distance called FID. torchvision's Inception has other weights, and other numbers.
+Only a Fréchet distance on this detector is called FID. torchvision's Inception has different weights, and gives
+different values.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class Inception(Config):
 
     type: Literal["inception"] = "inception"
     weights: Path | None = None
-    """Path of the file pt_inception-2015-12-05-6726825d.pth of torch-fidelity's releases; unset: torch-fidelity fetches
-    it."""
+    """Path of the file pt_inception-2015-12-05-6726825d.pth of torch-fidelity's releases; unset: torch-fidelity
+    downloads it."""
 
     def metric_name(self, metric: str) -> str:
         """Return the name of a metric on this detector."""
         return _NAMES.get(metric, f"inception_{metric}")
 
     def build(self, folder: Path | None = None, device: str = "cpu") -> InceptionDetector:
-        """Load the network. Raises ValueError when torch-fidelity or the weights are missing."""
+        """Load the network. Raises ValueError if torch-fidelity or the weights are missing."""
         try:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
@@ -66,7 +67,7 @@ class Inception(Config):
 
 
 def _check_weights(path: Path) -> None:
-    """Raise ValueError unless a file is a plain state dict: torch-fidelity itself would run code inside a pickle."""
+    """Raise ValueError unless a file is a plain state dict, since torch-fidelity would run code in a pickle."""
     try:
         torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError):
@@ -74,7 +75,8 @@ def _check_weights(path: Path) -> None:
 
 
 class InceptionDetector:
-    """Features: pool_3 [B, 2048]; logits without bias [B, 1008]; spatial: 7 channels of mixed_6 [B, 2023], as ADM."""
+    """Features: pool_3 [B, 2048]; logits without bias [B, 1008]; spatial: 7 channels of mixed_6 [B, 2023], as in
+    ADM."""
 
     classes: list[str] = []  # noqa: RUF012 - ImageNet's, not the data set's
     doubt: str | None = None
@@ -95,7 +97,7 @@ class InceptionDetector:
 
     def __call__(self, images: Tensor) -> Detected:
         images = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
-        if images.is_floating_point():  # arrays: its network takes pictures alone
+        if images.is_floating_point():  # arrays, while the network takes pictures only
             images = images.round().to(torch.uint8)
         features, logits = self._network(images.to(self._device))
         return Detected(features.cpu(), logits.cpu(), self._spatial)

@@ -27,16 +27,16 @@ class EncoderConfig(Config, ABC):
     """Common settings of both encoders."""
 
     resize: Literal["antialiased", "legacy"] = "antialiased"
-    """Resizing of images to the network's side: bicubic and antialiased; or legacy, bilinear without antialiasing, as
-    older programs do. Numbers differ, so that the names of the metrics then end with _legacy."""
+    """Resizing of images to the network's input: antialiased, bicubic; or legacy, bilinear without antialiasing, as in
+    older programs, which gives other values, so the metric names end with _legacy."""
     resolution: int | None = Field(None, ge=16)
-    """Side of the network's input, in pixels; unset: 224, or the value in the processor of a model. A teacher with
-    patches of p pixels has resolution / p of them per row."""
+    """Side of the network's input, in pixels; unset: 224, or the value in the model's processor. A teacher with patches
+    of p pixels has resolution / p patches per row."""
 
     @property
     @abstractmethod
     def suffix(self) -> str:
-        """Return the suffix of the names of its metrics."""
+        """Return the suffix of the metric names."""
 
     def metric_name(self, metric: str) -> str:
         """Return the name of a metric on this detector."""
@@ -44,21 +44,21 @@ class EncoderConfig(Config, ABC):
 
 
 class Torchvision(EncoderConfig):
-    """A classifier of torchvision; its features are the input of the last linear layer."""
+    """Classifier of torchvision, whose features are the input of the last linear layer."""
 
     type: Literal["torchvision"] = "torchvision"
     model: str = "convnext_base"
     """Network, by torchvision's name: convnext_base, resnet50, vit_b_16."""
     weights: Path | None = None
-    """A file with its state dict; unset: torchvision fetches its own."""
+    """File with the state dict; unset: torchvision downloads its own."""
 
     @property
     def suffix(self) -> str:
         return self.model
 
     def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
-        """Load the network. Raises ValueError for an unknown one, and for weights that are missing or of another."""
-        from torchvision import models  # here: loading it would slow the start of every stage
+        """Load the network. Raises ValueError for an unknown network and for missing or foreign weights."""
+        from torchvision import models  # imported here, because it slows the start of a stage
 
         if self.model not in models.list_models(module=models):
             raise ValueError(f"evaluate.detectors: torchvision has no classifier {self.model}. Choose convnext_base.")
@@ -88,7 +88,7 @@ class Transformers(EncoderConfig):
     weights: str = _CLIP
     """Path of a local folder in transformers' layout, or a name on the Hugging Face Hub."""
     name: str = Field("clip", pattern="^[a-z0-9][a-z0-9_]*$")
-    """Suffix of the names of its metrics: fd_clip. Only the default weights are called clip."""
+    """Suffix of the metric names, as in fd_clip. Only the default weights may be called clip."""
 
     @model_validator(mode="after")
     def _is_named(self) -> Transformers:
@@ -103,12 +103,12 @@ class Transformers(EncoderConfig):
         return self.name
 
     def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
-        """Load the network. Raises ValueError when the package or the weights are missing."""
+        """Load the network. Raises ValueError if the package or the weights are missing."""
         return self.load(device)[0]
 
     def load(self, device: str) -> tuple[Encoder, Any, str]:
-        """Return the encoder of images, the whole model behind it, and its location. Raises ValueError as `build`
-        does."""
+        """Return the image encoder, the whole model that contains it, and the location of the weights. Raises
+        ValueError as `build` does."""
         try:
             import transformers
         except ImportError:
@@ -139,7 +139,8 @@ class Transformers(EncoderConfig):
 class Encoder:
     """Features: float32 [B, D] of uint8 images [B, C, H, W] with 1 or 3 channels.
 
-    network: images [B, 3, side, side], of `mean` and `std` -> features; its method `patches`, if any, gives maps.
+    network: images [B, 3, side, side], normalized with `mean` and `std` -> features; its method `patches`, if any,
+    returns maps.
     """
 
     classes: list[str] = []  # noqa: RUF012 - not the data set's
@@ -188,7 +189,7 @@ class Encoder:
 
 
 class _GivenTo(nn.Module):
-    """Module that returns the input of a layer of a network: x -> that input."""
+    """Module that returns the input of one layer of a network: x -> layer input."""
 
     def __init__(self, network: nn.Module, layer: nn.Module) -> None:
         super().__init__()
@@ -201,8 +202,7 @@ class _GivenTo(nn.Module):
 
 
 class _Tower(nn.Module):
-    """Tower of a model: x -> the embedding of an image, pooled, and projected if the model projects. name: its name in
-    errors."""
+    """Vision tower: x -> image embedding, pooled, and projected if the model has a projection. name: for errors."""
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class _Tower(nn.Module):
 
     @property
     def side(self) -> int:
-        """Return the side of the images that its positions were learned on, in pixels."""
+        """Return the side of the images that the position embeddings were trained on, in pixels."""
         side: int = self.config.image_size
         return side
 
@@ -238,12 +238,12 @@ class _Tower(nn.Module):
         return maps
 
     def _features(self, x: Tensor) -> Any:
-        other = {} if x.shape[-1] == self.side else {"interpolate_pos_encoding": True}  # some do so unasked
+        other = {} if x.shape[-1] == self.side else {"interpolate_pos_encoding": True}  # some do it anyway
         return self.tower(pixel_values=x, **other)
 
 
 def _side(processor: Any) -> int | None:
-    """Return the side of the squares that a processor makes, in pixels."""
+    """Return the side of the squares that a processor crops or resizes to, in pixels."""
     size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
     side: int | None = getattr(size, "height", None)
     return side

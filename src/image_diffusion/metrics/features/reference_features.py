@@ -1,9 +1,9 @@
 """Features of the real images of a data set, stored in files and computed once for all comparisons.
 
-A folder for each detector: of both splits and of degraded images (`self_test`) the features (float32 [N, D] .npy, and
-as such the class scores and spatial features of detectors that have them), the statistics as ADM and EDM lay them out,
-and reference.json, which says of which images and by which detector, with the sha256 of each file. Features are read
-where they lie: a data set of any size takes no more memory than the rows that a metric asks for.
+Each detector has a folder with, for both splits and the degraded images (`self_test`), the features (float32 [N, D]
+.npy, and likewise any class scores and spatial features), the statistics in the layout of ADM and EDM, and
+reference.json, which identifies the images and the detector, with the sha256 of each file. Features are memory-mapped:
+a data set of any size takes no more memory than the rows that a metric uses.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def write_features(
 ) -> None:
     """Write the features of every image of the splits, by name; splits of fewer than two images are left out.
 
-    If a launcher started several processes, they share the images, and the one that `writes` finishes the folder.
-    parts: files that `write_part` wrote, all of them in order, to join in place of computing features. Raises
-    ValueError for features that are not finite, and for parts that are damaged or not all of them.
+    If a launcher started several processes, they share the images, and the process with `writes` completes the folder.
+    parts: all files written by `write_part`, in order, to join instead of computing features. Raises ValueError for
+    features that are not finite, and for damaged or missing parts.
     """
     make_folder(folder)
     if writes:
         for left_over in folder.glob("*.np[yz]"):
             left_over.unlink()
-    gathered(True)  # of which nothing is left
+    gathered(True)  # no old files are left
     usable = _splits_with_statistics(splits)
     if parts and writes:
         _join(parts, _description(detector, usable), usable, folder)
@@ -81,7 +81,7 @@ def write_part(
 ) -> None:
     """Write the features of the images of part i of n, (i, n), as an .npz for `write_features` to join.
 
-    Several processes share them as there. Raises ValueError for features that are not finite.
+    Several processes share the images as in `write_features`. Raises ValueError for features that are not finite.
     """
     usable = _splits_with_statistics(splits)
     arrays: dict[str, NDArray[np.float32]] = {}
@@ -103,7 +103,7 @@ def read_features(
 ) -> list[dict[str, ReferenceFeatures] | None]:
     """Read the features that `write_features` wrote, by split, for each detector; None for a detector without a folder.
 
-    Raises ValueError for a folder that is damaged, or of other images or detectors.
+    Raises ValueError for a folder that is damaged or belongs to other images or detectors.
     """
     features: list[dict[str, ReferenceFeatures] | None] = [None] * len(detectors)
     for folder in folders:
@@ -136,7 +136,7 @@ def _read_checked(
 
 
 def _splits_with_statistics(splits: Mapping[str, ImageSet]) -> dict[str, ImageSet]:
-    """Return the splits that statistics can be computed of."""
+    """Return the splits with enough images for statistics."""
     return {name: images for name, images in splits.items() if images.num_samples > 1}
 
 
@@ -149,7 +149,7 @@ def _description(detector: Detector, splits: Mapping[str, ImageSet]) -> dict[str
 
 
 def _look(detector: Detector, images: ImageSet, split: str, rows: NDArray[np.int64]) -> Iterator[tuple[int, Detected]]:
-    """Yield this process's features of some rows of a split, on the CPU, each time with the number of the first."""
+    """Yield this process's features of some rows of a split, on the CPU, each group with the index of its first row."""
     for chosen, (features,) in look([detector], images, rows, f"features of the {split} split"):
         on_cpu = {which: rows.to("cpu", torch.float32).contiguous() for which, rows in features.tensors.items()}
         yield int(chosen[0]), Detected(**on_cpu)
@@ -161,7 +161,7 @@ def _write_all(folder: Path, split: str, features: Mapping[str, Tensor], start: 
 
 
 def _join(parts: Sequence[Path], about: Mapping[str, Any], splits: Mapping[str, ImageSet], folder: Path) -> None:
-    """Join the rows of all parts. Damaged or foreign parts are removed, so that the next run computes them again."""
+    """Join the rows of all parts. Damaged or foreign parts are deleted, so that the next run computes them again."""
     written = dict.fromkeys(splits, 0)
     for path in parts:
         try:
@@ -184,14 +184,14 @@ def _join(parts: Sequence[Path], about: Mapping[str, Any], splits: Mapping[str, 
 
 
 def _write_rows(path: Path, rows: Tensor, first: int, total: int) -> None:
-    """Write rows [B, D] of a float32 array [total, D] that several processes fill. (A mapped file would end the process
-    on a full disk; this raises OSError.)"""
+    """Write rows [B, D] of a float32 array [total, D] that several processes fill. (On a full disk, this raises
+    OSError; writing to a mapped file would kill the process.)"""
     head = io.BytesIO()
     shape = (total, *rows.shape[1:])
     np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
     path.touch()
     with path.open("r+b") as file:
-        if file.read(len(head.getvalue())) != head.getvalue():  # a new file, or one of another set
+        if file.read(len(head.getvalue())) != head.getvalue():  # a new file, or a file of another set
             file.seek(0)
             file.write(head.getvalue())
         data = rows.numpy()

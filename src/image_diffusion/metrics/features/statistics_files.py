@@ -1,4 +1,4 @@
-"""Statistics of a reference set from a file, in the layouts ADM and EDM publish."""
+"""Statistics of a reference set from a file, in the layouts that ADM and EDM publish."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}
 
 
 def is_statistics(path: Path) -> bool:
-    """True if an .npz holds statistics (mu, sigma) rather than images alone."""
+    """Return True if an .npz holds statistics (mu, sigma), not only images."""
     if path.suffix == ".pkl":
         raise ValueError(
             f"{path} is a pickle, which can run code and is not read. "
@@ -33,9 +33,9 @@ def is_statistics(path: Path) -> bool:
 
 
 def read_statistics(path: Path, detector_sha256: str) -> dict[str, Gaussian]:
-    """Read {"fd": Gaussian} and, where the file has mu_s and sigma_s as ADM's, {"spatial_fd": Gaussian}.
+    """Read {"fd": Gaussian} and, if the file has mu_s and sigma_s as in ADM's files, {"spatial_fd": Gaussian}.
 
-    Raises ValueError when mu and sigma do not fit, or the file names another detector than the one in use.
+    Raises ValueError if mu and sigma do not fit, or the file names a detector other than the one in use.
     """
     arrays = read_arrays(path)
     written_by = str(arrays["detector"]) if "detector" in arrays else detector_sha256

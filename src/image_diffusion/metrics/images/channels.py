@@ -1,8 +1,8 @@
-"""Comparison of arrays channel by channel: how often each number occurs, at which scales it varies, and how the
-channels go together. For images of which no published detector knows anything.
+"""Comparison of arrays channel by channel: distribution of values, power spectrum, and correlation between channels.
+For images that no published detector was trained on.
 
-Each statistic is a function of sums over images, kept for each block of the jackknife, so that leaving out a block
-costs a subtraction.
+Each statistic is a function of sums over images, stored per block of the jackknife, so that leaving out a block costs
+one subtraction.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LEAST_POWER = 1e-12
 
 @dataclass(frozen=True)
 class ChannelSums:
-    """Sums over the images of each block. counts: how many numbers of each channel lie in each bin of the range,
-    [B, C, 256]. spectrum: power by distance from the zero frequency, [B, C, R]. first: of the numbers, [B, C]. second:
-    of the products of channels, [B, C, C]. pixels: number of pixels, [B]. images: number of images."""
+    """Sums over the images of each block. counts: histogram of the values of each channel, [B, C, 256]. spectrum: power
+    by distance from the zero frequency, [B, C, R]. first: sums of the values, [B, C]. second: sums of the products of
+    channels, [B, C, C]. pixels: number of pixels, [B]. images: number of images."""
 
     counts: Tensor
     spectrum: Tensor
@@ -37,7 +37,7 @@ class ChannelSums:
     images: int
 
     def totals(self) -> list[ChannelSums]:
-        """Return the sums of all images, then those with each block left out."""
+        """Return the sums over all images, then the sums with each block left out."""
         summed = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "images"}
         everything = ChannelSums(**{name: rows.sum(0) for name, rows in summed.items()}, images=self.images)
         left_out = [
@@ -48,7 +48,7 @@ class ChannelSums:
 
 
 def channel_sums(images: ImageSet) -> ChannelSums:
-    """Return the sums of a set of images, whose numbers are rendered from 0 to 255."""
+    """Return the sums of a set of images, whose values are scaled to 0 to 255."""
     channels, height, width = images.shape
     rows = np.fft.fftfreq(height)[:, None] * height
     columns = np.fft.fftfreq(width)[None] * width
@@ -75,7 +75,7 @@ def channel_sums(images: ImageSet) -> ChannelSums:
 
 
 def intensity_distance(a: ChannelSums, b: ChannelSums) -> Tensor:
-    """Return for each channel the 1-Wasserstein distance between the distributions of numbers, as a share of the range,
+    """Return for each channel the 1-Wasserstein distance between the distributions of values, as a share of the range,
     [C]: the area between their cumulative distributions (Vallender 1974)."""
     first, second = (sums.counts.cumsum(1) / sums.counts.sum(1, keepdim=True) for sums in (a, b))
     return (first - second).abs().sum(1) / _BINS
@@ -112,8 +112,8 @@ def evaluate_channels(
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """Return entries of metrics.json by name, each the mean over the channels, and the values of each channel by name.
 
-    other: real images that are not part of `real`; their distance is the floor, where there are any. Correlations need
-    two channels.
+    other: real images that are not part of `real`, whose distance is the floor, if there are any. Correlations need two
+    channels.
     """
     sums, reference = channel_sums(samples).totals(), channel_sums(real).totals()
     baseline = channel_sums(other).totals()[0] if other.num_samples else None

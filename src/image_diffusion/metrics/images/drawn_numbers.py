@@ -1,8 +1,8 @@
-"""Difference of the slant and the size of drawn digits from the numbers that they were asked for, on slants that
-training has seen and on those held out.
+"""Difference between the requested and the measured slant and size of drawn digits, on slants seen in training and on
+held-out slants.
 
-Both are measured in the pixels. The same measurement of real handwriting, drawn with the same numbers, is the floor of
-each value: it contains the errors of the measurement itself.
+Both are measured from the pixels. The same measurement of real handwriting, drawn with the same numbers, is the floor
+of each value: it contains the measurement error.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _AT_ONCE = 100
 
 
 def evaluate_drawn(samples: Samples, detectors: Sequence[Detector]) -> dict[str, Any]:
-    """Return entries of metrics.json by name: "error_slant" and "error_size", the mean distance of the measured number
-    from the one asked for, as a share of the numbers' range; with "_seen" and "_held_out" behind it, over the images
-    with slants that training has seen, and over those that it has not.
+    """Return entries of metrics.json by name: "error_slant" and "error_size", the mean absolute difference between the
+    measured and the requested number, as a share of its range; with the suffix "_seen" or "_held_out", over the images
+    whose slants training has or has not seen.
 
-    Numbers that are missing are not judged. Raises ValueError for samples without slant or size.
+    Missing numbers are not evaluated. Raises ValueError for samples without slant or size.
     """
     asked: Mapping[str, Any] = samples.protocol.get("conditions", {}).get("values", {})
     if any(len(asked.get(name, ())) != samples.num_samples for name in COLUMNS):
@@ -62,7 +62,7 @@ def _measured(samples: Samples) -> NDArray[np.float64]:
 
 
 def _of_real(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return slant and size of real handwriting that is drawn with the numbers, [N, 2], nan where one is missing."""
+    """Return slant and size of real handwriting that is drawn with the numbers, [N, 2]; nan for missing numbers."""
     rows = []
     for number, (slant, size) in enumerate(numbers.tolist()):
         if np.isnan(slant) or np.isnan(size):

@@ -1,8 +1,8 @@
-"""Cosines of predicted image embeddings to their captions and to the real ones, a number a pair.
+"""Cosines of predicted image embeddings to their captions and to real image embeddings, one value per pair.
 
-Differences from DALLE2-pytorch: means are over every pair, those of similarity 0 among them, which the original drops
-as padding; an unrelated caption is another one, from anywhere in the set, where the original takes that of the
-neighbour in the batch, even in a batch of one.
+Differences from DALLE2-pytorch: means include pairs of similarity 0, which the original drops as padding; an unrelated
+caption is a different caption from anywhere in the set, while the original takes the neighbour's in the batch, even in
+a batch of one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def cosine(first: Tensor, second: Tensor) -> Tensor:
 def similarities(text: Tensor, image: Tensor, predicted: Tensor, unrelated: Tensor) -> dict[str, Tensor]:
     """Return the similarities of N pairs, float64 [N] each, by name. All arguments: [N, dim].
 
-    predicted: from each pair's own caption. unrelated: from another one's. baseline_similarity: caption and real image.
-    similarity_with_text, similarity_with_image: the prediction and its caption, and the real image.
-    similarity_with_unrelated_caption: the caption and the prediction from another. unrelated_similarity_with_image: the
-    real image and that prediction. difference_from_baseline: of similarity_with_text.
+    predicted: from each pair's own caption. unrelated: from another caption. baseline_similarity: caption and real
+    image. similarity_with_text, similarity_with_image: the prediction with its caption, and with the real image.
+    similarity_with_unrelated_caption: the caption and the unrelated prediction. unrelated_similarity_with_image: the
+    real image and the unrelated prediction. difference_from_baseline: of similarity_with_text.
     """
     baseline, with_text = cosine(text, image), cosine(text, predicted)
     return {
@@ -45,10 +45,10 @@ def similarities(text: Tensor, image: Tensor, predicted: Tensor, unrelated: Tens
 def baselines(text: Tensor, image: Tensor, train_text: Tensor, train_image: Tensor) -> dict[str, Tensor]:
     """Return the baselines of a prediction's cosine to the real image, of N pairs, float64 [N] each, by name.
 
-    text, image: [N, dim]; train_text, train_image: of training pairs, [M, dim]. Each is the cosine of the real image
-    and an embedding for which no prior is needed. mean_image_similarity_with_image: the mean of the training images.
-    nearest_caption_similarity_with_image: the image of the nearest training caption. other_caption_…: the real image
-    of another caption (`other_captions`), where there is one.
+    text, image: [N, dim]; train_text, train_image: of training pairs, [M, dim]. Each is the cosine between the real
+    image and an embedding that needs no prior. mean_image_similarity_with_image: the mean of the training images.
+    nearest_caption_similarity_with_image: the image of the nearest training caption. other_caption_…: the real image of
+    another caption (`other_captions`), if there is one.
     """
     similarities = {
         "mean_image_similarity_with_image": cosine(image, train_image.double().mean(0, keepdim=True).expand_as(image)),
@@ -60,11 +60,11 @@ def baselines(text: Tensor, image: Tensor, train_text: Tensor, train_image: Tens
 
 
 def nearest_captions(text: Tensor, captions: Tensor) -> Tensor:
-    """Return for each of N texts the number of the caption of the highest cosine, int64 [N].
+    """Return for each of N texts the index of the caption with the highest cosine, int64 [N].
 
     text: [N, dim]; captions: [M, dim].
 
-    Captions with the same embedding, as many captions of classes have, are taken in turn.
+    Captions with equal embeddings, which are common for class captions, are used in rotation.
     """
     different, which = np.unique(captions.numpy(), axis=0, return_inverse=True)
     which = which.reshape(-1)
@@ -76,18 +76,18 @@ def nearest_captions(text: Tensor, captions: Tensor) -> Tensor:
 
 
 def other_captions(text: Tensor) -> NDArray[np.int64] | None:
-    """Return for each of N pairs another pair whose caption is not the same, int64 [N]; None for a single caption.
+    """Return for each of N pairs the index of a pair with another caption, int64 [N]; None if all captions are equal.
 
-    text: [N, dim]. In an order drawn once and for all, the next pair with another caption, round the whole set.
+    text: [N, dim]. The result is the next pair with another caption in a fixed random, cyclic order.
     """
     count = len(text)
     _, caption = np.unique(text.numpy(), axis=0, return_inverse=True)
     order = np.random.default_rng(0).permutation(count)
-    twice = np.concatenate([caption.reshape(-1)[order]] * 2)  # a second round, for those that find nothing in the first
+    twice = np.concatenate([caption.reshape(-1)[order]] * 2)  # a second round, for pairs without one in the first
     ends_run = np.append(twice[:-1] != twice[1:], False)
     if not ends_run.any():
         return None
-    last = np.where(ends_run, np.arange(2 * count), 2 * count)  # of the run of equal captions that each is in
+    last = np.where(ends_run, np.arange(2 * count), 2 * count)  # end of the run of equal captions around each
     last = np.minimum.accumulate(last[::-1])[::-1][:count]
     others = np.empty(count, dtype=np.int64)
     others[order] = order[(last + 1) % count]

@@ -1,4 +1,4 @@
-"""Bits per dimension of real images: the variational bound of a pixel diffusion, its terms, and where they come from.
+"""Bits per dimension of real images: the variational bound of a pixel diffusion and its terms.
 
 Each image is measured once, with its own noise, and means are taken over images. Unlike image_nll of
 improved-diffusion, the result does not depend on the batch, and no image is repeated or dropped.
@@ -28,28 +28,28 @@ from image_diffusion.process.likelihood import BitsPerDim
 
 
 class LikelihoodConfig(Config):
-    """Settings of the measurement of bits per dimension: the network is called once for each image and timestep."""
+    """Measurement of bits per dimension: one call of the network for each image and timestep."""
 
     split: Literal["train", "validation"] = "validation"
-    """Split of the images: those that the network learned from, or those that it never saw."""
+    """Split of the images: train, the images of the training, or validation, the held-out images."""
     num_samples: int | None = Field(None, ge=1)
-    """Number of images, the first ones of the split; unset: all of them."""
+    """Number of images, from the start of the split; unset: all."""
     timesteps: str | int | list[int] = ""
-    """Steps that the bound consists of: "" for those the network was trained on; 250, [10, 15, 20] in equal sections,
-    or "ddim50" for fewer of the process's own, which is a bound as well, and a looser one."""
+    """Timesteps of the bound: "" for those of the training; 250, [10, 15, 20] in equal sections, or "ddim50" for a
+    subset of the process's timesteps, which gives a looser bound."""
     label: ClassLabel | None = None
     """Class that the network is conditioned on for every image, as in sample.labels; none: the null label, if labels
-    were dropped in training. For data with other classes than those of the network. Unset: each image's own class."""
+    were dropped in training. For data whose classes are not the network's. Unset: each image's own class."""
     clip_denoised: bool = True
     """Clip each predicted x0 to [-1, 1], the range of pixels, as published numbers do."""
     seed: int = Field(0, ge=0)
     """Seed of the noise: one draw for each image and timestep."""
     batch_size: int = Field(64, ge=1)
-    """Images measured at once. Does not change them."""
+    """Images measured at once. Does not affect the result."""
 
 
 def chosen_images(images: ImageSet, settings: LikelihoodConfig) -> int:
-    """Return the number of images that are measured. Raises ValueError when the split has none, or fewer than are
+    """Return the number of images that are measured. Raises ValueError if the split has none, or fewer than
     requested."""
     count = settings.num_samples or max(images.num_samples, 1)
     if count > images.num_samples:
@@ -68,14 +68,14 @@ def measure_likelihood(
     settings: LikelihoodConfig,
     report: Path | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Measure a split: entries of metrics.json by name, and the means at each timestep, the most noise first.
+    """Return entries of metrics.json for a split, by name, and the means at each timestep, the most noise first.
 
-    bound: uint8 images [B, C, H, W], labels int64 [B] and their numbers in the split int64 [B] -> their bounds, with
-    terms of `timesteps`. report: a folder for the plot.
+    bound: uint8 images [B, C, H, W], labels int64 [B] and indices in the split int64 [B] -> bounds with the terms of
+    `timesteps`. report: a folder for the plot.
 
     "bits_per_dim" is the sum of "bits_prior", the information of the noisiest x_t about the image; "bits_steps", the
-    divergences of all steps but the last; and "bits_pixels", of the pixels given the least noisy x_t. By timestep: "vb"
-    in bits per dimension, "x0_mse" and "eps_mse", the mean squared errors of x0 and of the noise.
+    divergences of all steps but the last; and "bits_pixels", the bits of the pixels given the least noisy x_t. By
+    timestep: "vb" in bits per dimension, "x0_mse" and "eps_mse", the mean squared errors of x0 and of the noise.
 
     Raises ValueError for a split with too few images.
     """

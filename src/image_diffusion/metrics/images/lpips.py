@@ -1,8 +1,8 @@
 """LPIPS, version 0.1 on AlexNet: how different two images look (Zhang et al. 2018, equation 1).
 
-Features of five layers, each scaled to length 1 over its channels; their squared differences weighed by channel,
-averaged over positions and added up. torchmetrics' version downloads AlexNet; here both files of weights are named, and
-their digests are part of the result.
+The features of five layers are scaled to length 1 over the channels; their squared differences are weighted by channel,
+averaged over positions and added up. torchmetrics' version downloads AlexNet; here the configuration names both weight
+files, and the result contains their digests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec
 
 SMALLEST = 32
-"""Pixels along an edge of the smallest images: below, AlexNet's last layers have no position left."""
+"""Smallest side of an image in pixels, below which AlexNet's last layers would have no positions."""
 _WIDTHS = (64, 192, 384, 256, 256)
 _PLACES = (0, 3, 6, 8, 10)  # of the convolutions among torchvision's `features`
 _SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # ImageNet's mean and deviation, of pixels in [-1, 1]
@@ -32,12 +32,12 @@ class LpipsConfig(Config):
     """Location of the weights, which are never downloaded."""
 
     backbone: Path
-    """AlexNet as torchvision publishes it, alexnet-owt-7be5be79.pth."""
+    """Path of AlexNet's weights as published by torchvision, alexnet-owt-7be5be79.pth."""
     heads: Path
-    """Path of the weights of the channels, alex.pth of the package lpips (weights/v0.1) or of torchmetrics."""
+    """Path of the channel weights, alex.pth of the package lpips (weights/v0.1) or of torchmetrics."""
 
     def check(self, spec: DataSpec, key: str) -> None:
-        """Raise ValueError where a file is missing, or the images do not fit. key: its key in the configuration."""
+        """Raise ValueError if a file is missing or the images do not fit. key: the key in the configuration."""
         if spec.channels not in (1, 3) or min(spec.size) < SMALLEST:
             raise ValueError(
                 f"{key} is set, but LPIPS compares grey or RGB images of at least {SMALLEST} pixels; these have "
@@ -47,7 +47,7 @@ class LpipsConfig(Config):
             _check_file(path, f"{key}.{name}")
 
     def build(self, device: torch.device, key: str = "evaluate.lpips") -> Lpips:
-        """Build the metric. key: its key in the configuration. Raises ValueError when a file is missing or has other
+        """Build the metric. key: the key in the configuration. Raises ValueError if a file is missing or has other
         contents."""
         backbone, heads = (_read(self.backbone, f"{key}.backbone"), _read(self.heads, f"{key}.heads"))
         measure = Lpips()
@@ -66,7 +66,7 @@ class LpipsConfig(Config):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the identity that distinguishes its numbers from others."""
+        """Return the identity of the metric; values are comparable only between equal identities."""
         return {"name": "LPIPS 0.1, AlexNet", "backbone": sha256_file(self.backbone), "heads": sha256_file(self.heads)}
 
 

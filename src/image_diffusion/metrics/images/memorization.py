@@ -1,9 +1,9 @@
-"""Memorization of training images: nearest neighbours in pixels and as each detector sees them, against calibrated
+"""Memorization of training images: distances to nearest neighbours, in pixels and in features, against calibrated
 thresholds.
 
-Pixels reduced to 16 x 16, because classifier features are poor at it (exact or blurred copies: 1.0 found at 1 % false
-alarms against 0.03 to 0.17). Mirrored training images are searched as well; copies moved by two pixels go unnoticed, in
-pixels: those a detector may see.
+Pixels are reduced to 16 x 16 and compared, because classifier features detect copies poorly (exact or blurred copies:
+1.0 found at 1 % false alarms against 0.03 to 0.17). Mirrored training images are searched as well; copies shifted by
+two pixels are missed in pixels, but may be found in features.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from image_diffusion.metrics.features.base import Detected, ImageSet
 _SIZE = 16
 _READ, _AT_ONCE = 512, 8192
 LEAST_HELD_OUT = 100
-"""Number of real images that a threshold needs."""
+"""Minimum number of real images for a threshold."""
 _MOST_OTHERS = 2000
-"""Number of training images, at most, that are compared with the others where too few images are held out."""
+"""Maximum number of training images that set the threshold if too few images are held out."""
 _SAME = 0.1
-"""Real images nearer to a training image than this share of the 90th percentile are the same image: they set no
+"""Real images nearer to a training image than this share of the 90th percentile count as duplicates and set no
 threshold."""
 Views = Callable[[int], tuple[Tensor, ...]]
-"""Features of a block of training images from a position on, once for each view of them."""
+"""Start of a block of training images -> its features, once for each view (plain, mirrored)."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """distance: float64 [N], to the nearest training image. nearest: int64 [N, k], positions in the training split.
+    """Copies of training images. distance: float64 [N], to the nearest. nearest: int64 [N, k], positions in the split.
 
-    threshold: the distance below which 1 % of real images lie; None for fewer than LEAST_HELD_OUT. These are images
-    held out, or, where too few are, training images, each against the others. num_real: how many they are.
+    threshold: the distance below which 1 % of real images lie; None for fewer than LEAST_HELD_OUT images. The real
+    images are held-out images or, if these are too few, training images, each compared with the others. num_real: their
+    number.
     """
 
     distance: Tensor
@@ -51,7 +52,7 @@ class Copies:
 
     @property
     def flagged(self) -> Tensor:
-        """Return a mask, bool [N]: nearer to a training image than all but 1 % of real images are."""
+        """Return a mask, bool [N]: samples nearer to a training image than 99 % of real images are."""
         return self.distance < (self.threshold if self.threshold is not None else -1.0)
 
 
@@ -61,7 +62,7 @@ def reduced(images: Tensor) -> Detected:
 
 
 def reduced_rows(images: ImageSet, chosen: NDArray[np.int64]) -> Tensor:
-    """Return the chosen images, at least one, `reduced`."""
+    """Return the chosen images, at least one, after `reduced`."""
     parts = [reduced(images.gather(rows)).features for rows in np.array_split(chosen, -(-len(chosen) // _READ))]
     return torch.cat(parts)
 
@@ -72,8 +73,7 @@ def mirrored(features: Tensor) -> Tensor:
 
 
 def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: int = 4) -> Copies:
-    """Return the k nearest training images of every sample, mirrored ones included, and whether they are suspiciously
-    near.
+    """Return the k nearest training images of every sample, mirrored ones included, and the threshold for copies.
 
     samples: `reduced`, [N, D].
     """
@@ -93,7 +93,7 @@ def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: 
 def copies_seen(samples: Tensor, train: Tensor, held_out: Tensor | None, k: int = 4) -> Copies:
     """Return the copies by the features of a detector, [N, D], [M, D] and [H, D].
 
-    No threshold is set by training images: the data set's own classifier has learnt them.
+    Training images never set the threshold, because the data set's own classifier was trained on them.
     """
     real = samples[:0] if held_out is None else held_out
     return _nearest_views(samples, real, lambda start: (train[start : start + _AT_ONCE],), len(train), k)
@@ -102,8 +102,8 @@ def copies_seen(samples: Tensor, train: Tensor, held_out: Tensor | None, k: int 
 def _nearest_views(
     samples: Tensor, real: Tensor, views: Views, total: int, k: int, rows: Tensor | None = None
 ) -> Copies:
-    """Return the copies among samples. real: the images that set the threshold. rows: of these, if they are training
-    images, int64."""
+    """Return the copies among samples. real: the images that set the threshold. rows: their indices, int64, if they are
+    training images."""
     distance, nearest = _nearest(torch.cat([samples, real]), views, total, k if rows is None else max(k, 2))
     n = len(samples)
     of_real = distance[n:, 0]
@@ -116,7 +116,7 @@ def _nearest_views(
 
 
 def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return the distances to the k nearest training images over all views, float64 [N, k], and the images, each once,
+    """Return the distances to the k nearest training images over all views, float64 [N, k], and their distinct indices,
     int64 [N, k]. Only _AT_ONCE training images at a time are in memory, on the GPU if there is one."""
     device = best_device()
     queries = queries.to(device)

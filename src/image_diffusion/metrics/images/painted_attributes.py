@@ -1,9 +1,8 @@
-"""Agreement of painted digits with the attributes that their prompts name, on combinations that training has seen and
-on those held out.
+"""Agreement of painted digits with the attributes named in their prompts, on combinations seen in training and on
+held-out combinations.
 
-Colours, slant and size are measured in the pixels, the digit is recognised by the detector. The same evaluation of real
-handwriting, painted according to the same prompts, is the floor of each number: it contains the errors of the
-evaluation itself.
+Colours, slant and size are measured from the pixels; the detector recognises the digit. The same evaluation of real
+handwriting, painted according to the same prompts, is the floor of each value: it contains the evaluation's own errors.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ NAMES = tuple(field.name for field in fields(Attributes))
 
 
 def evaluate_painted(samples: Samples, detectors: Sequence[Detector]) -> dict[str, Any]:
-    """Return entries of metrics.json by name: "agreement_ink" and so on, of each attribute the share of the images with
-    that attribute in their prompt that show it; "attributes_seen" and "attributes_held_out": of all attributes in an
-    image's prompt the share that it shows, over images of combinations that training has seen, and of those that it has
-    not.
+    """Return entries of metrics.json by name: "agreement_ink" and so on, the share of images that show an attribute
+    among those whose prompt names it; "attributes_seen" and "attributes_held_out", the mean share of the attributes of
+    its prompt that an image shows, over images of combinations that training has or has not seen.
 
-    The digit is recognised by the first detector that knows digits. Raises ValueError for samples without prompts, and
-    where no detector does.
+    The first detector with the classes of digits recognises the digit. Raises ValueError for samples without prompts
+    and if there is no such detector.
     """
     prompts: list[str] = samples.protocol.get("prompts", [])
     if len(prompts) != samples.num_samples:
@@ -66,7 +64,7 @@ def evaluate_painted(samples: Samples, detectors: Sequence[Detector]) -> dict[st
 
 
 def _right(samples: Samples, requested: list[Attributes], detector: Detector) -> NDArray[np.float64]:
-    """Return [N, 5]: 1 where an image has the attribute of its prompt, 0 where not, nan where the prompt names none."""
+    """Return [N, 5]: 1 if an image has the attribute of its prompt, 0 if not, nan if the prompt names none."""
     logits = detect(detector, samples, "digits").logits
     assert logits is not None
     right = np.full((len(requested), len(NAMES)), np.nan)
@@ -80,8 +78,8 @@ def _right(samples: Samples, requested: list[Attributes], detector: Detector) ->
 
 
 def _painted(requested: list[Attributes]) -> Samples:
-    """Return real handwriting with the attributes of the prompts, and the first possible one where an attribute was
-    left open."""
+    """Return real handwriting with the attributes of the prompts; the first possible value replaces an unnamed
+    attribute."""
     of_digit: dict[str | None, list[int]] = {}
     for number in range(1000):
         of_digit.setdefault(attributes_of(number).digit, []).append(number)

@@ -18,12 +18,12 @@ _AT_ONCE = 64
 
 
 class PromptJudge(Transformers):
-    """A model of the package transformers that embeds images and words: CLIP, SigLIP."""
+    """Model of the package transformers that embeds images and texts: CLIP, SigLIP."""
 
     def build_both(self, device: str = "cpu") -> PromptEncoder:
-        """Load both towers. Raises ValueError when the package or the weights are missing, or the model has no text
+        """Load both towers. Raises ValueError if the package or the weights are missing, or the model has no text
         tower."""
-        import transformers  # the base says how to install it
+        import transformers  # `load` of the base class explains how to install it
 
         images, model, where = self.load(device)
         if not hasattr(model, "get_text_features"):
@@ -37,25 +37,25 @@ class PromptJudge(Transformers):
 
 
 class PromptEncoder:
-    """images: the detector of the model's vision tower."""
+    """Encoder of prompts. images: the detector of the model's vision tower."""
 
     def __init__(self, images: Detector, model: Any, tokenizer: Any) -> None:
         self.images, self._model, self._tokenizer = images, model, tokenizer
 
     @torch.inference_mode()
     def texts(self, prompts: list[str]) -> Tensor:
-        """Embed N prompts -> float32 [N, dim] on the CPU. Longer ones than the model reads are cut."""
+        """Embed N prompts -> float32 [N, dim] on the CPU. Prompts longer than the model's limit are cut."""
         device, parts = next(self._model.parameters()).device, []
         for start in range(0, len(prompts), _AT_ONCE):
             read = self._tokenizer(
                 prompts[start : start + _AT_ONCE],
-                padding="max_length",  # as SigLIP was trained; a CLIP reads nothing after the end of a text
+                padding="max_length",  # as in SigLIP's training; a CLIP ignores the padding
                 truncation=True,
                 max_length=self._model.config.text_config.max_position_embeddings,
                 return_tensors="pt",
             ).to(device)
             output: Any = self._model.get_text_features(**read)
-            parts.append(getattr(output, "pooler_output", output).float().cpu())  # which of both depends on the release
+            parts.append(getattr(output, "pooler_output", output).float().cpu())  # depends on the release
         return torch.cat(parts)
 
 
@@ -69,11 +69,11 @@ def check_prompted(samples: Samples) -> None:
 
 
 def evaluate_prompted(samples: Samples, encoder: PromptEncoder) -> dict[str, Any]:
-    """Return entries of metrics.json by name, with the suffix of the detector's.
+    """Return entries of metrics.json by name, with the suffix of the detector.
 
     prompt_similarity: the cosine of image and prompt, which is CLIPScore without its factor 2.5 and its cut at 0.
-    other_prompt_similarity: that of the image and another of the prompts, where there are several.
-    prompt_retrieval_at_1, …_at_5: the share of images whose prompt is among the k nearest of all different ones.
+    other_prompt_similarity: the cosine of the image and another prompt, if there are several. prompt_retrieval_at_1,
+    …_at_5: the share of images whose prompt is among the k nearest distinct prompts.
     """
     prompts: list[str] = samples.protocol["prompts"]
     different = sorted(set(prompts))

@@ -1,4 +1,4 @@
-"""Quality of a codec's reconstructions: PSNR, SSIM, the reconstruction Fréchet distance, and use of the codebook."""
+"""Quality of a codec's reconstructions: PSNR, SSIM, the reconstruction Fréchet distance, and codebook usage."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def ssim(original: Tensor, decoded: Tensor) -> Tensor:
 
 
 def reconstruction_estimates(original: Detected, decoded: Detected) -> dict[str, Estimate]:
-    """Return "reconstruction_fd" and, with logits, "same_class": the class recognised before is the one recognised
-    after.
+    """Return "reconstruction_fd" and, with logits, "same_class": the share of images recognised as the same class after
+    decoding.
 
     original, decoded: features of the same N images, in the same order.
     """
@@ -58,10 +58,10 @@ def reconstruction_estimates(original: Detected, decoded: Detected) -> dict[str,
 
 
 def codebook_use(counts: Tensor) -> dict[str, float]:
-    """Return the usage of a codebook. counts: [K], how often each code was.
+    """Return the usage of a codebook. counts: [K], occurrences of each code.
 
-    "codebook_usage": the share of codes used at all. "codebook_perplexity": exp of the entropy, from 1 to K.
-    "dead_codes": the number of codes that were never used.
+    "codebook_usage": the share of codes in use. "codebook_perplexity": exp of the entropy, from 1 to K. "dead_codes":
+    the number of codes that were never used.
     """
     shares = counts.to(torch.float64) / counts.sum()
     entropy = -float(torch.special.xlogy(shares, shares).sum())
@@ -74,9 +74,10 @@ def codebook_use(counts: Tensor) -> dict[str, float]:
 
 
 def codebook_estimates(counts: Tensor, n: int) -> dict[str, Estimate]:
-    """Return `codebook_use` with intervals. counts: [blocks, K], by block of the n images (`moments.block_of_each`).
+    """Return `codebook_use` with intervals. counts: [blocks, K], for each block of the n images
+    (`moments.block_of_each`).
 
-    The number of codes in use only grows with the number of images, so its intervals lie around the value itself.
+    The number of codes in use only grows with the number of images, so its interval is centred on the value itself.
     """
     total = counts.sum(dim=0)
     values = codebook_use(total)

@@ -1,5 +1,5 @@
 """Retrieval: the share of queries with a matching item among the k nearest of a gallery (R@k, Karpathy & Fei-Fei 2015).
-It depends on the size of the gallery, so every entry states it."""
+The share depends on the size of the gallery, so every entry states the size."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _AT_ONCE = 1024
 def retrieval(
     query: Tensor, query_groups: Tensor, gallery: Tensor, gallery_groups: Tensor, of: str
 ) -> dict[str, Estimate]:
-    """Return "retrieval_at_1" and "retrieval_at_5": the share of queries with an item of their own group among the k of
-    the highest cosine.
+    """Return "retrieval_at_1" and "retrieval_at_5": the share of queries with an item of their own group among the k
+    items of highest cosine.
 
     query: [N, dim]; gallery: [M, dim]; query_groups, gallery_groups: their groups, int64 [N] and [M]. of: the kind of
-    the gallery's items, for the note. A tie counts against the query, so that equal embeddings retrieve nothing.
+    the gallery's items, for the note. Ties count against the query, so that equal embeddings retrieve nothing.
     """
     directions = F.normalize(gallery.double(), dim=1)
     before = []
@@ -43,11 +43,10 @@ def retrieval(
 
 
 def spread_rows(total: int, most: int) -> NDArray[np.int64]:
-    """Return `most` of `total` rows, int64, in order and spread evenly, since rows lie class by class; all where there
-    are no more."""
+    """Return at most `most` of `total` row indices, int64, evenly spaced, since rows are ordered by class."""
     return np.linspace(0, total - 1, min(total, most)).round().astype(np.int64)
 
 
 def same_rows(rows: Tensor) -> Tensor:
-    """A number for each row of [N, dim], the same for equal ones, int64 [N]."""
+    """Return a number for each row of [N, dim], int64 [N], the same for equal rows."""
     return torch.from_numpy(np.unique(rows.numpy(), axis=0, return_inverse=True)[1].reshape(-1))

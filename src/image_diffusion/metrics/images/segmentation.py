@@ -1,6 +1,6 @@
-"""Agreement of images with the masks that they were asked for: intersection over union with the masks that a segmenter
-finds in them. The segmenter is trained here, on real images and their masks: seconds to a minute of a CPU, the same
-bytes on the same machine. Its masks of real held-out images are the floor, which contains its own errors.
+"""Agreement of images with the requested masks: intersection over union with the masks that a segmenter predicts. The
+segmenter is trained here, on real images and their masks, in seconds to a minute on a CPU, reproducibly on the same
+machine. Its masks of real held-out images give the floor, which contains its own errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from image_diffusion.metrics.features.classifier import convolved
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, fit
 
 _SIDE = 64
-"""Longest side that the segmenter sees, in pixels: larger images and masks are made smaller."""
+"""Longest side of the segmenter's input, in pixels: larger images and masks are reduced."""
 _WIDTHS = (16, 32, 48)
 TRAINING = DetectorTraining(epochs=4, least_examples=8_000, most_examples=30_000, stop_accuracy=2)
 """Training of the segmenter."""
@@ -33,23 +33,23 @@ MOST_HELD_OUT = 200
 
 
 class MaskedImages(Protocol):
-    """Images with a mask each, such as joined shards."""
+    """Images with one mask each, such as joined shards."""
 
     @property
     def num_samples(self) -> int: ...
 
     def gather(self, indices: NDArray[np.int64], /) -> Tensor:
-        """Return images by number, uint8 [B, C, H, W]."""
+        """Return images by index, uint8 [B, C, H, W]."""
         ...
 
     def gather_of(self, kind: str, indices: NDArray[np.int64], /) -> Tensor:
-        """Return what they have beside them: of the kind "images" masks, numbers of labels, uint8 [B, 1, H, W]."""
+        """Return data stored with the images: for the kind "images", masks of label numbers, uint8 [B, 1, H, W]."""
         ...
 
 
 class Segmenter(nn.Module):
-    """Images from 0 to 255 [B, C, H, W] -> maps, and a logit for each label and pixel, [B, labels, H, W]. Two halvings
-    and back, with the maps of each size beside those that come back (Ronneberger et al. 2015)."""
+    """Images from 0 to 255 [B, C, H, W] -> maps, and a logit for each label and pixel, [B, labels, H, W]. A U-Net with
+    two levels of downsampling and skip connections (Ronneberger et al. 2015)."""
 
     def __init__(self, channels: int, labels: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Segmenter(nn.Module):
 
 @dataclass(frozen=True)
 class _Task:
-    """Training images and held-out ones, with the label of each pixel as the answer."""
+    """Training and held-out images, with the label of each pixel as the answer."""
 
     train: MaskedImages
     held_out: MaskedImages
@@ -83,7 +83,7 @@ class _Task:
         return np.arange(self.train.num_samples)
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return images and their masks, drawn by the step alone, half of them mirrored."""
+        """Return images and their masks, half of them mirrored; the draw depends only on the seed and the step."""
         draw = np.random.default_rng([self.seed, step])
         images, masks = _reduced(self.train, draw.integers(0, self.train.num_samples, size))
         flip = torch.from_numpy(draw.random(size) < 0.5)
@@ -106,10 +106,9 @@ def evaluate_masks(
     settings: DetectorTraining = TRAINING,
 ) -> dict[str, Any]:
     """Return entries of metrics.json by name: "mask_iou", the mean over the labels of an image, then over the images,
-    and "mask_iou_LABEL" of each label, over the images that have or show it; each beside the value of held-out images.
+    and "mask_iou_LABEL" for each label, over the images that have or show it; each with the value of held-out images.
 
-    samples: with the masks that they were asked for. train, held_out: real images. Raises ValueError without a training
-    image.
+    samples: with the requested masks. train, held_out: real images. Raises ValueError without a training image.
     """
     if not train.num_samples:
         raise ValueError("No training image has a mask, so that no segmenter can be trained. Look at pairs.path.")
@@ -129,7 +128,7 @@ def evaluate_masks(
 
 
 def training_s(channels: int, num_labels: int, size: Size) -> float:
-    """Return the seconds that an example of the segmenter's training takes on this machine. size: of the images."""
+    """Return the seconds per example of the segmenter's training on this machine. size: of the images."""
     shrunk = _shrunk(size)
     images = torch.zeros(TRAINING.batch_size, channels, *shrunk, device=best_device())
     answers = torch.zeros(TRAINING.batch_size, *shrunk, dtype=torch.int64, device=best_device())
@@ -146,8 +145,8 @@ def training_s(channels: int, num_labels: int, size: Size) -> float:
 
 
 def intersection_over_union(shown: Tensor, asked: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
-    """Return the intersection over union of masks [B, H, W], float64: mean over the labels of either [B], and of each
-    label [B, labels], nan where neither has it."""
+    """Return the intersection over union of masks [B, H, W], float64: the mean over the labels in either, [B], and the
+    value of each label, [B, labels], nan if neither contains it."""
     labels = torch.arange(num_labels, device=shown.device).view(-1, 1, 1)
     in_shown, in_asked = shown[:, None] == labels, asked[:, None] == labels  # [B, labels, H, W]
     union = (in_shown | in_asked).sum((2, 3)).double()
@@ -156,7 +155,7 @@ def intersection_over_union(shown: Tensor, asked: Tensor, num_labels: int) -> tu
 
 
 def _scores(network: nn.Module, images: MaskedImages, num_labels: int) -> Tensor:
-    """Return the mean over the labels, and each label's intersection over union, float64 [N, 1 + labels]."""
+    """Return the mean over the labels and the intersection over union of each label, float64 [N, 1 + labels]."""
     scores = []
     for start in range(0, images.num_samples, _AT_ONCE):
         pixels, masks = _reduced(images, np.arange(start, min(start + _AT_ONCE, images.num_samples)))
@@ -173,14 +172,14 @@ def _labels(network: nn.Module, images: Tensor) -> Tensor:
 
 
 def _shrunk(size: Size) -> Size:
-    """Return the height and width that the segmenter sees of images of this size."""
+    """Return the height and width of the segmenter's input for images of this size."""
     height, width = (max(1, side * _SIDE // max(_SIDE, *size)) for side in size)
     return height, width
 
 
 def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Return images, float32 from 0 to 255 [B, C, h, w], and their masks, int64 [B, h, w], as the segmenter sees
-    them."""
+    """Return images, float32 from 0 to 255 [B, C, h, w], and their masks, int64 [B, h, w], in the size of the
+    segmenter's input."""
     pixels, masks = images.gather(rows).float(), images.gather_of("images", rows)
     height, width = pixels.shape[2:]
     size = _shrunk((height, width))

@@ -1,8 +1,8 @@
-"""Check that results are as their stages wrote them: Snakemake sees a file that is missing or new, and nothing else.
+"""Check that results are as their stages wrote them: Snakemake only notices missing and new files.
 
-What was damaged, or removed where no rule declares it, counts as unfinished, so that the same command makes it again.
-A file is hashed once for its stamp, and a start hashes so much at most: what is left when results were just copied here
-is looked at by the stages that read it, and by the next starts.
+Results that were damaged, or removed although no rule declares them, count as unfinished, so that the same command
+makes them again. A file is hashed once per stamp, up to a limit at each start: the rest, after results were copied
+here, is checked by the stages that read it and at the next starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIME_OF_A_FOLDER = ".snakemake_timestamp"
 
 
 class Damage:
-    """Looks at each result once, and tells once what is wrong with it. store: where MLflow keeps the runs, an URI."""
+    """Checks each result once and reports each fault once. store: URI of the MLflow store."""
 
     def __init__(self, store: str) -> None:
         self._store, self._known = store, dict[str, bool]()
@@ -42,15 +42,14 @@ class Damage:
         self._looks_by_suffix: Mapping[str, Callable[[Path], str | None]] = {".json": self._described, ".html": _page}
 
     def among(self, outputs: Iterable[str]) -> bool:
-        """Return True if one of a job's existing outputs is not what the job wrote, or lacks what belongs to it."""
+        """Return True if one of a job's existing outputs was changed or lacks a file that belongs to it."""
         damaged_ones = [path for path in outputs if Path(path).exists() and self._is_damaged(path)]
         return bool(damaged_ones)
 
     def fault_of(self, path: Path) -> str | None:
-        """Describe the fault of a result, in a few words; None for one that is as its stage wrote it.
+        """Describe the fault of a result, in a few words; None if it is as its stage wrote it.
 
-        Files that a stage describes in another one of its own, weights in model.json for instance, are looked at with
-        that.
+        A file that is described in another file, such as weights in model.json, is checked with the latter.
         """
         look = self._looks.get(path.name) or self._looks_by_suffix.get(path.suffix)
         try:
@@ -91,7 +90,7 @@ class Damage:
         return self._compared(path.parent, read_json(path).get("files", {}))
 
     def _samples(self, path: Path) -> str | None:
-        """Check samples; those in the folder of an experiment are of its weights."""
+        """Check samples; those in the folder of an experiment must belong to its weights."""
         made_with = read_json(path).get("weights_sha256")
         fault = _of_other_weights(path.parent.parent, made_with) if path.parent.name == "samples" else None
         return fault or self._described(path)
@@ -105,8 +104,8 @@ class Damage:
         return self._compared(path.parent, described)
 
     def _tracked(self, path: Path) -> str | None:
-        """Check the record of sent runs: a store that is a file has every run that was sent, and its files; of a server
-        this is not asked."""
+        """Check the record of sent runs: a store in a file must contain every run that was sent, and its files; a
+        server is not checked."""
         tracked = read_json(path)
         runs = tracked["runs"]
         if not self._store.startswith("sqlite:///"):
@@ -118,7 +117,7 @@ class Damage:
             with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as database:
                 uris = dict(database.execute("SELECT run_uuid, artifact_uri FROM runs"))
         except sqlite3.OperationalError as error:
-            return None if "locked" in str(error) else f"{store}: {error}"  # somebody writes into it now
+            return None if "locked" in str(error) else f"{store}: {error}"  # being written by another process
         except sqlite3.Error as error:
             return f"{store}: {error}"
         if missing := [run["run_id"] for run in runs if run["run_id"] not in uris]:
@@ -131,7 +130,7 @@ class Damage:
         return next((f"of what MLflow shows, {fault}" for fault in faults if fault), None)
 
     def _compared(self, folder: Path, files: Mapping[str, str]) -> str | None:
-        """Describe the fault of files that should have this sha256."""
+        """Describe the fault of files that should have the recorded sha256."""
         present = {name: sha256 for name, sha256 in files.items() if (folder / name).exists()}
         absent = [(name, sha256) for name, sha256 in files.items() if name not in present]
         missing = [name for name, sha256 in absent if not is_mirrored(folder / name, sha256)]
@@ -160,16 +159,16 @@ def _page(path: Path) -> str | None:
 
 
 def _of_other_weights(experiment: Path, sha256: str | None) -> str | None:
-    """Describe the fault of a result that says that it is of weights which the experiment in a folder does not use."""
+    """Describe the fault of a result whose weights are not those that the experiment in a folder uses."""
     try:
         folder = used_weights(experiment)
         used = read_json(folder / "model.json")["sha256"]
-    except (ValueError, OSError, KeyError, TypeError):  # whose own fault that is
+    except (ValueError, OSError, KeyError, TypeError):  # reported for that file itself
         return None
     return None if sha256 in (None, used) else f"it is of other weights than those in {folder}"
 
 
 def _is_there(artifacts: str) -> bool:
-    """Return True if the folder of a run's files exists; of a place that is not a folder this is not asked."""
+    """Return True if the folder of a run's files exists, or if their location is not a folder."""
     place = urlsplit(artifacts)
     return place.scheme not in ("", "file") or Path(unquote(place.path)).is_dir()

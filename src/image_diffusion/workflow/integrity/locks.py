@@ -1,5 +1,4 @@
-"""Allow one Snakemake at a time in a folder and in its results; the same command resumes after any death of the
-last."""
+"""Allow one Snakemake at a time in a folder and in its results; after a crash, the same command resumes."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ class Owner:
 
 
 def take_over(folder: Path) -> Owner:
-    """Clear away the locks that a killed Snakemake left in a folder. Its jobs in a queue are left to the code that runs
-    any.
+    """Remove the locks that a killed Snakemake left in a folder. Its queued jobs are handled by the code that submits
+    jobs.
 
-    It is dead when the lock that the system drops with a process is free. One that ran on another machine may be alive,
-    unless it was a Slurm job that is over: then its locks stay, and Snakemake says that the folder is locked and how to
-    unlock it. Returns what holds our lock, until its file is closed. Where that cannot be written, Snakemake ends with
-    one clear line.
+    A Snakemake has ended if its file lock, which the system releases with the process, is free. On another machine it
+    may still run, unless it was a Slurm job that has ended: its locks are then kept, and Snakemake reports that the
+    folder is locked and how to unlock it. Returns the owner of the lock, which lasts until its file is closed. If the
+    file cannot be written, Snakemake exits with a one-line error.
     """
     state = folder / ".snakemake"
     mine = _opened(state / "owner")
@@ -52,12 +51,12 @@ def take_over(folder: Path) -> Owner:
 
 
 def hold(results: Path) -> TextIO:
-    """Have a folder of results to ourselves until we end, whatever other folder another Snakemake was started in. Of
-    two in one folder Snakemake's own locks keep the files apart, so that a checkpoint is sampled beside its training:
-    both hold it, and the one that ends first leaves it to the other.
+    """Lock a folder of results until this process ends, against Snakemakes started in other folders. Those started in
+    the same folder share the lock, since Snakemake's own locks separate their files, so that a checkpoint can be
+    sampled during training.
 
-    Call it before anything is written there. Where another one works in it, or it cannot be written, Snakemake ends
-    with one clear line. On a file system without locks everybody may.
+    Call it before anything is written there. If another Snakemake holds the lock, or the folder cannot be written,
+    Snakemake exits with a one-line error. On a file system without locks, nobody is refused.
     """
     mine = _opened(results / ".owner")
     with suppress(OSError):
@@ -86,7 +85,7 @@ def _this_process() -> str:
 
 
 def _opened(path: Path) -> TextIO:
-    """Open a file, which is made if it is missing, with its folder."""
+    """Open a file, creating it and its folder if missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a+")
@@ -99,7 +98,7 @@ def _opened(path: Path) -> TextIO:
         advice = "Remove it and start again"
         if isinstance(error, PermissionError):
             advice = "Make it writable and start again"
-        elif isinstance(error, FileNotFoundError):  # a folder in which the system makes all files, as /proc
+        elif isinstance(error, FileNotFoundError):  # a folder of virtual files, such as /proc
             advice = "Name another folder"
         message = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice}."
         raise SystemExit(f"error: {message}") from None

@@ -1,6 +1,6 @@
-"""The two places where the workflow reaches into Snakemake, which has no public way for either: what counts as
-unfinished, and which inputs count when a result is compared with its record. Both are looked for before they are
-replaced; a Snakemake that lacks them is refused."""
+"""The two patches of Snakemake's internals, which have no public interface: which results count as unfinished, and
+which inputs count when a result is compared with its record. Both are looked up before they are replaced; a Snakemake
+version without them is refused."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 TESTED = ">=9.20,<10"
-"""The versions of Snakemake that the project allows; the oldest and the newest of them are tested."""
+"""Versions of Snakemake that the project allows; the oldest and the newest of them are tested."""
 
 _PART = re.compile(r".*/part-\d+-of-\d+\.(npz|done)")
-"""Files of parts: their number depends on the GPUs of this machine, and what is made of them does not."""
+"""Files of parts: their number depends on the GPUs of this machine, but the joined result does not."""
 
 
 def count_damaged_as_unfinished(damaged: Callable[[Iterable[str]], bool]) -> None:
-    """Make Snakemake treat damaged results as those of a stage that was killed: `--rerun-incomplete`, which the
-    profiles set, makes them again.
+    """Make Snakemake treat damaged results like those of a killed stage: `--rerun-incomplete`, which the profiles set,
+    makes them again.
 
-    damaged: True if outputs of a job are no longer what its stage wrote.
+    damaged: returns True if outputs of a job are no longer as its stage wrote them.
     """
     persistence = _persistence_class()
     unfinished = persistence.incomplete
@@ -33,8 +33,8 @@ def count_damaged_as_unfinished(damaged: Callable[[Iterable[str]], bool]) -> Non
 
 
 def ignore_parts_in_records() -> None:
-    """Keep a result that several jobs shared where another number of jobs would share it now: of the inputs that
-    Snakemake recorded, parts do not count."""
+    """Keep a result that was made in parts if the number of parts changes: parts are ignored in the inputs that
+    Snakemake recorded."""
     persistence = _persistence_class()
     changed = persistence._input_changed
 
@@ -51,7 +51,7 @@ def _without_parts(paths: Iterable[str]) -> list[str]:
 def _persistence_class() -> Any:
     from snakemake import persistence
 
-    # One class in older versions, later the base of one for files and one for databases.
+    # A class in older versions; later, the base class of two, for files and for databases.
     base = getattr(persistence, "PersistenceBase", None) or getattr(persistence, "Persistence", None)
     if base is not None and hasattr(base, "_input_changed") and iscoroutinefunction(getattr(base, "incomplete", None)):
         return base

@@ -1,9 +1,9 @@
-"""GPUs of a machine without a queue: their list, and one for each stage that uses one.
+"""GPUs of a machine without a queue: list them, and reserve one for each stage that uses one.
 
     python -m image_diffusion.workflow.jobs.gpu_locks NUMBER COMMAND...
 
-claims so many of those that IMAGE_DIFFUSION_DEVICES names, or else of all, waits where others have them, and becomes
-the command, which is given its own alone in CUDA_VISIBLE_DEVICES.
+claims that number of the GPUs in IMAGE_DIFFUSION_DEVICES (unset: of all GPUs), waits while other processes hold them,
+and executes the command with the claimed GPUs in CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from image_diffusion.core.process import command
 from image_diffusion.core.process.errors import log_line
 
 VARIABLE = "IMAGE_DIFFUSION_DEVICES"
-"""The environment variable that names, to the stages that Snakemake starts, the devices which they share."""
+"""Environment variable with the devices that the stages started by Snakemake share."""
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PAUSE_S, _PATIENCE_S = 0.2, 3.0
 
 
 def devices_here(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES names them: its members where it is set, or else by
-    number."""
+    """Return the GPUs of this machine as in CUDA_VISIBLE_DEVICES: its entries if it is set, else all GPUs by number."""
     if (visible := environment.get(_VISIBLE)) is not None:
         members = (member.strip() for member in visible.split(","))
         return tuple(dict.fromkeys(takewhile(lambda member: member not in ("", "-1"), members)))
@@ -45,12 +44,12 @@ def devices_here(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def claim(devices: Sequence[str], number: int) -> list[str] | None:
-    """Claim this number of these devices for this process alone, until it ends, and for the command it becomes; None if
-    fewer are free, and then none is claimed.
+    """Claim a number of devices exclusively for this process and the command that replaces it, until it ends; return
+    None and claim none if fewer are free.
 
-    The lock is this process's own, as fcntl has them: it outlives exec, no child inherits it, and the system drops it
-    with the process, however that ends. (Processes of a training that is killed save and end after it, and may compute
-    for so long.) The files lie in the folder for temporary files, for all users of the machine.
+    An fcntl lock belongs to this process: it persists across exec, no child inherits it, and the system releases it
+    when the process ends. (The worker processes of a killed training may use the GPUs until they have saved and
+    exited.) The lock files are in the folder for temporary files, shared by all users of the machine.
     """
     folder = Path(tempfile.gettempdir(), "image-diffusion-devices")
     mine: dict[str, int] = {}
@@ -72,18 +71,18 @@ def claim(devices: Sequence[str], number: int) -> list[str] | None:
 
 
 def _locked(path: Path) -> int | None:
-    # Who clears away old temporary files leaves those with the sticky bit, as the XDG specification has it.
+    # Cleaners of old temporary files keep files with the sticky bit (XDG specification).
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o1666)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # by either of these names another process has it
+    except (BlockingIOError, PermissionError):  # both mean that another process holds it
         os.close(lock)
         return None
     return lock
 
 
 def main() -> None:
-    """Wait for the devices and become the command. Raises ValueError for more than the machine has."""
+    """Wait for the devices and execute the command. Raises ValueError for more devices than the machine has."""
     number, line = int(sys.argv[1]), sys.argv[2:]
     devices = devices_here({**os.environ, _VISIBLE: named} if (named := os.environ.get(VARIABLE)) else os.environ)
     if number > len(devices):

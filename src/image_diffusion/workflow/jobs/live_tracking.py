@@ -1,4 +1,4 @@
-"""Send what stages log to MLflow while they run: one process beside Snakemake, on its machine, which ends with it."""
+"""Send the logs of running stages to MLflow, in a process that runs and ends with Snakemake."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from image_diffusion.workflow.environment import with_package
 LOG = Path("logs", "follow.log")
 LOCK = Path(".snakemake", "following")
 LAST_WORD_S = 60.0
-"""Seconds that a store may take to answer when all has ended."""
+"""Maximum time in seconds for sending the rest after all jobs have ended."""
 
 
 @dataclass
 class Following:
-    """`track --follow`, where config.yaml asks for it."""
+    """Process `track --follow`, if config.yaml enables it."""
 
     tracking: Mapping[str, Any]
-    """The section `tracking` of config.yaml. The store's URI, which can hold a password, goes by the environment."""
+    """Section `tracking` of config.yaml. The store's URI may contain a password and is passed in the environment."""
     source: Path
-    """The folder that holds the package."""
+    """Folder that holds the package."""
     results: str
     experiments: Iterable[str]
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _lock: TextIO | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start it, unless another Snakemake in this folder has one. It ends when the pipe to it is closed, so also
-        when we are killed."""
+        """Start the process, unless another Snakemake in this folder runs one. It ends when the pipe to it is closed,
+        so also if this process is killed."""
         if not self.tracking.get("every_s"):
             return
         LOCK.parent.mkdir(exist_ok=True)
@@ -45,8 +45,8 @@ class Following:
             return
         LOG.parent.mkdir(exist_ok=True)
         with LOG.open("wb") as log:
-            # Stages go before it. A process group of its own: Ctrl-C is for the stages, and what they then say is still
-            # sent.
+            # Stages have priority. Its own process group: Ctrl-C stops the stages only, and their last entries are
+            # still sent.
             self.process = subprocess.Popen(
                 ["nice", *self._command()],
                 env=self._environment(),
@@ -57,10 +57,10 @@ class Following:
             )
 
     def end(self) -> None:
-        """Send the rest in the foreground, without waiting for a store that does not answer."""
+        """Send the remaining entries in the foreground, at most for `LAST_WORD_S` seconds."""
         if self.process is None:
             return
-        self.process.kill()  # it may be in the middle of something: sending is safe against that
+        self.process.kill()  # sending can be interrupted safely
         self.process.wait()
         self.process = None
         assert self._lock is not None

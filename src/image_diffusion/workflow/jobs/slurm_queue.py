@@ -1,8 +1,8 @@
-"""Our jobs in a Slurm queue: those that no Snakemake waits for any more, those that a node could not begin, and those
-that failed, from the notes of their stages and from one question to Slurm.
+"""The workflow's jobs in a Slurm queue: orphaned jobs, jobs that a node could not start, and failed jobs, according to
+the records of their stages and one query to Slurm.
 
-Snakemake sends a failed job again as often as `--retries` says. Nothing here runs inside its scheduler but the count of
-attempts that ran out of memory, which reads files of this folder and asks Slurm nothing.
+Snakemake resubmits a failed job up to `--retries` times. Only the count of attempts that ran out of memory runs inside
+its scheduler; it reads files of this folder and does not query Slurm.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
 
 GO_ON = ("crop", "crop_part", "encode_part", "train")
-"""Rules whose jobs resume from existing results: if one has just ended, the next finds its work done."""
+"""Rules whose jobs resume from existing results, so that a job repeated after its end does no work."""
 
 
 @dataclass(frozen=True)
 class Orphan:
-    """A job that a Snakemake has sent which has died. comment: its rule and wildcards. submitted: seconds since
-    1970."""
+    """A job submitted by a Snakemake that has ended. comment: rule and wildcards. submitted: seconds since 1970."""
 
     job: str
     comment: str
@@ -37,7 +36,7 @@ class Orphan:
 
 
 def orphans(folder: Path) -> list[Orphan]:
-    """Our jobs in the queue that were sent from a folder, by whom is not said."""
+    """Return this user's jobs in the queue that any Snakemake submitted from a folder."""
     lines = (line.split("|") for line in _jobs() or ())
     return [
         Orphan(job, comment, datetime.fromisoformat(submitted).timestamp())
@@ -47,10 +46,10 @@ def orphans(folder: Path) -> list[Orphan]:
 
 
 def settle(left: Sequence[Orphan], jobs: Iterable[Any], wait: bool, pause_s: float = 10.0) -> None:
-    """Wait, before any job is sent, for orphans that do what we would send a job for, and cancel the others, for which
-    no Snakemake waits any more. Such a job writes the same bytes, and may have waited in the queue for days.
+    """Before submitting jobs, wait for orphans that do the work of a pending job, and cancel all others. An orphan
+    writes the same bytes as a new job, and may have waited in the queue for days.
 
-    jobs: Snakemake's, those that will run. wait: else all are cancelled.
+    jobs: Snakemake's pending jobs. wait: False cancels all orphans.
     """
     wanted = {_comment(job): _settled(job) for job in jobs if job.rule.name.endswith(GO_ON)} if wait else {}
     running = [job for job in left if wanted.get(job.comment, math.inf) <= job.submitted]
@@ -67,13 +66,13 @@ def settle(left: Sequence[Orphan], jobs: Iterable[Any], wait: bool, pause_s: flo
 
 
 def is_in_queue(job: str) -> bool:
-    """Return True if a job waits or runs. If Slurm does not answer, it may."""
+    """Return True if a job is pending or running, or if Slurm does not answer."""
     jobs = _jobs()
     return jobs is None or any(line.split("|")[0] == job for line in jobs)
 
 
 def _jobs() -> list[str] | None:
-    """Our jobs, a line each: number, when it was submitted, comment, folder. None if Slurm does not answer."""
+    """Return this user's jobs, a line each: number, submission time, comment, folder; None if Slurm does not answer."""
     if not shutil.which("squeue"):
         return None
     queue = ["squeue", "--me", "--noheader", "--format=%i|%V|%k|%Z"]
@@ -82,7 +81,7 @@ def _jobs() -> list[str] | None:
 
 
 def _comment(job: Any) -> str:
-    """Return the comment that Snakemake's plugin for Slurm writes beside a job."""
+    """Return the comment that Snakemake's Slurm plugin sets for a job."""
     wildcards = "_".join(job.wildcards).replace("/", "_")
     return f"rule_{job.rule.name}_wildcards_{wildcards}" if wildcards else f"rule_{job.rule.name}"
 
@@ -91,12 +90,12 @@ def _settled(job: Any) -> float:
     """Return the whole second in which the configuration of a job, or its code, last changed."""
     config = Path(job.input.config)
     changed = max(path.stat().st_mtime for path in (config, config.with_suffix(".code")) if path.exists())
-    # Slurm tells the second of a submission, and a job is often sent in that in which its configuration was written.
+    # Slurm rounds submission times to seconds, and a job is often sent in the second its configuration was written.
     return math.floor(changed)
 
 
 def tell_of_unseen_jobs(logs: Iterable[str | Path]) -> None:
-    """Name the Slurm jobs that failed before they could open their log: nothing else says why.
+    """Report the Slurm jobs that failed before they could open their log, which nothing else reports.
 
     logs: the files that Snakemake logs to.
     """
@@ -111,7 +110,7 @@ def tell_of_unseen_jobs(logs: Iterable[str | Path]) -> None:
 
 
 SLURM_ANSWERS_S = 10.0
-"""Seconds that an answer of Slurm is waited for, after all jobs have ended."""
+"""Timeout in seconds of a query to Slurm, after all jobs have ended."""
 
 _SLURM_LOGS = Path(".snakemake", "slurm_logs")
 _KILLED_FOR_MEMORY = re.compile(r"oom[-_ ]?kill|exceeded memory limit|out.of.memory", re.IGNORECASE)
@@ -128,7 +127,7 @@ def count_out_of_memory(logs: Path, since: float) -> int:
 
 
 def ran_out_of_memory(attempt: JobOutcome) -> bool:
-    """Return True if memory ran out, by the stage's note; for a stage that was killed, by the log of its Slurm job."""
+    """Return True if an attempt ran out of memory, by the stage's record or, if it was killed, by its Slurm log."""
     return attempt.ending == "memory" or (attempt.ending is None and _was_killed_for_memory(attempt.job))
 
 
@@ -138,10 +137,10 @@ def _was_killed_for_memory(job: str) -> bool:
 
 
 def report_failed_jobs(logs: Iterable[str | Path], since: float, stage_logs: Path = Path("logs")) -> None:
-    """Print a line for each stage whose last job failed: how it ended, and what Slurm knows of the job.
+    """Print a line for each stage whose last job failed, with its ending and Slurm's facts about the job.
 
-    A stage that wrote how it ended failed, also in a job that several stages share, whose number Snakemake does not
-    log. A killed stage wrote nothing: its job is one that Snakemake's log names.
+    A stage that recorded its ending has failed, even in a job shared by several stages, whose number Snakemake does not
+    log. A killed stage recorded nothing; its job is named as failed in Snakemake's log.
 
     logs: the files that Snakemake logs to. since: seconds since 1970; attempts that began before do not count.
     stage_logs: the folder of the stages' logs.
@@ -155,7 +154,7 @@ def report_failed_jobs(logs: Iterable[str | Path], since: float, stage_logs: Pat
             stages_of_jobs[attempt.job].append((stage, attempt))
     states = ask_slurm(stages_of_jobs) if stages_of_jobs else {}
     for job, stages in stages_of_jobs.items():
-        # Of stages that share a job, those that wrote how they ended are those that failed.
+        # Of the stages that share a job, those that recorded their ending have failed.
         for stage, attempt in [(stage, attempt) for stage, attempt in stages if attempt.ending] or stages:
             sentences = [_ending(f"{stage} (job {job}, {attempt.host})", attempt), states.get(job, "")]
             log_line(" ".join(["error:", *filter(None, sentences)]))
@@ -172,8 +171,8 @@ def _ending(stage: str, attempt: JobOutcome) -> str:
 
 
 def ask_slurm(jobs: Collection[str]) -> dict[str, str]:
-    """Return what Slurm knows of jobs, a sentence each: from its accounting, or from its controller where that does not
-    answer. Jobs that neither knows are left out."""
+    """Return Slurm's facts about jobs, one sentence each, from its accounting or, without an answer, from its
+    controller. Jobs unknown to both are left out."""
     numbers = ",".join(jobs)
     accounts = _slurm_output(
         "sacct", f"--jobs={numbers}", "--noheader", "--parsable2", "--format=JobID,State,ExitCode,MaxRSS"
@@ -195,7 +194,7 @@ def ask_slurm(jobs: Collection[str]) -> dict[str, str]:
 
 
 def _slurm_output(*command: str) -> list[list[str]]:
-    """Return the fields of each line that a command prints; none where it is missing, fails or takes too long."""
+    """Return the fields of each line that a command prints; empty if it is missing, fails or takes too long."""
     if not shutil.which(command[0]):
         return []
     try:

@@ -1,1 +1,1 @@
-"""A mirror of a project in a bucket: a machine may be lost, and another one goes on."""
+"""A mirror of a project in a bucket, from which another machine can continue if this one is lost."""

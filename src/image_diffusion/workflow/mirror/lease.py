@@ -1,8 +1,8 @@
-"""One writer of a mirror: a chain of numbered objects, each created in one step and never replaced.
+"""Exclusive lease on a mirror: a chain of numbered objects, each created atomically and never replaced.
 
-Whoever creates the next number has the mirror: it names the newest snapshot and who works with it. A machine that works
-adds one again and again; one that is silent for the agreed time has lost the mirror to the machine that creates the
-next number, and notices when its own is refused. Clocks of machines are not compared.
+The process that creates the next number holds the mirror; the object names the newest snapshot and the process. A
+working machine keeps adding numbers; after the agreed time of silence, another machine may take the mirror by creating
+the next number, and the first one notices when its own is refused. Clocks of machines are not compared.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from image_diffusion.core.files.atomic import digest, parse_json, to_json
 from image_diffusion.core.files.store import Store
 
 _KEPT = 20
-"""Numbers that stay. Older ones are removed one after another, so that those that are there have no gap."""
+"""Number of heads that are kept. Older ones are removed in order, so that there are no gaps."""
 _BEGUN = "begun"
-"""The object that says that there are numbers, whatever a list of them says."""
+"""Object that marks a mirror as existing, since a listing of its heads may be out of date."""
 _LOOKS = 5
 _UNKNOWN = "another process"
 
 
 @dataclass(frozen=True)
 class Head:
-    """The newest number of a chain. snapshot: the chunks of the list of files; empty before the first snapshot. token:
-    of the process that has created it. is_released: True if that process has ended."""
+    """Content of a numbered object. snapshot: the chunks of the list of files; empty before the first snapshot. token:
+    of the process that created it. is_released: True if that process has ended."""
 
     snapshot: tuple[str, ...] = ()
     token: str = ""
@@ -40,7 +40,7 @@ class Head:
 
     @property
     def is_damaged(self) -> bool:
-        """True if it stands for one that cannot be read: see `Lease._readable`."""
+        """Return True if this head replaces an unreadable one: see `Lease._readable`."""
         return self.machine == _UNKNOWN
 
     @staticmethod
@@ -59,11 +59,11 @@ class Head:
 
 
 class TakenError(Exception):
-    """Another process has the mirror."""
+    """Another process holds the mirror."""
 
 
 class Lease:
-    """The right to write a mirror. token: of this process."""
+    """Exclusive right to write a mirror. token: of this process."""
 
     def __init__(self, store: Store, silence_s: float) -> None:
         self.store, self._silence_s = store, silence_s
@@ -78,8 +78,8 @@ class Lease:
         return self._head.snapshot
 
     def newest(self) -> tuple[int, Head]:
-        """Return the newest number and its head; 0 and an empty one for a new mirror. A list of names may be out of
-        date, so what lies beyond it is looked for. Raises ValueError."""
+        """Return the newest number and its head; 0 and an empty head for a new mirror. A list of names may be out of
+        date, so later numbers are probed. Raises ValueError."""
         for look in range(_LOOKS):
             numbers = [int(name) for name in self.store.names("heads") if name.isdigit()]
             if not numbers and self.store.get(_BEGUN) is None:
@@ -96,11 +96,11 @@ class Lease:
                         f"another mirror."
                     )
                 return number, head
-            time.sleep(look)  # the list is older than what has been removed since
+            time.sleep(look)  # the listing is out of date
         raise ValueError(f"{self.store.url}/heads cannot be listed as it is. Try again in a minute.")
 
     def check_conditions(self) -> None:
-        """Raise ValueError for a store that does not refuse to create an object that exists."""
+        """Raise ValueError if the store does not refuse to create an object that exists."""
         self.store.create("probe", b"first")
         if self.store.create("probe", self.token.encode()):
             raise ValueError(
@@ -109,10 +109,10 @@ class Lease:
             )
 
     def take(self, own: str, tell: Callable[[str], None]) -> bool:
-        """Take the mirror; wait where another process might still work with it. Return True if the last one to have it
-        was the process with the token `own`.
+        """Take the mirror, waiting if another process may still use it. Return True if its last holder was the process
+        with the token `own`.
 
-        tell: prints a line. Raises TakenError naming the process that works with it, ValueError.
+        tell: prints a line. Raises TakenError naming the current holder, ValueError.
         """
         self._number, self._head = self.newest()
         is_own = own != "" and self._head.token == own
@@ -135,7 +135,7 @@ class Lease:
         return is_own
 
     def older(self) -> Iterator[tuple[str, ...]]:
-        """Return the snapshots of the heads before the newest that can be read, the newest first."""
+        """Return the snapshots of the readable heads before the newest head, the newest first."""
         return (head.snapshot for head in self._before(self._number))
 
     def _before(self, number: int) -> Iterator[Head]:
@@ -145,8 +145,8 @@ class Lease:
                     yield Head.parse(data)
 
     def _readable(self, number: int, data: bytes) -> Head:
-        """Return a head; where it is damaged, one of an unknown process, with the snapshot and the token of the head
-        before it: the disk of that token is not behind a process that has damaged its first head."""
+        """Return a head; if it is damaged, a head of an unknown process with the snapshot and the token of the previous
+        head, since the disk with that token is at least as new as a damaged first head of another process."""
         try:
             return Head.parse(data)
         except ValueError:
@@ -154,7 +154,7 @@ class Lease:
             return Head(before.snapshot, before.token, _UNKNOWN, is_released=False)
 
     def renew(self, snapshot: tuple[str, ...] | None = None, is_released: bool = False) -> None:
-        """Add a number, with another snapshot if one is given. Raises TakenError, ValueError."""
+        """Add a number, optionally with a new snapshot. Raises TakenError, ValueError."""
         with self._lock:
             self._create(self._head.snapshot if snapshot is None else snapshot, is_released)
 
@@ -164,7 +164,7 @@ class Lease:
             number = self._number + 1
             if self.store.create(_name(number), head.sealed(number)):
                 self._number, self._head = number, head
-                with suppress(ValueError):  # the next number tries again
+                with suppress(ValueError):  # retried with the next number
                     while self._oldest <= number - _KEPT:
                         self.store.delete([_name(self._oldest)])
                         self._oldest += 1
@@ -173,7 +173,7 @@ class Lease:
                 other = self._readable(number, data)
                 if other.is_damaged or other.token != self.token:
                     raise TakenError(_taken(other.machine, self.store.url))
-                self._number, self._head = number, other  # of an attempt whose answer got lost
+                self._number, self._head = number, other  # from an attempt whose answer was lost
         raise ValueError(f"{self.store.url} refuses new objects.")
 
 

@@ -1,4 +1,4 @@
-"""The process that keeps the mirror of a project, beside Snakemake on its machine; it ends when Snakemake does."""
+"""The process that updates the mirror of a project; it runs with Snakemake on the same machine and ends with it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from image_diffusion.workflow.mirror.snapshot import Project
 
 _SOON_S = 2.0
 READY, DONE = "ready", "done"
-"""Lines by which the process says that small files, and then large ones, are on this disk."""
+"""Lines that the process prints when the small files, and then the large files, are on this disk."""
 
 
 class MirrorConfig(Config):
-    """The setting `mirror` of config.yaml."""
+    """Setting `mirror` of config.yaml."""
 
     url: str = Field(min_length=1)
-    """s3://BUCKET/PREFIX, or another URL of fsspec."""
+    """URL of the mirror: s3://BUCKET/PREFIX, or another URL of fsspec."""
     every_s: float = Field(30.0, gt=0)
-    """Seconds between looks for new results, and between signs of life."""
+    """Seconds between searches for new results, and between heartbeats."""
     silence_s: float = Field(120.0, gt=0)
-    """Seconds without a sign of life after which another machine takes over."""
+    """Seconds without a heartbeat after which another machine takes over."""
 
     @staticmethod
     def parse(setting: str | Mapping[str, Any] | None) -> MirrorConfig | None:
-        """Return the setting as it was written: a URL, or a section; None without one. Raises ValueError."""
+        """Parse the setting: a URL or a section; None if it is unset. Raises ValueError."""
         if not setting:
             return None
         config: MirrorConfig = parse(MirrorConfig, {"url": setting} if isinstance(setting, str) else setting, "mirror")
@@ -53,11 +53,11 @@ class MirrorConfig(Config):
 
 
 class Mirroring:
-    """A process that keeps the mirror; none without the setting."""
+    """The process that updates the mirror; no process without the setting."""
 
     def __init__(self, setting: str | Mapping[str, Any] | None, results: str, source: Path) -> None:
-        """Start it, and wait until small files of the newest snapshot are on this disk. A mistake ends Snakemake with
-        one clear line. source: the folder that holds the package."""
+        """Start the process and wait until the small files of the newest snapshot are on this disk. On an error,
+        Snakemake exits with one line. source: the folder that holds the package."""
         self._process: subprocess.Popen[str] | None = None
         self._url = ""
         try:
@@ -70,8 +70,8 @@ class Mirroring:
         os.environ[VARIABLE] = str((Project(Path(results)).state / "absent.json").absolute())
         options = ["--url", config.url, "--every-s", str(config.every_s), "--silence-s", str(config.silence_s)]
         environment = with_package(source)
-        environment.pop(ENDS_WITH, None)  # it outlives Snakemake for its last word
-        # A process group of its own: Ctrl-C is for the stages, and what they then write is still sent.
+        environment.pop(ENDS_WITH, None)  # it outlives Snakemake to send the last results
+        # Its own process group: Ctrl-C stops the stages only, and their last results are still sent.
         self._process = subprocess.Popen(
             [
                 *("nice", sys.executable, "-m", "image_diffusion", "mirror", "--follow"),
@@ -86,11 +86,11 @@ class Mirroring:
         self._wait(READY)
         atexit.register(self.end)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            # A shell has started Snakemake in the background. Who loses the mirror has to end: SIGINT says so.
+            # A shell may start Snakemake in the background, ignoring SIGINT, which must end it if the mirror is lost.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def fetch(self, folders: Collection[str]) -> None:
-        """Bring the large files that Snakemake expects in these folders of results."""
+        """Download the large files that Snakemake expects in these folders of results."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.write("\t".join(sorted(folders)) + "\n")
@@ -112,4 +112,4 @@ class Mirroring:
         assert self._process is not None and self._process.stdout is not None
         if self._process.stdout.readline().strip() != line:
             self._process.wait()
-            raise SystemExit(1)  # it has said why
+            raise SystemExit(1)  # the process has printed the reason

@@ -1,4 +1,4 @@
-"""Bring the newest snapshot of a mirror to this disk: small files at once, large ones when they are needed."""
+"""Download the newest snapshot of a mirror: small files immediately, large files when they are needed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from image_diffusion.workflow.mirror.sender import DESCRIPTIONS, Files, Sender, 
 from image_diffusion.workflow.mirror.snapshot import Project, take
 
 SMALL = 16 << 20
-"""Bytes up to which a file is fetched at once: pages and pictures, which people open."""
+"""Maximum size in bytes of a small file, such as pages and pictures, which people open."""
 _AT_ONCE = 8
 
 
 class ConflictError(Exception):
-    """This disk has results that the mirror lacks, and the mirror has gone on."""
+    """This disk has results that the mirror lacks, and another machine has since updated the mirror."""
 
 
 @dataclass(frozen=True)
 class DiskState:
-    """State of a disk: the token of the process that had the mirror here last, the chunks and the files of the snapshot
-    then, and the stamps of those that were on the disk."""
+    """State of a disk: the token of the last process here that held the mirror, the chunks and the files of its
+    snapshot, and the stamps of the files that were on the disk."""
 
     token: str = ""
     snapshot: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class DiskState:
 
     @staticmethod
     def read(project: Project, url: str) -> DiskState:
-        """Return what this disk knows of a mirror; nothing without notes, or with those of another one."""
+        """Return the recorded state of this disk for a mirror; an empty state without a record of this mirror."""
         try:
             plain = read_json(project.state / "sent.json")
             if plain["url"] != url:
@@ -76,11 +76,11 @@ def restore(
     folders: Callable[[], list[str]],
     tell: Callable[[str], None],
 ) -> Sender:
-    """Bring what the mirror has, and return what sends the rest.
+    """Download the files of the mirror, and return a sender for all others.
 
-    A disk that had the mirror last, or has the newest snapshot, is ahead of the mirror or equal: it gets what it never
-    had alone. is_own: True if it had the mirror last. folders: called when small files are here; returns the folders of
-    results whose large files are needed. tell: prints a line. Raises ConflictError, ValueError.
+    A disk that held the mirror last, or has the newest snapshot, is at least as new as the mirror: only files that it
+    never had are downloaded. is_own: True if it held the mirror last. folders: called once small files are on the disk;
+    returns the folders of results whose large files are needed. tell: prints a line. Raises ConflictError, ValueError.
     """
     is_ahead = is_own or bool(known.files and known.snapshot == lease.snapshot)
     files = known.files if is_ahead else newest_list(lease, tell)
@@ -97,10 +97,10 @@ def restore(
 
 
 class Restoring:
-    """Files of a snapshot that come to this disk.
+    """Download of the files of a snapshot to this disk.
 
-    files: of the snapshot, less those that could not be fetched. stamps: of those that are here. known: what the disk
-    knows. tell: prints a line.
+    files: of the snapshot, except those that could not be downloaded. stamps: of the files on this disk. known:
+    recorded state of the disk. tell: prints a line.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Restoring:
         self._here = here.stamps
 
     def small(self) -> None:
-        """Bring all small files, and remove what the last snapshot on this disk had and this one lacks.
+        """Download all small files, and remove files that only the last snapshot on this disk had.
 
-        Raises ConflictError where jobs have ended here of which the mirror knows nothing.
+        Raises ConflictError if this disk has finished results that the mirror lacks.
         """
         done_here = {name for name in self._here if name.startswith("metadata/")}
         unknown = sorted(self._project.declared(done_here - self.files.keys() - self._known.files.keys()))
@@ -129,13 +129,13 @@ class Restoring:
         for name in self._known.files.keys() - self.files.keys():
             if self._here.get(name) == self._known.stamps.get(name):
                 self._project.path(name).unlink(missing_ok=True)
-        # Without this folder Snakemake takes its records for those of an old version.
+        # Without this folder, Snakemake assumes that its records are from an old version.
         self._project.folders["incomplete"].mkdir(parents=True, exist_ok=True)
         self._bring({name: file for name, file in self.files.items() if not _is_large(name, file)})
 
     def large(self, folders: list[str]) -> None:
-        """Bring the large files of these folders of results, but for those that a stage can fetch when it reads them:
-        these are listed for `fetch_missing`. Files of other folders stay in the mirror."""
+        """Download the large files of these folders of results, except files that a stage can fetch when it reads them,
+        which are listed for `fetch_missing`. Files of other folders remain in the mirror only."""
         prefixes = tuple(f"results/{folder}/" for folder in folders)
         large = {name: file for name, file in self.files.items() if _is_large(name, file)}
         for name in large:
@@ -163,7 +163,7 @@ class Restoring:
             del self.files[name]
 
     def _is_here(self, name: str, file: MirroredFile) -> bool:
-        """Return True if the file of this disk is that of the snapshot."""
+        """Return True if the file on this disk is equal to the file in the snapshot."""
         stamp = self._here.get(name)
         if stamp is None or stamp[:2] != (file.size, file.mtime_ns):
             return name in self.stamps

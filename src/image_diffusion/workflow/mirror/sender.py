@@ -17,19 +17,19 @@ from image_diffusion.workflow.mirror.lease import Lease
 from image_diffusion.workflow.mirror.snapshot import Project, Snapshot, send_file, take
 
 _AT_ONCE = 8
-"""Chunks that are sent at a time."""
+"""Number of chunks that are sent concurrently."""
 
 DESCRIPTIONS = ("manifest.json", "checkpoint.json")
-"""Names of files that describe others of their folder, with their sha256."""
+"""Names of files that list the files of their folder, with their sha256."""
 
 Files = dict[str, MirroredFile]
 
 
 class Sender:
-    """Sender of a project, and its view of the mirror.
+    """Sender of a project's files, with the known state of the mirror.
 
-    files: of the newest snapshot by name, those included that are not on this disk. stamps: of the files on this disk
-    that are as the snapshot has them.
+    files: of the newest snapshot by name, including files that are not on this disk. stamps: of the files on this disk
+    that equal those of the snapshot.
     """
 
     def __init__(self, project: Project, lease: Lease, files: Files, stamps: dict[str, Stamp]) -> None:
@@ -41,9 +41,9 @@ class Sender:
         self._guard = threading.Lock()
 
     def round(self) -> bool:
-        """Send what has changed, and make it the newest snapshot. Return True if anything has.
+        """Send changed files and make them the newest snapshot. Return True if there are any.
 
-        Raises TakenError, ValueError when the store cannot be reached; what was sent until then is not sent again.
+        Raises TakenError, and ValueError if the store cannot be reached; chunks that were sent are not sent again.
         """
         snapshot = take(self._project, self.stamps)
         try:
@@ -69,19 +69,19 @@ class Sender:
         return True
 
     def release(self) -> None:
-        """Leave the mirror to others. Raises TakenError, ValueError."""
+        """Release the mirror. Raises TakenError, ValueError."""
         self._lease.renew(is_released=True)
         self._remove()
 
     def _remove(self) -> None:
-        """Remove the chunks that the snapshot before the newest has and the newest lacks, once a second head names the
-        newest: a head that is damaged in the store leaves one whose snapshot is whole."""
+        """Remove the chunks that only the previous snapshot has, once two heads name the newest: if one head is damaged
+        in the store, the other still has a complete snapshot."""
         with suppress(ValueError):  # left for `mirror --prune`
             self._store.delete(map(place_of, sorted(self._obsolete)))
         self._obsolete = set()
 
     def note(self) -> None:
-        """Keep on this disk what the newest snapshot has of it."""
+        """Record on this disk the state of the newest snapshot."""
         write_json(
             self._project.state / "sent.json",
             {
@@ -94,7 +94,7 @@ class Sender:
         )
 
     def _send(self, snapshot: Snapshot) -> Files:
-        """Send the files of a snapshot that are new, and return all of it that did not change meanwhile."""
+        """Send the new files of a snapshot, and return all its files that did not change meanwhile."""
         same = {name for name, stamp in snapshot.stamps.items() if self.stamps.get(name) == stamp}
         files = {name: self.files[name] for name in same}
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -104,7 +104,7 @@ class Sender:
         return files
 
     def _put(self, data: bytes) -> str:
-        """Store a chunk unless it is there, and return its name."""
+        """Store a chunk unless it is stored already, and return its name."""
         sha256 = hashlib.sha256(data).hexdigest()
         with self._guard:
             lock = self._sending.setdefault(sha256, threading.Lock())
@@ -118,8 +118,8 @@ class Sender:
         return self._sent[sha256]
 
     def _elsewhere(self, files: Files) -> Files:
-        """Return the files that are in the mirror alone and still belong to the project: their folder is on this disk,
-        and what describes its files, where there is such a thing, names them."""
+        """Return the files that are only in the mirror and still belong to the project: their folder is on this disk,
+        and its manifest or checkpoint.json, if any, lists them."""
         absent = {name: file for name, file in self.files.items() if name not in files and name not in self.stamps}
         said = descriptions(self._project, absent)
         named = {name for name, file in absent.items() if said[name] is None or file.sha256 in str(said[name])}
@@ -127,8 +127,8 @@ class Sender:
 
 
 def descriptions(project: Project, names: Iterable[str]) -> dict[str, str | None]:
-    """Return by name of a file the manifest or the checkpoint.json in its folder; None where the folder has none, empty
-    without the folder. Whoever reads a file that is described compares it with its sha256, and can fetch it first."""
+    """Return by file name the text of the manifest or checkpoint.json in its folder; None if the folder has neither,
+    empty without the folder. A stage that reads a listed file checks its sha256, and can fetch it first."""
     texts: dict[Path, str | None] = {}
     by_name = {}
     for name in names:

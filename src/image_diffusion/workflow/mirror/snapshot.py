@@ -1,7 +1,7 @@
 """Snapshots of a project's results while stages write them, and their files as chunks.
 
-Stages write a file under another name, rename it, and only then write what names it. A snapshot that shows all files as
-they were at one moment is therefore one that a killed machine could have left, from which the same command goes on.
+Stages write a file under another name, rename it, and only then write the files that refer to it. A snapshot of all
+files at one moment is therefore a state that a killed machine could have left, from which the same command resumes.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from image_diffusion.core.files.mirrored import CHUNK, MirroredFile
 
 _RECORDS = "metadata"
 _NOT_SENT = frozenset({".verified.json", ".owner", ".lock"})
-"""Notes and locks of one machine: stamps and processes mean nothing on another."""
+"""Records and locks of one machine, whose stamps and processes mean nothing on another."""
 _JOURNALS = frozenset({"journal", ".journal"})
 _TRIES = 5
 _OPEN_FROM = 1 << 20
 _MOST_OPEN = 400
-"""Large files stay open from the snapshot until they are sent, so that a checkpoint that is removed meanwhile is whole
-in it; the most of them, below the usual limit of 1,024 open files."""
+"""Maximum number of large files that are kept open from the snapshot until they are sent, so that a checkpoint removed
+meanwhile is sent completely; below the usual limit of 1,024 open files."""
 
 
 @dataclass(frozen=True)
 class Project:
-    """Folders of a project that a mirror holds, each under a name of its own. results: as the configuration says it."""
+    """Folders of a project in a mirror, each under its own name. results: as in the configuration."""
 
     results: Path
     root: Path = Path()
 
     @property
     def state(self) -> Path:
-        """Folder of what this machine knows of the mirror."""
+        """Folder of this machine's records about the mirror."""
         return self.root / ".snakemake" / "mirror"
 
     @property
     def folders(self) -> Mapping[str, Path]:
-        """Folders by their names: the results, and Snakemake's records of them."""
+        """Return the folders by name: the results and Snakemake's records of them."""
         snakemake = self.root / ".snakemake"
         return {
             "results": self.root / self.results,
@@ -52,7 +52,7 @@ class Project:
         }
 
     def path(self, name: str) -> Path:
-        """Return the path of a file by its name in the mirror. Raises ValueError for a name that is not inside."""
+        """Return the path of a file by its name in the mirror. Raises ValueError for a name outside of the project."""
         folder, _, inside = name.partition("/")
         parts = PurePosixPath(inside).parts
         if folder not in self.folders or not parts or inside.startswith("/") or ".." in parts or "\0" in inside:
@@ -60,12 +60,12 @@ class Project:
         return self.folders[folder] / inside
 
     def declared(self, names: Iterable[str]) -> set[str]:
-        """Return which results Snakemake has records of, by the names of all files."""
+        """Return the results that Snakemake has records of, according to the names of all files."""
         names_of_results = set()
         for name in names:
             folder, _, inside = name.partition("/")
             if folder == _RECORDS:
-                # Snakemake's way: base64, in folders that begin with "@" where it is longer than a file's name may be.
+                # Snakemake encodes paths in base64, split into folders that begin with "@" if too long for a file name.
                 text = "".join(part.removeprefix("@") for part in inside.split("/"))
                 try:
                     path = Path(base64.urlsafe_b64decode(text).decode())
@@ -91,11 +91,11 @@ class Snapshot:
 
 
 def take(project: Project, known: Mapping[str, Stamp]) -> Snapshot:
-    """Return a snapshot of the project. known: stamps of files that need not be opened.
+    """Take a snapshot of the project. known: stamps of files that need not be opened.
 
-    Two walks one after another that find the same show what was there between them. Where files change all the time,
-    those count that both have found. Journals only grow, and a checkpoint says how much of them belongs to it: they are
-    looked at after all other files, and their pictures after them.
+    If two consecutive walks find the same files, these existed between the walks. If files change all the time, only
+    those that both walks found are used. Journals only grow, and a checkpoint states how much of them belongs to it:
+    they are read after all other files, and their pictures last.
     """
     before = _walk(project, _is_settled)
     for _ in range(_TRIES):
@@ -188,6 +188,6 @@ def _is_picture(name: PurePosixPath) -> bool:
 
 
 def _differs(file: BinaryIO, stamp: Stamp) -> bool:
-    """Return True if an open file is not the one of a stamp. (Its removal also changes the time of its last change.)"""
+    """Return True if an open file does not match a stamp. (The ctime is ignored, since it also changes on removal.)"""
     size, mtime, _, inode = stamp_in(os.fstat(file.fileno()))
     return (size, mtime, inode) != (stamp[0], stamp[1], stamp[3])
