@@ -1,4 +1,4 @@
-"""Modes in which a training repeats the same bytes, and the settings of PyTorch for them.
+"""Modes of bit-identical training, and the PyTorch settings for them.
 
 off: whatever kernels are fastest. On a GPU two starts may differ in last bits: cuDNN tries algorithms and takes the one
 that was fastest this time, and the backward pass of attention adds in whatever order its blocks end.
