@@ -26,7 +26,7 @@ class OptimizerConfig(Config, ABC):
     """Values of `train.sharding` that this optimizer does not support, each with the reason."""
 
     looks_inside: ClassVar[bool] = False
-    """True if `check` depends on the network."""
+    """True if this optimizer implements `check`."""
 
     def check(self, trained: Collection[str]) -> None:
         """Raise ValueError if this optimizer has nothing to update, or lacks a package. trained: weights that
@@ -110,7 +110,7 @@ class FlatOptimizer:
         for i, (first, start, stop, factor, decay, is_matrix) in enumerate(cut):
             if start == stop:
                 continue
-            begin, end = flat.place(start), flat.place(stop)  # a process may have no elements of a piece, but it counts the step
+            begin, end = flat.place(start), flat.place(stop)  # may be empty in this process; the step counts
             part = nn.Parameter(flat.values[begin:end])
             part.grad = flat.gradient[begin:end]
             groups.append({"params": [part], "weight_decay": decay, "factor": factor, "is_matrix": is_matrix})
