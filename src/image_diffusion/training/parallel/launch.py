@@ -19,9 +19,9 @@ from pathlib import Path
 from image_diffusion.core.process import command, parent_watch
 
 _FIRST_PORT, _PORTS = 20000, 10000
-"""Ports where the nodes of a job may meet: below the ports that Linux gives to anybody (32768 and above)."""
+"""Ports for the rendezvous of a job's nodes, below Linux's ephemeral ports (32768 and above)."""
 _SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm's step numbers that do not denote steps: that of a batch script, and the shell of `salloc`."""
+"""Lowest of Slurm's special step numbers, such as those of a batch script and of the shell of `salloc`."""
 _RECORDER_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Prefixes of the files into which PyTorch's flight recorder, on by default, writes the last operations between
 processes if one of them hangs; its older name is read as well, but with a warning. The rank follows."""
