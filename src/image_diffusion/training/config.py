@@ -269,7 +269,8 @@ class TrainConfig(Sparse):
 
         It excludes settings that may change between starts: the length of the run, intervals of logs and checkpoints,
         and hardware. The order of the averages does not count, unless the losses of the first decide the weights or the
-        end. """
+        end.
+        """
         free = {
             "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",
             "log_every_steps", "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",

@@ -66,7 +66,8 @@ def load_codec(model: Model, weights: Path | None, device: torch.device) -> Code
 def check_trained_by(folder: Path, config: Path | None) -> None:
     """Raise ValueError that names the differences if a train.yaml does not describe the training of a weights folder.
 
-    config: path of the file; None: no check. The numbers of steps, checkpoints and logs are compared as well. """
+    config: path of the file; None: no check. The numbers of steps, checkpoints and logs are compared as well.
+    """
     if config is None:
         return
     model = read_model(folder)

@@ -10,7 +10,8 @@ from image_diffusion.training.trainer import Trainer
 
 def train(trainer: Trainer, reports: Reports, stop: Stop, step: int) -> None:
     """Train from `step`, the number of updates done, to the end, and save a checkpoint of the last step. Raises Stopped
-    on a request to stop, ValueError if a loss or gradient is not finite, OSError if a checkpoint cannot be written. """
+    on a request to stop, ValueError if a loss or gradient is not finite, OSError if a checkpoint cannot be written.
+    """
     config = trainer.config
     stopping = stop.poll()
     if reports.pending or (step == 0 and reports.should_report(step)):

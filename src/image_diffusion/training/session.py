@@ -55,7 +55,8 @@ def run(
     training and held-out images, stored in checkpoints; a run only continues with the same split.
 
     `model`, `data` and the configuration identify the run; checkpoints of another run are never continued. Raises
-    Stopped, ValueError or OSError as `loop.train` does. """
+    Stopped, ValueError or OSError as `loop.train` does.
+    """
     with ExitStack() as stack:
         world = stack.enter_context(join(hang_s))
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))

@@ -20,7 +20,8 @@ _LOOK_S = 0.02
 class Background:
     """Writer of checkpoints, one after the other, in a background thread.
 
-    write: writes a checkpoint in host memory. An error that it raises is raised in the training's next call. """
+    write: writes a checkpoint in host memory. An error that it raises is raised in the training's next call.
+    """
 
     def __init__(self, write: Callable[[Checkpoint], None]) -> None:
         self._write_host = write

@@ -24,7 +24,8 @@ def weights_at(
     root: the folder `state` of an experiment, with a folder for each of its runs. final: the weights folder that the
     training wrote, which identifies the run. step: unset: the step of these weights. average: its name, or "raw" for
     the weights as trained; unset: the average that was written. Raises ValueError if no such run exists, or the
-    checkpoint of that step, or that average, is not kept. """
+    checkpoint of that step, or that average, is not kept.
+    """
     tensors, model = read_weights(final)
     step = model["step"] if step is None else step
     wanted = model["ema"] if average is None else _named(average)
@@ -49,7 +50,8 @@ def weights_in(
 
     state: the folder of one run, or of all if it holds only one. step: unset: the last. average: unset: the only one
     that exists. trained_by: the file train.yaml of the run, which identifies the run and names the average that will be
-    written. Raises ValueError if the choice is not clear, or no such checkpoint or average exists. """
+    written. Raises ValueError if the choice is not clear, or no such checkpoint or average exists.
+    """
     run = _only_run(state) if trained_by is None else _run_of(state, trained_by)
     if trained_by is not None and average is None:
         average = _written_by(trained_by)

@@ -65,7 +65,8 @@ class Checkpoint:
     split: digest of the split into training and held-out images; empty in checkpoints of earlier versions.
 
     Only for writing: rows: this process's rows of tensors that are sharded by rows, by group and name; they are part
-    `part` of `parts`. A checkpoint that was read has no rows, since its tensors are complete. """
+    `part` of `parts`. A checkpoint that was read has no rows, since its tensors are complete.
+    """
 
     step: int
     examples_seen: int
@@ -120,7 +121,8 @@ def write_checkpoint(
 
     identity: plain data that identifies the run. others: waits for another process's `write_rows` into a folder, and
     returns its list of files; required if the checkpoint has parts. Raises OSError, and leaves no files behind, if it
-    cannot be written. """
+    cannot be written.
+    """
     target = parent / folder_name(checkpoint.step)
     temporary = being_written(parent, checkpoint.step, token)
     shutil.rmtree(temporary, ignore_errors=True)

@@ -81,7 +81,8 @@ class State(Background):
     several processes, each other process has a `part_writer`, and a checkpoint is complete when all parts are written.
     The process that claims the root also owns the outputs of the training next to it, of any run. num_steps: number of
     steps of the run; later checkpoints, of a longer configuration of it, are ignored. hang_s: seconds to wait for a
-    part. split: `Checkpoint.split`; empty: not compared. """
+    part. split: `Checkpoint.split`; empty: not compared.
+    """
 
     def __init__(
         self,
@@ -112,7 +113,8 @@ class State(Background):
     def claim(self) -> None:
         """Become the owner of the root. A previous owner notices before its next write, and ends.
 
-        Removes the unfinished files of killed processes. """
+        Removes the unfinished files of killed processes.
+        """
         make_folder(self.folder)
         self.token = uuid.uuid4().hex
         write_json(
@@ -129,7 +131,8 @@ class State(Background):
         skipped.
 
         Raises ValueError if the checkpoint belongs to another configuration, with the keys that differ, or to another
-        split into training and held-out images. """
+        split into training and held-out images.
+        """
         if later := [path.name for path in self._all() if path not in self.checkpoints()]:
             log_line(
                 f"note: {self.folder} also holds {', '.join(later)}, past the {self._num_steps:,} steps asked for. "
@@ -198,7 +201,8 @@ class State(Background):
     def save(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint to the host and write it in the background. Waits for the previous write.
 
-        Raises the error of the previous write: OSError, or ValueError if another process has become the owner. """
+        Raises the error of the previous write: OSError, or ValueError if another process has become the owner.
+        """
         self.wait()
         self.assert_owner()
         super().save(checkpoint)
@@ -263,7 +267,8 @@ def part_writer(root: Path, fingerprint: str, token: str, hang_s: float = HANG_S
     """Return the writer of this process's rows into the checkpoints that the first process of a training completes.
 
     root, fingerprint, token: attributes of the first process's `State`. Raises ValueError if its files are not visible
-    here. """
+    here.
+    """
     folder, until = root / fingerprint, time.monotonic() + _SEEN_S
     while not _owns(root, token):
         if time.monotonic() > until:

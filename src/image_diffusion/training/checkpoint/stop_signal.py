@@ -28,7 +28,8 @@ class Stop:
 
     A second signal ends the process at once, except under torchrun, which repeats signals and has its own time limit.
     max_hours and save_every_s, seconds between checkpoints, are measured by a monotonic clock. saves: True if all
-    processes are to save now because of the time; set by `poll`. """
+    processes are to save now because of the time; set by `poll`.
+    """
 
     def __init__(self, world: World, max_hours: float | None, save_every_s: float | None = None) -> None:
         self._world, self._save_every_s = world, save_every_s
@@ -62,7 +63,8 @@ class Stop:
     def poll(self) -> bool:
         """Return True if all processes stop now. Every process calls it once a step and gets the same answer.
 
-        The answer belongs to the call of the previous step, so that no process waits for it. """
+        The answer belongs to the call of the previous step, so that no process waits for it.
+        """
         if self._world.size == 1:
             return self._take(self._question())
         answer = self._take(self._handle())

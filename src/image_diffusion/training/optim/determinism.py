@@ -9,7 +9,8 @@ memory-efficient attention have such kernels for their backward passes; cuDNN's 
 (PyTorch's aten/src/ATen/native/transformers/cuda/attention_backward.cu and sdp_utils.cpp).
 
 strict: the same bytes for any number of processes, by adding up chunks of the global batch in order, on one CPU thread
-(`gradients.Ordered`). """
+(`gradients.Ordered`).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def switches(deterministic: Mode, allow_tf32: bool, compiled: bool) -> Iterator[
 
     allow_tf32: True if float32 products on a GPU may use TF32. compiled: True if the training uses torch.compile. In
     the modes that need a fixed order, raises ValueError for an operation without a kernel of fixed order, or for a
-    version of PyTorch that cannot fix the order of compiled kernels. """
+    version of PyTorch that cannot fix the order of compiled kernels.
+    """
     fixed = deterministic != "off"
     with ExitStack() as restored:
         restored.enter_context(tf32(allow_tf32))

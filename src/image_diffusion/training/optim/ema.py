@@ -41,7 +41,8 @@ class Warmup(Config):
 class RampUp(Config):
     """Warmup of an average by a half-life of at most `ratio` times the steps done (EDM, Karras et al. 2022:
     `ema_rampup_ratio` of its training, 0.05). So the average is useful after any number of steps, and contains nothing
-    of the initial weights. """
+    of the initial weights.
+    """
 
     type: Literal["ramp_up"] = "ramp_up"
     """The half-life is at most a share of the steps done, as in EDM."""
@@ -101,7 +102,8 @@ class PowerEma(Config):
     """Averages whose length grows with training: beta(t) = (1 - 1/t)^(gamma + 1) (Karras et al. 2024, section 3.1).
 
     From two of them in permanent checkpoints (`checkpoint.keep_every`), `python -m image_diffusion ema` reconstructs
-    the average of any width after training. """
+    the average of any width after training.
+    """
 
     type: Literal["power"] = "power"
     """Power-function averages."""

@@ -15,7 +15,8 @@ from image_diffusion.training.parallel.flat_parameters import Flat
 class Lion(OptimizerConfig):
     """Lion: each weight moves by the learning rate in the direction of the sign of its mean gradient, with one moment
     instead of two. The authors recommend rates 3 to 10 times smaller than those of AdamW, and a weight decay larger by
-    the same factor (section 5). """
+    the same factor (section 5).
+    """
 
     type: Literal["lion"] = "lion"
     """The sign of an interpolation between gradient and momentum."""

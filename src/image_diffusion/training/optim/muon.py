@@ -2,7 +2,8 @@
 parameters that are not matrices.
 
 A matrix moves along its momentum, whose singular values five Newton-Schulz steps bring close to one. Layers that hold
-several maps are split first, which "CMuon" (arXiv:2608.02502) found to be necessary in long trainings. """
+several maps are split first, which "CMuon" (arXiv:2608.02502) found to be necessary in long trainings.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Karras et al. 2024, section 3.2: each stored average is an integral of the weights over time with a known profile. A
 linear combination of averages has the same combination of their profiles, which least squares fits to the wanted
-profile. """
+profile.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def inner_products(times: Profiles, gammas: Profiles, other_times: Profiles, oth
     [m], [m] -> [n, m].
 
     The integral of the product over their common time is (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g +
-    1) u^(h + 1)), computed in logarithms. """
+    1) u^(h + 1)), computed in logarithms.
+    """
     t, g = times[:, None], gammas[:, None]
     u, h = other_times[None, :], other_gammas[None, :]
     both = g + h + 1.0
@@ -83,7 +85,8 @@ def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage
 
 def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
     """Return the weights averaged with a relative width, and their step, the last stored step up to `last_step`. Sums
-    are float64, with one average in memory at a time. Raises ValueError as `kept_averages` does. """
+    are float64, with one average in memory at a time. Raises ValueError as `kept_averages` does.
+    """
     kept = kept_averages(state, last_step)
     steps = [int(average.record["step"]) for average in kept]
     last = max(steps)

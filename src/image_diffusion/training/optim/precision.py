@@ -31,7 +31,8 @@ class Precision:
     dtype: dtype of the factors of a matrix product. scaler: scaler of the loss, disabled in precisions other than fp16.
     sees_all: True if each process has the gradient of all parameters; if False, processes exchange overflows.
     keeps_weights: True if the network keeps its weights in memory between passes. If they are gathered for each pass,
-    autocast does not cache rounded weights, which would remain in memory after the weights are freed. """
+    autocast does not cache rounded weights, which would remain in memory after the weights are freed.
+    """
 
     def __init__(self, name: Name, device: torch.device, sees_all: bool = True, keeps_weights: bool = True) -> None:
         self.dtype = dtype_of(name)
@@ -88,7 +89,8 @@ def on_hardware(config: TrainConfig, world: World) -> TrainConfig:
 def faster_in_bf16(name: Name, device: torch.device) -> str | None:
     """Return a line on the speed that a float32 training on this GPU would gain from bf16; None without a gain.
 
-    Measures a large matrix product in both precisions, which takes a tenth of a second. """
+    Measures a large matrix product in both precisions, which takes a tenth of a second.
+    """
     if name != "float32" or device.type != "cuda" or not has_bf16(device):
         return None
     now, then = (product_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16))

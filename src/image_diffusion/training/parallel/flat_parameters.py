@@ -2,7 +2,8 @@
 
 Every parameter becomes a view of the vector, and its gradient a view of the gradient's vector. Operations on all
 parameters (sum over processes, norm, clipping, Adam, averages, copies to the host) are then one operation on one
-tensor, in an order that is always the same. """
+tensor, in an order that is always the same.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Layout:
     vector.
 
     align: every tensor starts at a multiple of this number of elements. Matrices (`is_matrix`), if they are given
-    first, are in 0 … matrices_end, followed by vectors and scalars, so that weight decay can exclude these. """
+    first, are in 0 … matrices_end, followed by vectors and scalars, so that weight decay can exclude these.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], align: int = ALIGN) -> None:
         self.slots: list[Slot] = []

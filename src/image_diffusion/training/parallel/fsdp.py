@@ -3,7 +3,8 @@
 Each process stores only its rows of every parameter in the vectors: weights, gradient, moments and averages take 1 /
 world size of their memory. The network gathers the rows of one block after the other, in the forward pass and again in
 the backward pass, which adds up the gradients and leaves each process the gradients of its rows (PyTorch's
-`fully_shard`). """
+`fully_shard`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Shares(Layout):
     """Layout of the rows of one process. A tensor of n rows has ceil(n / world size) rows in every process, the last
     ones padded with zeros, so that the layout is the same in all processes.
 
-    shares: this process's rows of the tensors, by name. rows: numbers of rows of the complete tensors, by name. """
+    shares: this process's rows of the tensors, by name. rows: numbers of rows of the complete tensors, by name.
+    """
 
     def __init__(self, shares: Mapping[str, Tensor], rows: Mapping[str, int], world: World) -> None:
         super().__init__(shares)
@@ -79,7 +81,8 @@ class ShardedFlat(Shares, Flat):
 
     Each block, a member of the network's outermost lists of modules, is gathered and freed as a unit. All other
     parameters are a further unit, which is gathered from the forward to the end of the backward pass. Parameters
-    without gradient are complete in every process. """
+    without gradient are complete in every process.
+    """
 
     sums_gradients = True
     is_whole = False
@@ -130,7 +133,8 @@ class ShardedFlat(Shares, Flat):
     def before_pass(self, last: bool) -> None:
         """Prepare for each backward pass. The last pass of a step adds up the gradients over all processes; until then
         each process has its own complete gradient in float32. (PyTorch stores unsummed gradients in the dtype of
-        communication: if that has fewer bits, every pass sums.) """
+        communication: if that has fewer bits, every pass sums.)
+        """
         self._root.set_requires_gradient_sync(last or self._sums_each)
         self._root.set_is_last_backward(last)
 

@@ -3,7 +3,8 @@
 Each process computes the gradient of its share of the examples, all examples have the same weight, and the gradient is
 summed over the processes in flat pieces while the backward pass still runs. The pieces are fixed at the start of
 training. (PyTorch's DistributedDataParallel rebuilds its buckets after the first step of every start, so that with
-three or more processes a resumed run adds in another order than an uninterrupted one.) """
+three or more processes a resumed run adds in another order than an uninterrupted one.)
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class _Piece:
 class Shared:
     """Gradient by contiguous shares of the global batch, one for each process, in microbatches.
 
-    Returns the losses of this process's own share. waits: time that this process waited for the sums. """
+    Returns the losses of this process's own share. waits: time that this process waited for the sums.
+    """
 
     def __init__(
         self, flat: Flat, world: World, global_batch: int, microbatch: int | None, scale: Callable[[Tensor], Tensor]

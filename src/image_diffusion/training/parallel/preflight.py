@@ -1,7 +1,8 @@
 """Checks before the first step: every process computes correctly, about as fast as the others, and has enough memory.
 
 The computations use integers so small that the known answer is exact in every precision and in any order of addition.
-No random numbers are drawn, and no memory remains in use. """
+No random numbers are drawn, and no memory remains in use.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def check(world: World, dtype: torch.dtype) -> None:
     hardware if the run has several processes or a GPU. dtype: dtype of the factors of the training's products.
 
     Raises ValueError in every process, with the names of the processes whose answers are wrong. A slow process is
-    reported. """
+    reported.
+    """
     results = [_try(world, dtype)]
     if world.size > 1:
         results *= world.size

@@ -28,7 +28,8 @@ class World:
 
     control: a process group on the CPU, for decisions that should not wait for a GPU. patient: such a group with a time
     limit of a day. per_machine: number of processes on each machine; unset: all. group: the process group that `gather`
-    covers; unset: all processes. hosts: the machine of each process. """
+    covers; unset: all processes. hosts: the machine of each process.
+    """
 
     rank: int
     size: int
@@ -95,7 +96,8 @@ def join(timeout_s: float = HANG_S) -> Iterator[World]:
 
     Each process gets a CUDA device if the machine has one, else the CPU. timeout_s: seconds that a process waits for
     another. Raises ValueError if torchrun starts more processes on a machine than it has GPUs, if the stage requested
-    GPUs and PyTorch can use none, or if PyTorch has no kernels for this GPU. """
+    GPUs and PyTorch can use none, or if PyTorch has no kernels for this GPU.
+    """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     device = torch.device("cpu")

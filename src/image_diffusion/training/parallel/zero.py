@@ -3,7 +3,8 @@ Rajbhandari et al. 2020, arXiv:1910.02054).
 
 The gradient is cut into pieces, and each process receives an equal part of the sum of each piece. The concatenated
 parts are its slice. A process stores only its slice of float32 weights, gradient, moments and averages, and updates
-only that. All processes then gather the new weights. """
+only that. All processes then gather the new weights.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class SlicedFlat(Flat):
     bit-identical to those of one process; slower. computes_in: dtype to which autocast rounds the factors of products.
     The network stores the weights of its linear and convolutional layers only in this dtype, in which they are
     gathered. Autocast would round them to the same values, and the gradients of a backward pass are added up in float32
-    as well. """
+    as well.
+    """
 
     is_whole = False
 
