@@ -27,8 +27,7 @@ class CheckpointConfig(Config):
     every_steps: int = Field(1000, gt=0)
     """Number of steps between checkpoints. A checkpoint is also saved after the last step and on a request to stop."""
     every_seconds: float | None = Field(None, gt=0)
-    """Also save when this time has passed since the last save by the clock; unset: by steps alone. Changes no
-    result."""
+    """Also save after this time since the last save by time; unset: by steps alone. Changes no result."""
     keep_last: int = Field(2, gt=0)
     """Number of checkpoints to keep, the newest ones."""
     keep_every: int | None = Field(None, gt=0)
@@ -103,10 +102,9 @@ class TrainConfig(Sparse):
     folder, such as `export --read` makes of published weights. Classes start from those of the same name, or else from
     the mean of all; position embeddings are interpolated to another resolution. Unset: random weights."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained, by name: ["blocks.0.*", "t_embedder.*"]. * matches any characters."""
+    """Parameters that are not trained, by name: ["blocks.0.*", "t_embedder.*"]. * matches anything."""
     lora: Lora | None = None
-    """Train low-rank adapters instead of the weights, and add them to the weights at the end; unset: train the
-    weights."""
+    """Train low-rank adapters, which are added to the weights at the end; unset: train the weights themselves."""
     layer_decay: float | None = Field(None, gt=0, le=1)
     """Factor by which the learning rate falls from block to block towards the input: the last block has this factor,
     the one before it its square, and so on; layers after the blocks have the full rate. Unset: one rate for all."""
@@ -250,7 +248,7 @@ class TrainConfig(Sparse):
         return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
 
     def check_average(self, number: float | Literal["raw"]) -> None:
-        """Raise ValueError unless the average of a rate or width, or the weights as trained, exist for the last
+        """Raise ValueError if the average of a rate or width, or the weights as trained, are not known for the last
         step."""
         if self.weights == "best":
             raise ValueError("train.weights is best, whose step may be earlier than the end. Leave out one of the two.")
@@ -267,9 +265,8 @@ class TrainConfig(Sparse):
     def identity(self) -> dict[str, Any]:
         """Return the part of this section that identifies a run. Only checkpoints of the same identity are resumed.
 
-        It excludes settings that may change between starts: the length of the run, intervals of logs and checkpoints,
-        and hardware. The order of the averages does not count, unless the losses of the first decide the weights or the
-        end.
+        Settings that may change between starts are excluded: number of steps, intervals, hardware. The order of the
+        averages does not count, unless the losses of the first decide the weights or the end.
         """
         free = {
             "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",

@@ -33,8 +33,7 @@ def sums_of(losses: Losses) -> dict[str, Tensor]:
 
 
 def means_of(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Return the means of sums: "loss", "loss_q0" … "loss_q3" for quartiles with examples, and the same for each
-    part."""
+    """Return means from sums: "loss", "loss_q0" … "loss_q3" for quartiles with examples, and the same for each part."""
     values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
     means = {}
     for key, (totals, counts) in values.items():
@@ -45,8 +44,8 @@ def means_of(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 class Meter:
-    """Means since the last log of the loss and its parts, also by quartile of the noise scale, and of the gradient's
-    norm.
+    """Means of the loss and its parts, also by quartile of the noise scale, and of the gradient's norm since the last
+    log.
 
     Sums are float64 on the device; only `take` waits for it. strict: True if `add` gets the losses of all processes in
     every process.

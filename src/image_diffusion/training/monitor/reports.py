@@ -28,8 +28,7 @@ _LEAST_SCALE = 2.0**-40
 
 
 class Reports:
-    """Reports of a training. All processes call the methods together, between two steps; the first process writes the
-    files.
+    """Reports of a training. All processes call each method together, between two steps; the first writes the files.
 
     step: updates done. pending: True if the reports of that step were interrupted, and are still due.
     """
@@ -53,8 +52,7 @@ class Reports:
         self._waited_s = self._away_s = 0.0
 
     def timed(self, batches: Iterator[Examples]) -> Generator[Examples, None, None]:
-        """Yield the batches unchanged, measure the time spent waiting for them, and show each as a step of the
-        progress."""
+        """Yield the batches unchanged, measure the time of waiting for them, and count each in the progress."""
         started = time.monotonic()
         for examples in batches:
             self._waited_s += time.monotonic() - started
@@ -128,8 +126,7 @@ class Reports:
         self._away_s += time.monotonic() - started
 
     def close(self) -> None:
-        """Wait until this process's part of the last checkpoint is on disk; in the first process, until all of it
-        is."""
+        """Wait until this process's part of the last checkpoint is on disk; in the first process, all parts."""
         self._state.wait()
         self._progress.close()
 

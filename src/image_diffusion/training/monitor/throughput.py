@@ -1,5 +1,4 @@
-"""Utilization of a device by a training: counted operations per second, relative to the rate of a large matrix
-product."""
+"""Utilization of a device by a training: operations per second, relative to those of a large matrix product."""
 
 from __future__ import annotations
 
@@ -23,14 +22,12 @@ _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-"""Attention on a CPU, which has no formula in versions of PyTorch before 2.15, and the operation whose formula is
-used."""
+"""Attention on a CPU, which has no formula before PyTorch 2.15, and the operation whose formula is used."""
 _SIDES = {"cuda": 8192, "cpu": 512}
 
 
 class Speed:
-    """Rate of a training as a share of the peak rate of its devices. dtype: dtype of the factors of its matrix
-    products."""
+    """Rate of a training as a share of its devices' rate. dtype: dtype of the factors of its matrix products."""
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self._world, self._dtype = world, dtype

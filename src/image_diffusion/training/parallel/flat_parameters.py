@@ -61,8 +61,7 @@ class Slot:
 
 
 class Layout:
-    """Positions of tensors in one vector, in the given order, with gaps of zeros. size: number of elements of the
-    vector.
+    """Positions of tensors in one vector, in the given order, with gaps of zeros. size: elements of the vector.
 
     align: every tensor starts at a multiple of this number of elements. Matrices (`is_matrix`), if they are given
     first, are in 0 … matrices_end, followed by vectors and scalars, so that weight decay can exclude these.
@@ -80,8 +79,7 @@ class Layout:
         self.size = end
 
     def place(self, start: int) -> int:
-        """Return the position in this process's vectors of the first of its elements at or after `start` of the
-        layout."""
+        """Return the position in this process's vectors of its first element at or after `start` of the layout."""
         return start
 
     def views(self, vector: Tensor) -> list[Tensor]:

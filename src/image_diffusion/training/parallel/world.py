@@ -54,8 +54,7 @@ class World:
         return gathered
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Send row r of [size, ...] to process r -> the rows that the processes sent to this one, in the order of their
-        ranks."""
+        """Send row r of [size, ...] to process r -> the rows that this process received, in the order of the ranks."""
         if self.size == 1:
             return rows
         received = torch.empty_like(rows)

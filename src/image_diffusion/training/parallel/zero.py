@@ -38,9 +38,8 @@ class SlicedFlat(Flat):
 
     values, gradient: float32 [size / world size], this process's slice. exact: sums, including the norm, are
     bit-identical to those of one process; slower. computes_in: dtype to which autocast rounds the factors of products.
-    The network stores the weights of its linear and convolutional layers only in this dtype, in which they are
-    gathered. Autocast would round them to the same values, and the gradients of a backward pass are added up in float32
-    as well.
+    The network has the weights of linear and convolutional layers only in this dtype, in which they are gathered.
+    Results equal autocast's; gradients of one backward pass are added up in float32.
     """
 
     is_whole = False
@@ -142,8 +141,7 @@ class SlicedFlat(Flat):
             parameter.data = view
 
     def place(self, start: int) -> int:
-        """Return the position in this process's slice of the first of its elements at or after `start` of the
-        layout."""
+        """Return the position in this process's slice of its first element at or after `start` of the layout."""
         if start == self.size:
             return len(self.values)
         piece, n = self._at(start), self._world.size
@@ -152,7 +150,7 @@ class SlicedFlat(Flat):
         return piece.start // n + min(max(before, 0), length)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return complete tensors by name in the first process, on the CPU; elsewhere none. All processes call it
+        """Return complete tensors by name, on the CPU of the first process; elsewhere none. All processes call it
         together."""
         whole = self._whole(vector)
         return super().named(whole.cpu()) if self._world.is_main else {}
