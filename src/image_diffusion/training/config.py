@@ -27,7 +27,7 @@ class CheckpointConfig(Config):
     every_steps: int = Field(1000, gt=0)
     """Number of steps between checkpoints. A checkpoint is also saved after the last step and on a request to stop."""
     every_seconds: float | None = Field(None, gt=0)
-    """Also save after this time since the last save by time; unset: by steps alone. Changes no result."""
+    """Also save this many seconds after the last save by time; unset: by steps alone. Changes no result."""
     keep_last: int = Field(2, gt=0)
     """Number of checkpoints to keep, the newest ones."""
     keep_every: int | None = Field(None, gt=0)
@@ -44,7 +44,7 @@ class TrainConfig(Sparse):
     global_batch: int = Field(256, gt=0)
     """Examples of one update, over all processes."""
     microbatch: int | None = Field(None, gt=0)
-    """Examples that a process computes at once, limited by memory; unset: its whole share. Changes the result only by
+    """Examples that a process computes at once, as memory allows; unset: its whole share. Changes the result only by
     rounding and through the masks of dropout, and not at all with `deterministic: strict`, which computes
     `strict_chunk` examples at once."""
     seed: int = Field(0, ge=0, lt=2**63)
@@ -125,7 +125,7 @@ class TrainConfig(Sparse):
     grid_every_steps: int | None = Field(5000, gt=0)
     """Number of steps between grids of samples; unset: never."""
     max_hours: float | None = Field(None, gt=0)
-    """Time after which the training saves and stops. The same command continues it. Unset: no limit."""
+    """Hours after which the training saves and stops. The same command continues it. Unset: no limit."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
