@@ -1,4 +1,4 @@
-"""Name a class of a data set: by its name, by a number that is its name, or by its position."""
+"""References to a class of a data set: by name, by a number that is its name, or by position."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from image_diffusion.core.process.errors import log_line_once
 
 
 class Position(Config):
-    """A class by its place in the order of the classes."""
+    """A class by its position in the order of the classes."""
 
     position: int = Field(ge=0)
-    """Place of the class, counted from 0, as the labels in samples.npz have it."""
+    """Position of the class, counted from 0, as in the labels of samples.npz."""
 
 
 ClassLabel = int | str | Position
-"""Class as written in a configuration. A number is a name where a class has that name, or where all names are numbers,
-and else a position."""
+"""Class in a configuration. A number is a name if a class has that name or if all names are numbers, otherwise a
+position."""
 
 
 def class_number(key: str, label: ClassLabel, classes: Sequence[str]) -> int:
-    """Return the position of a class, and warn once where a number could mean two classes.
-
-    key: where it is written, for messages. classes: the names, in order. Raises ValueError for a class that does not
-    exist.
+    """Return the position of a class, and warn once if a number could mean two classes. key: the configuration key, for
+    messages. classes: the names, in order. Raises ValueError for a class that does not exist.
     """
     if isinstance(label, Position):
         if label.position < len(classes):
@@ -48,7 +46,7 @@ def class_number(key: str, label: ClassLabel, classes: Sequence[str]) -> int:
 
 
 def _named(label: int, classes: Sequence[str]) -> int | None:
-    """Return the position of the class whose name is a number; None where no class, or more than one, has that name."""
+    """Return the position of the class whose name is a number; None if no class, or more than one, has that name."""
     if str(label) in classes:
         return classes.index(str(label))
     if not _are_numbers(classes):

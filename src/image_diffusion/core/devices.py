@@ -1,4 +1,4 @@
-"""Devices of tensors, the precision of computations, and networks as shapes alone on the meta device."""
+"""Devices of tensors, copies between them, and networks without contents on the meta device."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.overrides import TorchFunctionMode
 from image_diffusion.core.process.errors import log_line
 
 REQUESTED = "IMAGE_DIFFUSION_GPUS"
-"""The environment variable with the number of GPUs that the stage has asked for; unset or empty: the CPU will do."""
+"""Environment variable with the number of GPUs that the stage requests; unset or empty: the CPU suffices."""
 
 _DRIVER = Path("/sys/module/nvidia/version")
 _FITTING_BUILD = "Install a build that fits (uv pip install --torch-backend=auto torch)"
 _BUILT_FOR = re.compile(r"(sm|compute)_(\d+)[af]?$")
 
 Arriving = Callable[[], Tensor]
-"""Tensor that is being copied: the call waits for the copy and returns it."""
+"""Function that waits for a copy in progress and returns the tensor."""
 
 
 def best_device() -> torch.device:
-    """Return the GPU of this process, which one line describes, or the CPU. Raises ValueError as `has_gpu` and
+    """Return the GPU of this process, and print a description of it, or the CPU. Raises ValueError as `has_gpu` and
     `check_kernels` do."""
     if not has_gpu():
         return torch.device("cpu")
@@ -38,8 +38,8 @@ def best_device() -> torch.device:
 
 
 def has_gpu() -> bool:
-    """Return True if PyTorch can use a GPU. Raises ValueError if the stage has asked for GPUs and PyTorch has none: it
-    would compute on the CPU, for days."""
+    """Return True if PyTorch can use a GPU. Raises ValueError if the stage requests GPUs and PyTorch has none, since
+    computing on the CPU could take days."""
     if torch.cuda.is_available():
         return True
     if not (number := os.environ.get(REQUESTED)):
@@ -80,7 +80,7 @@ def check_kernels(device: torch.device) -> None:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return False if the device is this process's GPU and only emulates bfloat16, as those before Ampere (2020) do."""
+    """Return False if the device is a GPU that only emulates bfloat16, as GPUs before Ampere (2020) do."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -93,7 +93,7 @@ def driver() -> str:
 
 @cache
 def _introduce(device: torch.device) -> None:
-    """Check a GPU and describe it in one line, once in a process: memory that is not free, other programs use."""
+    """Check a GPU and print a line on it, once per process, with the memory that other programs use."""
     check_kernels(device)
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     version = f" (driver {driver()})" if driver() else ""
@@ -102,13 +102,13 @@ def _introduce(device: torch.device) -> None:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the CPU to a device. A GPU copies it from page-locked memory, in its turn, without blocking the
-    caller."""
+    """Copy a tensor of the CPU to a device. A GPU copies it from page-locked memory, in the order of its stream,
+    without blocking the caller."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def to_host(x: Tensor) -> Arriving:
-    """Copy a tensor to the CPU. A GPU copies it when it has computed it, and the call that asks for it waits."""
+    """Copy a tensor to the CPU. A GPU copies it in the background, and the returned function waits for the copy."""
     host = x.to("cpu", non_blocking=True)
     if not x.is_cuda:
         return lambda: host
@@ -124,16 +124,15 @@ def to_host(x: Tensor) -> Arriving:
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Build networks in this context without memory (torch's meta device) and without drawing their initial values.
-
-    To draw them on the meta device, torch would first import its compiler: two seconds, when Snakemake starts.
+    """Build networks in this context without memory (torch's meta device) and without initial values. Initialisation on
+    the meta device would import torch's compiler, which takes two seconds when Snakemake starts.
     """
     with torch.device("meta"), _Undrawn():
         yield
 
 
 class _Undrawn(TorchFunctionMode):
-    """Initialisation does nothing."""
+    """Mode in which initialisation functions do nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

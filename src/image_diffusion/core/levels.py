@@ -1,4 +1,4 @@
-"""Numbers of images that are arrays: their type, their channels, and the range that a network sees as [-1, 1]."""
+"""Levels of images that are arrays: dtype, channels, and the range that is mapped to [-1, 1] for a network."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DType = Literal["uint8", "uint16", "int16", "float32"]
-"""Type of the numbers of an array."""
+"""Dtype of the numbers of an array."""
 
 
 class Levels(Sparse):
-    """Numbers of an image [C, H, W] that is an array. Images whose levels are not stated are pictures of 8 bits."""
+    """Levels of an image [C, H, W] that is an array. Images without levels are 8-bit pictures."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"pixel_size"})
 
     dtype: DType
-    """Type of the numbers, in shards and in samples."""
+    """Dtype of the numbers, in shards and in samples."""
     channels: tuple[str, ...] = Field(min_length=1)
     """Names of the channels."""
     low: tuple[float, ...]
-    """Number of each channel that the network sees as -1; smaller ones are clipped."""
+    """Number of each channel that is mapped to -1 for the network; smaller numbers are clipped."""
     high: tuple[float, ...]
-    """Number of each channel that the network sees as 1; larger ones are clipped."""
+    """Number of each channel that is mapped to 1 for the network; larger numbers are clipped."""
     clipped: tuple[float, ...] = ()
-    """Share of the numbers of each channel, in the data set, that lie outside."""
+    """Share of the numbers of each channel, in the data set, that are clipped."""
     pixel_size: tuple[float, float] | None = None
-    """Height and width of a pixel in micrometres; None where files state none or several."""
+    """Height and width of a pixel in micrometres; None if files state none or different ones."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Levels:
@@ -52,7 +52,7 @@ class Levels(Sparse):
     def restore(self, x: Tensor) -> Tensor:
         """Map float [B, C, H, W] in [-1, 1] to numbers of `dtype`, integers rounded to nearest and clipped to those of
         the type; the inverse of `normalise` to half a unit. Contiguous."""
-        import torch  # not for those who only read a configuration
+        import torch  # not needed to read a configuration
 
         x = x.float()
         low, high = self._bounds(x)
@@ -64,8 +64,8 @@ class Levels(Sparse):
         return numbers.to(dtype).contiguous()
 
     def rendered(self, images: Tensor) -> Tensor:
-        """Map numbers [B, C, H, W] to float32 from 0 to 255, the range of pictures: the form that judges and pictures
-        of a report are made of. Nothing is rounded."""
+        """Map numbers [B, C, H, W] to float32 from 0 to 255, the range of pictures, for evaluation and for pictures of
+        a report. Nothing is rounded."""
         return (self.normalise(images) + 1) * 127.5
 
     def _bounds(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,5 +73,5 @@ class Levels(Sparse):
 
 
 def rendered(images: Tensor, levels: Levels | None) -> Tensor:
-    """Return images [B, C, H, W] as they are judged and drawn: pictures, uint8, or arrays as float32 from 0 to 255."""
+    """Return images [B, C, H, W] for evaluation and drawing: pictures as uint8, arrays as float32 from 0 to 255."""
     return images if levels is None else levels.rendered(images)

@@ -1,4 +1,4 @@
-"""Tables of Markdown, whose cells are text whatever they contain."""
+"""Tables of Markdown with escaped cells."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterable, Sequence
 
 _OPENS_LINK = re.compile(r"\[(?![-+.,\d ]*\](?![(\[]))")
-"""A bracket, but for that of an interval such as [-0.5, +2.1]."""
+"""An opening bracket, except that of an interval such as [-0.5, +2.1]."""
 
 
 def table(head: Sequence[object], rows: Iterable[Iterable[object]], align: Sequence[str] = ()) -> str:
-    """Return a table. align: what stands under each head, `:--` or `--:`; by default `---`."""
+    """Return a table. align: the delimiter under each header, `:--` or `--:`; by default `---`."""
     lines = [_line(map(text, head)), _line(align or ["---"] * len(head)), *(_line(map(text, row)) for row in rows)]
     return "\n".join(lines)
 
 
 def text(value: object) -> str:
-    """Return a value as text: names come from the data, and are no HTML, links or rows of their own."""
+    """Return a value as escaped text, since names from the data must not become HTML, links or rows."""
     escaped = html.escape(" ".join(str(value).splitlines()), quote=False)
     return _OPENS_LINK.sub(r"\\[", escaped.replace("\\", "\\\\").replace("|", "\\|"))
 

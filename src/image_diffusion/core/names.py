@@ -1,4 +1,4 @@
-"""Names of files that come from files of other people: checked by type, and joined to a folder in one place."""
+"""File names from untrusted files: validated by type, and safely joined to a folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic import StringConstraints
 from image_diffusion.core.config.base import parse
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
-"""Name of a file that lies directly in a folder, in a JSON file that may come from anywhere."""
+"""Name of a file directly in a folder, as read from an untrusted JSON file."""
 
 TarName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.tar$", max_length=255)]
-"""`FileName` of a tar. Of two patterns on one type, pydantic keeps the last alone."""
+"""`FileName` of a tar. (Of two patterns on one type, pydantic would keep only the last.)"""
 
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 """Digest of a file, in hexadecimal."""
@@ -26,9 +26,8 @@ Hashes = dict[FileName, Sha256]
 def inside(folder: Path, name: str, follow: bool = False) -> Path:
     """Join a folder and a relative path that was read from a file.
 
-    follow: accept a symbolic link that leads out of the folder, as caches of downloads use them; for content that is
-    compared with a sha256 before use, and never for a file to write. Raises ValueError for a path that leaves the
-    folder.
+    follow: accept a symbolic link that leads out of the folder, as in download caches; only for content whose sha256 is
+    checked before use, and never for a file to write. Raises ValueError for a path that leaves the folder.
     """
     parts = PurePosixPath(name).parts
     leaves = not parts or "\0" in name or name.startswith("/") or ".." in parts
@@ -41,9 +40,8 @@ def inside(folder: Path, name: str, follow: bool = False) -> Path:
 
 
 def carried_files(folder: Path, model: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the paths of the files that go with the weights in a folder, by name.
-
-    model: content of model.json. Raises ValueError for names that do not name files in the folder.
+    """Return the paths of the files that accompany the weights in a folder, by name. model: content of model.json.
+    Raises ValueError for names outside of the folder.
     """
     hashes = parse(Hashes, model.get("carried", {}), f"{folder}/model.json: carried")
     return {name: inside(folder, name) for name in hashes}

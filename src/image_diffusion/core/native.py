@@ -1,8 +1,8 @@
-"""Compiled code that installing the package builds where it finds a C compiler: plain C, called by ctypes.
+"""Optional compiled code in plain C, called by ctypes, which installation builds if there is a C compiler.
 
-A compiled file ends with a seal: the sha256 of its source and the sha256 of all before. It differs by compiler and
-gives the bytes that PyTorch and Pillow give, so that its source is a part of a stage's code, and it is not. One that is
-damaged, or was compiled from another source than the one beside it, is not loaded.
+A compiled file ends with a seal: the sha256 of its source, and the sha256 of everything before it. It differs by
+compiler, but computes the same bytes as PyTorch and Pillow, so that only its source is part of a stage's code. A file
+that is damaged, or compiled from another source than the present one, is not loaded.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _SEAL_BYTES = len(_MARK) + 2 * hashlib.sha256().digest_size
 
 
 def library_path(module: str, name: str) -> Path | None:
-    """Return the path of the library compiled for a module; None where the module is not a file, as in an exported
+    """Return the path of the library compiled for a module; None if the module is not a file, as in an exported
     model."""
     path = getattr(sys.modules[module], "__file__", None)
     return Path(path).with_name(name) if path else None
 
 
 def load(path: Path | None) -> ctypes.CDLL | None:
-    """Load the library at a path; None where it was not compiled, is damaged, or is for another kind of machine."""
+    """Load the library at a path; None if it was not compiled, is damaged, or is for another kind of machine."""
     if path is None or not path.is_file():
         return None
     if fault := fault_of(path):
@@ -39,7 +39,7 @@ def load(path: Path | None) -> ctypes.CDLL | None:
 
 
 def seal(path: Path, source: Path) -> None:
-    """End a compiled file with the seal of itself and of its source, unless it has one."""
+    """Append the seal to a compiled file, unless it has one."""
     built = path.read_bytes()
     if built[-_SEAL_BYTES:].startswith(_MARK):
         return
@@ -48,7 +48,7 @@ def seal(path: Path, source: Path) -> None:
 
 
 def fault_of(path: Path) -> str | None:
-    """Return a sentence on the fault of a compiled file; None for one that is whole and of the source beside it."""
+    """Return a sentence on the fault of a compiled file; None if it is undamaged and of the present source."""
     built, size = path.read_bytes(), hashlib.sha256().digest_size
     source = path.with_suffix(".c")
     if hashlib.sha256(built[:-size]).digest() != built[-size:]:

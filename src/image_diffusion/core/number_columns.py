@@ -1,4 +1,4 @@
-"""Numbers of an image by name, such as an age or an angle, brought to [-1, 1] by the ranges of the training images."""
+"""Numbers of an image by name, such as an age or an angle, scaled to [-1, 1] by the ranges of the training images."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _MISSING = ("", "nan", "none", "null", "na")
 
 @dataclass(frozen=True)
 class NumberColumns:
-    """Columns of numbers. names: of the columns. ranges: the lowest and the highest number of each one in the training
-    images, which become -1 and 1. missing: names of the columns that some training images lack; None: unknown."""
+    """Columns of numbers. names: names of the columns. ranges: the lowest and the highest number of each column in the
+    training images, which are scaled to -1 and 1. missing: names of columns that some training images lack; None:
+    unknown."""
 
     names: tuple[str, ...]
     ranges: tuple[tuple[float, float], ...]
@@ -25,7 +26,7 @@ class NumberColumns:
 
     @classmethod
     def described(cls, pairs: Mapping[str, Any]) -> NumberColumns:
-        """Return the columns that a manifest or a model describes."""
+        """Return the columns in the description of a manifest or a model."""
         missing = tuple(pairs["missing"]) if "missing" in pairs else None
         return cls(tuple(pairs["columns"]), tuple((low, high) for low, high in pairs["ranges"]), missing)
 
@@ -40,8 +41,7 @@ class NumberColumns:
         return scaled.float()
 
     def values(self, scaled: Tensor) -> list[dict[str, float]]:
-        """Return the numbers by name that images have, from what `scaled` returned. They are rounded to 7 digits of
-        their range."""
+        """Return the numbers of images by name, from the result of `scaled`, rounded to 7 digits of their range."""
         digits = [6 - math.floor(math.log10(high - low)) for low, high in self.ranges]
         rows = []
         for image in scaled.double().tolist():
@@ -56,7 +56,7 @@ class NumberColumns:
         return rows
 
     def outside(self, rows: Sequence[Mapping[str, float | None]]) -> list[str]:
-        """Return a phrase for each column of which a number lies outside the range, by more than `values` rounds."""
+        """Return a phrase for each column with a number outside the range by more than the rounding of `values`."""
         phrases = []
         for name, (low, high) in zip(self.names, self.ranges, strict=True):
             values = [value for row in rows if (value := row.get(name)) is not None]
@@ -67,7 +67,7 @@ class NumberColumns:
         return phrases
 
     def never_missing(self, rows: Sequence[Mapping[str, float | None]]) -> list[str]:
-        """Return the columns that some row lacks, but no training image; none where that is unknown."""
+        """Return the columns that some row lacks, but no training image; empty if unknown."""
         always = [] if self.missing is None else [name for name in self.names if name not in self.missing]
         return [name for name in always if any(row.get(name) is None for row in rows)]
 
@@ -92,7 +92,7 @@ def number_in(cell: Any) -> float | None:
 
 
 def measured(names: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -> NumberColumns:
-    """Return columns as some rows have them. Raises ValueError for a column without two different numbers."""
+    """Return the columns of some rows. Raises ValueError for a column without two different numbers."""
     ranges = []
     for name in names:
         values = [value for row in rows if (value := row.get(name)) is not None]

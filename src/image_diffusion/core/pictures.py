@@ -1,4 +1,4 @@
-"""Pictures for people: images side by side, written as PNG."""
+"""Grids of images, written as PNG."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TITLED, _LINE, _LETTER, _LINES = 112, 15, 6, 4  # pixels of a titled image, a l
 
 
 def grid_columns(num_images: int, num_classes: int) -> int:
-    """Return the number of columns of a grid, about that of its rows. With up to twelve classes it is a multiple of
-    theirs, so that a column has one class."""
+    """Return the number of columns of a grid, about the number of its rows. With up to twelve classes it is a multiple
+    of the number of classes, so that a column has one class."""
     side = math.sqrt(num_images)
     return num_classes * max(1, round(side / num_classes)) if 1 < num_classes <= 12 else math.ceil(side)
 
 
 def as_pictures(images: Tensor) -> Tensor:
     """Return pictures, uint8 [N, C, H, W], as they are, and convert arrays, float from 0 to 255: one channel to grey,
-    three to RGB, any other number to false colours: the hues of the colour circle from red on, one for each channel in
-    order, added up. The sum of a pixel is scaled to be as bright as its brightest channel."""
+    three to RGB, any other number to false colours: the sum of one hue of the colour circle for each channel, starting
+    with red. The sum of a pixel is scaled to be as bright as its brightest channel."""
     if images.dtype == torch.uint8:
         return images
     channels = images.shape[1]
@@ -41,8 +41,8 @@ def as_pictures(images: Tensor) -> Tensor:
 
 
 def image_grid(images: Tensor, columns: int, titles: list[str] | None = None) -> Image.Image:
-    """Draw images, as `as_pictures` takes them, side by side, `columns` in a row; small ones are enlarged by a whole
-    number. titles: text below each of them."""
+    """Draw a grid of images, in the form of `as_pictures`' input, with `columns` in a row; small images are enlarged by
+    an integer factor. titles: text below each image."""
     images = as_pictures(images)
     if titles:
         return _titled(images, columns, titles)

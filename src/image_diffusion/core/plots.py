@@ -1,4 +1,4 @@
-"""Plots as PNG. Only drawing one imports matplotlib, which takes longer to load than many a stage to run."""
+"""Plots as PNG. matplotlib is imported only to draw one, since its import takes longer than many stages."""
 
 from __future__ import annotations
 

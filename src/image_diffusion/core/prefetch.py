@@ -1,4 +1,4 @@
-"""Prefetch items in a thread of their own, a little ahead of their use."""
+"""Prefetch items in a background thread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 @contextmanager
 def prefetch(items: Generator[T, None, None], count: int, name: str) -> Iterator[Iterator[T]]:
-    """Prefetch items of a generator in a thread while the last one is in use: at most `count` that have not been taken
-    yet, the one that is being made among them.
+    """Prefetch items of a generator in a thread while the last one is in use: at most `count` items, including the one
+    in progress.
 
     Exceptions of the generator are raised where the next item is requested. When the context ends, for any reason, the
-    thread has ended too, and so has the generator: after the item that it is at. name: of the thread.
+    generator ends after its current item, and the thread with it. name: name of the thread.
     """
     ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
     room, ended = threading.Semaphore(count), threading.Event()
@@ -29,7 +29,7 @@ def prefetch(items: Generator[T, None, None], count: int, name: str) -> Iterator
                     ready.put((next(items),))
         except StopIteration:
             ready.put(None)
-        except BaseException as error:  # raised where the items are taken
+        except BaseException as error:  # raised at the next item
             ready.put(error)
 
     def consume() -> Iterator[T]:

@@ -22,7 +22,7 @@ def _checked(value: Any) -> Any:
 
 
 Resolution = Annotated[int | Size, BeforeValidator(_checked)]
-"""The side of a square, or (height, width). A square is always one number, so that it is written in one way."""
+"""The side of a square, or (height, width). A square is always one number."""
 
 
 def resolution_of(height: int, width: int) -> int | Size:
@@ -41,11 +41,11 @@ def shown(resolution: int | Size) -> str:
 
 
 def written(resolution: int | Size) -> str:
-    """Return a resolution as the configuration has it: 48, or [48, 96]."""
+    """Return a resolution in the form of the configuration: 48, or [48, 96]."""
     return str(resolution) if isinstance(resolution, int) else str(list(resolution))
 
 
 def divided(resolution: int | Size, divisor: int) -> Size | None:
-    """Return the height and the width over a divisor; None where it does not divide both."""
+    """Return the height and the width divided by a divisor; None if it does not divide both."""
     height, width = height_width(resolution)
     return None if height % divisor or width % divisor else (height // divisor, width // divisor)

@@ -1,5 +1,4 @@
-"""Text that other programs wrote: decode it, split it into lines, and read a class or a cell from it. Durations in
-words."""
+"""Reading of text from other programs: decoding, lines, classes and cells. Durations in words."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 def decoded(data: bytes) -> str:
     """Decode UTF-8, with or without a byte order mark, or UTF-16 with one.
 
-    Raises ValueError that names the line and the byte where the text is in another encoding.
+    Raises ValueError that names the line and the byte if the text is in another encoding.
     """
     encoding = "utf-16" if data.startswith(_UTF16) else "utf-8-sig"
     try:
@@ -34,7 +33,7 @@ def lines_in(data: bytes) -> list[str]:
 
 
 def class_name(text: str) -> str:
-    """Return the name of a class in Unicode's form NFC: file systems compose accents differently."""
+    """Return the name of a class in Unicode's form NFC, since file systems compose accents differently."""
     return unicodedata.normalize("NFC", text)
 
 
@@ -47,7 +46,7 @@ def class_in(cell: Any) -> str | None:
 
 
 def cell_text(cell: Any) -> str:
-    """Return a cell as text without blanks around it: nothing for a null or NaN, and no decimals for a whole float."""
+    """Return a cell as stripped text: empty for a null or NaN, and without decimals for a whole float."""
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return ""
     if isinstance(cell, float) and cell.is_integer():

@@ -1,4 +1,4 @@
-"""Records that the stages of a training step exchange."""
+"""Data structures that data, objectives, networks and the trainer exchange."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ EMBEDDING = "embedding"
 IMAGE = "image"
 """Name of an image among the conditions of a network, [C', h, w] in [-1, 1]; zeros: none."""
 NUMBERS = "numbers"
-"""Name of an image's numbers among the conditions of a network, [columns, 2]: a value in [-1, 1], and 1; zeros where it
-is missing."""
+"""Name of an image's numbers among the conditions of a network, [columns, 2]: a value in [-1, 1], and 1; zeros if
+missing."""
 
 
 class SamplesOf(Config):
-    """The samples of another experiment, which is made first."""
+    """The samples of another experiment, which runs first."""
 
     experiment: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of its file in the same folder, without .yaml."""
 
 
 class WeightsOf(Config):
-    """The trained weights of another experiment, which is trained first."""
+    """The trained weights of another experiment, which runs first."""
 
     experiment: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of its file in the same folder, without .yaml."""
 
 
 class DataSpec(Sparse):
-    """Properties of a network that the data fix, apart from what its user chose."""
+    """Properties of a network that are determined by the data."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"conditions", "features", "levels"})
 
     channels: int
     """Channels of x: 3 for RGB, 4 for the SD VAE's latents; the dimension of an embedding; the size of a codebook."""
     resolution: Resolution
-    """Side of x, or its height and width, in its own pixels; 1 for embeddings."""
+    """Side of x, or its height and width, in elements of x; 1 for embeddings."""
     num_classes: int = 0
     """Number of classes; 0 for unconditional data."""
     conditions: dict[str, tuple[int, ...]] = Field({})
-    """Shapes of the conditions of an image beside its class, by name. Zeros stand for the absence of a condition."""
+    """Shapes of the conditions of an image other than its class, by name. Zeros represent an absent condition."""
     features: tuple[int, int, int] | None = None
-    """Shape [D, h, w] of the reference features of an image from a teacher, with which training is aligned; unset:
-    there is none."""
+    """Shape [D, h, w] of an image's features from a teacher, to which training aligns the network; unset: no
+    teacher."""
     levels: Levels | None = None
-    """Numbers of the images, where they are arrays; unset: pictures of 8 bits."""
+    """Levels of images that are arrays; unset: 8-bit pictures."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -73,11 +73,11 @@ class DataSpec(Sparse):
 class Batch:
     """Inputs of an objective.
 
-    x: float32 [B, C, H, W] in the space the network works in; of tokens int64 [B, N]. cond: what the network is
-    conditioned on, by name: "label" int64 [B], "image" float32 [B, C', h, w], "text" float32 [B, 1 + L, dim],
-    "embedding" float32 [B, dim], "numbers" float32 [B, columns, 2], … . streams: the random numbers of these samples.
-    step: the number of the update that the batch is for, from 1; of the last one done, in validation; 0 outside
-    training. features: reference features of these images from a teacher, [B, D, h, w]; None without a teacher.
+    x: float32 [B, C, H, W] in the network's input space; tokens: int64 [B, N]. cond: conditions of the network, by
+    name: "label" int64 [B], "image" float32 [B, C', h, w], "text" float32 [B, 1 + L, dim], "embedding" float32 [B,
+    dim], "numbers" float32 [B, columns, 2], … . streams: the random numbers of these samples. step: number of the
+    update, from 1; in validation, of the last update; 0 outside training. features: features of these images from a
+    teacher, [B, D, h, w]; None without a teacher.
     """
 
     x: Tensor
@@ -91,10 +91,10 @@ class Batch:
 class Losses:
     """Results of an objective.
 
-    loss: [B], what is averaged and differentiated. parts: detached [B] tensors to log by name, e.g. "mse", "vb".
-    time: [B] in [0, 1), where on the noise scale each sample was drawn, for the loss by quartile; None: no meaning.
-    seen: detached [B, ...], what a network that learns from more than its gradient is given of the whole global batch
-    after the update, by name.
+    loss: [B], to be averaged and differentiated. parts: detached [B] tensors to log by name, e.g. "mse", "vb". time:
+    [B] in [0, 1), position of each sample on the noise scale, for the loss by quartile; None: not applicable. seen:
+    detached [B, ...] by name, passed for the whole global batch to a network that also learns without gradients, after
+    the update.
     """
 
     loss: Tensor
@@ -104,16 +104,16 @@ class Losses:
 
 
 class Network(Protocol):
-    """Function of its inputs: network(x_t [B, C, H, W], t [B], **cond) -> [B, C', H, W]."""
+    """Interface of a network: network(x_t [B, C, H, W], t [B], **cond) -> [B, C', H, W]."""
 
     def __call__(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor: ...
 
 
 class LossMemory(Protocol):
-    """Part of an objective that learns from the losses of each step. Checkpoints contain its state."""
+    """Part of an objective that is updated with the losses of each step. Checkpoints contain its state."""
 
     def observe(self, losses: Losses) -> None:
-        """Take in the losses of one step's whole global batch, in the order of the batch."""
+        """Update with the losses of one step's whole global batch, in the order of the batch."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -121,12 +121,12 @@ class LossMemory(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Tensor], /) -> None:
-        """Load what `state_dict` returned. Raises ValueError where it does not fit."""
+        """Load the result of `state_dict`. Raises ValueError if it does not fit."""
         ...
 
 
 class FrozenCopy:
-    """The network as it is when training begins. The trainer sets `network`, a copy that does not change."""
+    """Frozen copy of the network at the start of training. The trainer sets `network`."""
 
     network: Network
 
@@ -136,25 +136,24 @@ class FrozenCopy:
 
 
 class Objective(ABC):
-    """Base class of an objective: a batch -> one loss per example. It is given the network, and never imports one.
+    """Base class of objectives: network and batch -> one loss per example. Objectives import no networks.
 
-    network: a `Network` for the diffusion objectives; others document how they call it.
+    network: a `Network` for diffusion objectives; other objectives document how they call it.
     """
 
     layers: Mapping[str, Callable[[], nn.Module]] = {}
-    """Functions that build its own layers, by their names in the network. The layers learn with the network, and are
-    not part of its weights."""
+    """Builders of the objective's own layers, by their names in the network. The layers are trained with the network,
+    but are not part of its weights."""
     memory: LossMemory | None = None
-    """The part that learns from the losses of each step; None: there is none."""
+    """The part that is updated with the losses of each step; None: no such part."""
     teacher: FrozenCopy | None = None
-    """The teacher that it learns from; None: it needs none."""
+    """The teacher of the objective; None: no teacher."""
     pairs_samples: bool = False
-    """True if the loss of a sample depends on its neighbour: rows 0 and 1 of a batch, 2 and 3, and so on."""
+    """True if the loss of a sample depends on its neighbour: rows 0 and 1 of a batch are a pair, 2 and 3, and so on."""
 
     @abstractmethod
     def __call__(self, network: Any, batch: Batch) -> Losses: ...
 
     def uniform(self) -> Objective:
-        """Return the objective unweighted, at times uniform over the noise scale, by which runs and steps are
-        compared."""
+        """Return the unweighted objective at times uniform over the noise scale, for comparison of runs and steps."""
         return self

@@ -1,4 +1,4 @@
-"""A small KL autoencoder: diffusers' `AutoencoderKL`, sized by a configuration."""
+"""Small KL autoencoder: diffusers' `AutoencoderKL` in a configurable size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AutoencoderConfig(Config):
     """Size of the autoencoder. Each block but the last halves the resolution."""
 
     block_channels: tuple[int, ...] = Field((16, 32, 64), min_length=1)
-    """Channels of each block, from the finest; every one a multiple of norm_groups."""
+    """Channels of each block, from the finest resolution; multiples of norm_groups."""
     layers_per_block: int = Field(1, ge=1)
     """Residual layers in each block."""
     latent_channels: int = Field(4, ge=1)
@@ -25,12 +25,13 @@ class AutoencoderConfig(Config):
     """Groups of each group normalisation."""
 
     def build(self, spec: DataSpec) -> Autoencoder:
-        """Build the network for images of `spec`. Raises ValueError when the sizes do not fit."""
+        """Build the network for images of `spec`. Raises ValueError if the sizes do not fit."""
         self.check(spec)
         return Autoencoder(self, spec)
 
     def check(self, spec: DataSpec) -> None:
-        """Raise ValueError when the sizes do not fit. To build the network takes diffusers, seconds to import."""
+        """Raise ValueError if the sizes do not fit, without building the network, which imports diffusers for
+        seconds."""
         if any(channels % self.norm_groups for channels in self.block_channels):
             raise ValueError(
                 f"block_channels {list(self.block_channels)} must be multiples of norm_groups {self.norm_groups}. "
@@ -54,7 +55,7 @@ class AutoencoderConfig(Config):
 
 
 class Autoencoder(nn.Module):
-    """Autoencoder of images [B, C, H, W] in [-1, 1] -> their reconstruction, by way of a sampled latent."""
+    """Autoencoder: images [B, C, H, W] in [-1, 1] -> their reconstruction from a sampled latent."""
 
     def __init__(self, config: AutoencoderConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Autoencoder(nn.Module):
         return self.vae.decode(latent).sample, posterior.mean, posterior.logvar
 
     def images(self, reconstruction: Tensor) -> Tensor:
-        """Return the output of the decoder, which is images."""
+        """Return the output of the decoder unchanged: it is already images."""
         return reconstruction
 
     def reconstructions(self, x: Tensor) -> tuple[dict[str, Tensor], None]:

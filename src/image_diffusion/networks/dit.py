@@ -1,13 +1,13 @@
 """DiT: a transformer over patches, conditioned by adaLN-Zero (Peebles and Xie 2023, arXiv:2212.09748).
 
-With a text condition, every block attends to the caption's tokens, and the caption's embedding is added to that of the
-time. The tokens are additional keys and values, and no block changes them. This is the design of PRX (Photoroom 2025,
-"Text-to-image architectural experiments"), which compared DiT with cross-attention, U-ViT, MMDiT, DiT-Air and this one.
-DiT-Air (Chen et al. 2025, arXiv:2503.10618) also found that one sequence does as well as two streams, with fewer
+With a text condition, every block attends to the caption's tokens, and the caption's embedding is added to the time
+embedding. The tokens are additional keys and values, which no block changes. This is the design of PRX (Photoroom 2025,
+"Text-to-image architectural experiments"), which compared it with cross-attention, U-ViT, MMDiT and DiT-Air. DiT-Air
+(Chen et al. 2025, arXiv:2503.10618) also found that one sequence performs as well as two streams, with fewer
 parameters.
 
-With an image embedding as condition, the embedding is added to that of the time, and every block attends to a few
-tokens made of it, as in the decoder of unCLIP (Ramesh et al. 2022, arXiv:2204.06125, section 2.1).
+With an image embedding as condition, the embedding is added to the time embedding, and every block attends to a few
+tokens computed from it, as in the decoder of unCLIP (Ramesh et al. 2022, arXiv:2204.06125, section 2.1).
 
 Parameters have the names of the published weights (`networks/weights/dit.py` reads and writes those). Off by default:
 normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423); with these, and
@@ -44,7 +44,7 @@ SizeName = Literal[
 
 
 class Size(NamedTuple):
-    """Sizes that a name of the paper's table 1 stands for."""
+    """Dimensions of a named size in the paper's table 1."""
 
     depth: int
     width: int
@@ -69,50 +69,52 @@ SIZES: dict[SizeName, Size] = {
 
 
 class DiTConfig(Config):
-    """Network of DiT: a size by name, or depth, width, heads and patch, or a name with some of them changed."""
+    """Network of DiT, given by a named size, by depth, width, heads and patch, or by a size of which some are
+    overridden."""
 
     type: Literal["dit"] = "dit"
 
     size: SizeName | None = None
-    """A size of the paper: depth, width, number of heads and patch."""
+    """Named size of the paper, which sets depth, width, number of heads and patch."""
     depth: int | None = Field(None, gt=0)
-    """Number of blocks, instead of the size's."""
+    """Number of blocks; unset: that of `size`."""
     width: int | None = Field(None, gt=0)
-    """Channels of a token, instead of the size's. Divisible by 4 and by the number of heads."""
+    """Channels of a token; unset: those of `size`. Divisible by 4 and by the number of heads."""
     num_heads: int | None = Field(None, gt=0)
-    """Attention heads of a block, instead of the size's."""
+    """Number of attention heads of a block; unset: that of `size`."""
     patch: int | None = Field(None, gt=0)
-    """Height and width of a patch in pixels of x, instead of the size's."""
+    """Height and width of a patch in pixels of x; unset: that of `size`."""
     mlp_ratio: float = Field(4.0, gt=0)
     """Hidden channels of a block's MLP, as a multiple of the width."""
     qk_norm: bool = False
-    """Normalise the queries and keys of each head: steadier training in low precision."""
+    """Normalise the queries and keys of each head, for stable training in low precision."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     """LayerNorm without parameters, or RMSNorm with a gain."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """MLP of a block. SwiGLU has two thirds of the hidden channels, so that the number of parameters stays the same."""
     rope: bool = False
-    """Turn queries and keys by their row and column as well, so that attention sees differences of positions."""
+    """Also use rotary positions: queries and keys are rotated by row and column, so that attention depends on
+    differences of positions."""
     patch_bottleneck: int | None = Field(None, gt=0)
-    """Bring patches to so few channels before they get the width of the network, without a bias; unset: at once."""
+    """Channels of a linear bottleneck without bias in the patch embedding; unset: no bottleneck."""
     class_tokens: int = Field(0, ge=0)
-    """Number of tokens of the class that are put before those of the image. They differ by a learned embedding each,
-    and are left out of the output. 0: the network is conditioned on the class by adaLN alone."""
+    """Number of class tokens before the image tokens. Each has its own learned embedding; the output excludes them. 0:
+    the network is conditioned on the class only by adaLN."""
     class_tokens_from: int = Field(0, ge=0)
-    """Number of blocks before the first that sees the class tokens."""
+    """Number of blocks before the first block with class tokens."""
     embedding_tokens: int = Field(4, ge=0)
-    """Number of tokens that an image's embedding becomes, to which every block attends, in a network that is
-    conditioned on one. 0: the network is conditioned on it by adaLN alone."""
+    """Number of tokens computed from an image embedding, to which every block attends, in a network with this
+    condition. 0: the network is conditioned on the embedding only by adaLN."""
     null_label: bool = True
-    """Add one more row to the label table, for no label, which label dropout and guidance need."""
+    """Add a row for no label to the label table, which label dropout and guidance need."""
     label_init_std: float = Field(0.02, ge=0)
-    """Standard deviation of the label table at the start. Small data learn labels sooner from a larger one."""
+    """Initial standard deviation of the label table. On small data, labels are learned faster with a larger value."""
     time_frequencies: Literal["diffusers", "dit"] = "diffusers"
-    """Frequencies of the time embedding: from 1 down to 1/10000, as diffusers' DiT computes them, or not quite down to
-    it, as the original and its published weights do. Networks of fewer than 1000 channels can only be exported to
-    diffusers with the first."""
+    """Frequencies of the time embedding. diffusers: from 1 down to 1/10000, as in diffusers' DiT. dit: the last is
+    slightly above 1/10000, as in the original and its published weights. Networks of fewer than 1000 channels can only
+    be exported to diffusers with `diffusers`."""
     gradient_checkpointing: bool = False
-    """Recompute the blocks in the backward pass: about a third slower, far less memory."""
+    """Recompute the blocks in the backward pass, which takes about a third more time and far less memory."""
 
     @model_validator(mode="before")
     @classmethod
@@ -146,25 +148,23 @@ class DiTConfig(Config):
 
     @property
     def shape(self) -> Size:
-        """Return depth, width, heads and patch: the size's, where none is given."""
+        """Return depth, width, heads and patch; those that are unset are taken from `size`."""
         preset = SIZES[self.size] if self.size else None
         values = ((name, getattr(self, name)) for name in Size._fields)
         return Size(*(getattr(preset, name) if value is None else value for name, value in values))
 
     def build(self, spec: DataSpec, learned_variance: bool = False, interval: bool = False) -> DiT:
-        """Build the network for data of this kind, freshly initialised from torch's global generator. interval: whether
-        it can be conditioned on one (`DiT.forward`).
-
-        Raises ValueError when the patch does not divide the resolution.
+        """Build the network for data of this kind, freshly initialised from torch's global generator. interval: True to
+        condition the network on intervals (`DiT.forward`). Raises ValueError if the patch does not divide the
+        resolution.
         """
         return DiT(self, spec, learned_variance, interval)
 
 
 class DiT(nn.Module):
-    """x_t, t and label, caption, embedding, numbers or image -> prediction [B, C, H, W], or [B, 2C, H, W] with learned
-    variance.
-
-    `pos_embed` is a parameter without gradient, so that counts and state dicts are those of the published weights.
+    """Diffusion transformer: x_t, t and label, caption, embedding, numbers or image -> prediction [B, C, H, W], or [B,
+    2C, H, W] with learned variance. `pos_embed` is a parameter without gradient, so that counts and state dicts match
+    the published weights.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class DiT(nn.Module):
         zeros: none), numbers float [B, columns, 2] (an image's; zeros: none), image float [B, C', h, w] (another one;
         zeros: none), interval [B], from t down (none: 0), augment [B, L] (labels of an augmentation, in training).
 
-        A network of unlabelled data takes no label. tokens_of: the number of a block, from 1; gives (prediction, the
-        tokens of the image behind that block [B, N, D]). Raises ValueError when shapes do not fit the network.
+        A network of unlabelled data takes no label. tokens_of: the number of a block, from 1; returns (prediction,
+        image tokens after this block [B, N, D]). Raises ValueError if shapes do not fit the network.
         """
         check_inputs(self.spec, x, label, text=text, embedding=embedding, numbers=numbers, image=image)
         tokens = self.x_embedder(with_image(x, image)) + self.pos_embed  # [B, N, D]
@@ -253,7 +253,7 @@ class DiT(nn.Module):
         for number, block in enumerate(self.blocks):
             if num_class_tokens and number == self.config.class_tokens_from:
                 tokens = torch.cat([y[:, None, :] + self.class_tokens, tokens], 1)  # [B, M + N, D]
-                angles = None if angles is None else F.pad(angles, (0, 0, num_class_tokens, 0))  # these do not turn
+                angles = None if angles is None else F.pad(angles, (0, 0, num_class_tokens, 0))  # these are not rotated
                 mask = None if mask is None else F.pad(mask, (0, num_class_tokens), value=True)
             inputs = (words, mask, angles)
             tokens = (
@@ -273,13 +273,12 @@ class DiT(nn.Module):
         return self.config.shape.width
 
     def _angles(self, tokens: Tensor) -> Tensor:
-        """Return the angles by which the channels of a head turn at each token: computed anew, so that no copy is
-        kept."""
+        """Return the rotation angles of a head's channels for each token, recomputed so that no copy is stored."""
         return rotary_angles(self.config.shape.width // self.config.shape.num_heads, self.grid_size, tokens.device)
 
     def _initialise(self) -> None:
         """Initialise every Linear by Xavier, time and class tokens by N(0, 0.02), and the last layer of every residual
-        branch by zero: the output is 0. Intervals have no effect at first."""
+        branch by zero, so that the initial output is 0. Intervals initially have no effect."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -347,14 +346,14 @@ class FinalLayer(nn.Module):
 
 
 def present(text: Tensor, num_patches: int) -> Tensor:
-    """Return the mask of tokens, bool [B, L + N]: those that a caption [B, 1 + L, dim] has, and all those of the
-    image."""
+    """Return the mask of tokens, bool [B, L + N]: tokens of a caption [B, 1 + L, dim] if present, and all image
+    tokens."""
     words = text[:, 1:].any(dim=2)
     return torch.cat([words, words.new_ones(len(words), num_patches)], dim=1)
 
 
 def _norm(config: DiTConfig, width: int, affine: bool = False) -> nn.Module:
-    """Build a normalisation. affine: whether a LayerNorm has a gain and a bias."""
+    """Build a normalisation layer. affine: True if a LayerNorm has a gain and a bias."""
     if config.norm == "rms_norm":
         return nn.RMSNorm(width, eps=1e-6)
     return nn.LayerNorm(width, elementwise_affine=affine, eps=1e-6)

@@ -1,7 +1,7 @@
 """Discrete VAE of DALL-E (Ramesh et al. 2021, section 2.1) in the small form of DALLE-pytorch.
 
-An encoder gives each position of a grid a distribution over tokens, a codebook an embedding to each token, and a
-decoder turns the grid of embeddings back into pixels. Parameters carry the names of the original.
+An encoder predicts a distribution over tokens at each position of a grid, a codebook has an embedding for each token,
+and a decoder maps the grid of embeddings to pixels. Parameters have the names of the original.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ Estimator = Literal["gumbel_softmax", "straight_through", "reinmax"]
 
 
 class DVAEConfig(Config):
-    """Size of the network, the sampling of a token in training, and the scaling of pixels."""
+    """Size of the network, sampling of tokens in training, and normalisation of pixels."""
 
     layout: Literal["dalle_pytorch", "openai"] = "dalle_pytorch"
-    """Layers of encoder and decoder: those of DALLE-pytorch, or OpenAI's, whose channels double with every layer and
-    whose pixels come out of a sigmoid."""
+    """Architecture of encoder and decoder: DALLE-pytorch's, or OpenAI's, in which the channels double with every layer
+    and a sigmoid outputs the pixels."""
     num_tokens: int = Field(8192, ge=2)
-    """Tokens in the codebook."""
+    """Number of tokens in the codebook."""
     codebook_dim: int = Field(512, ge=1)
-    """Length of a token's embedding: the channels of the latent."""
+    """Length of a token's embedding, which is the number of channels of the latent."""
     levels: tuple[Annotated[int, Field(ge=3)], ...] | None = Field(None, min_length=1)
-    """Finite scalar quantisation (Mentzer et al. 2024) in place of a codebook: the latent has one channel for each
-    number, which is the levels that the channel is rounded to; num_tokens is their product: 240 of [8, 6, 5], 1,000 of
-    [8, 5, 5, 5]. Unset: a codebook is learnt."""
+    """Numbers of levels of finite scalar quantisation (Mentzer et al. 2024), one for each channel of the latent, which
+    replaces the codebook; num_tokens is their product: 240 for [8, 6, 5], 1,000 for [8, 5, 5, 5]. Unset: the codebook
+    is learned."""
     vector_quantiser: VectorQuantiserConfig | None = None
-    """Vector quantisation (van den Oord et al. 2017) in place of a choice by chance: the encoder gives an embedding of
-    codebook_dim numbers, whose token is the nearest of the codebook, which follows them by moving averages. {}: as
-    published. Unset: a token is drawn."""
+    """Vector quantisation (van den Oord et al. 2017) instead of sampled tokens: the token of an encoding of
+    codebook_dim numbers is the nearest code, and codes are moving averages of encodings. {}: as published. Unset:
+    tokens are sampled."""
     num_layers: int = Field(3, ge=1)
-    """Layers of the encoder and of the decoder that halve, and double, the resolution."""
+    """Number of layers that halve the resolution in the encoder, and that double it in the decoder."""
     num_resnet_blocks: int = Field(2, ge=0)
-    """Residual blocks on the smallest grid, in the encoder and in the decoder."""
+    """Number of residual blocks on the smallest grid, in the encoder and in the decoder each."""
     hidden_dim: int = Field(256, ge=1)
     """Channels inside the encoder and the decoder."""
     estimator: Estimator = "gumbel_softmax"
-    """Gradient estimator for the choice of a token. gumbel_softmax: a soft choice. straight_through: a hard choice with
-    the gradient of the soft one. reinmax: a hard choice with a gradient of second order."""
+    """Gradient estimator of sampled tokens. gumbel_softmax: soft samples. straight_through: hard samples with the
+    gradient of soft ones. reinmax: hard samples with a second-order gradient."""
     mean: tuple[float, ...] | None = None
-    """Mean that is subtracted from each channel of pixels in [0, 1]; unset: 0.5, and 0 from an alpha channel, which
-    is the last of 2 or 4 channels of pictures; arrays (data.dtype) have none."""
+    """Mean that is subtracted from each channel of pixels in [0, 1]; unset: 0.5, and 0 for an alpha channel, the last
+    of 2 or 4 channels of pictures. Arrays (data.dtype) have no alpha channel."""
     std: tuple[float, ...] | None = None
-    """Standard deviation that each channel is then divided by; unset: 0.5, and 1 for an alpha channel of
-    pictures."""
+    """Standard deviation by which each channel is then divided; unset: 0.5, and 1 for an alpha channel of pictures."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,11 +84,11 @@ class DVAEConfig(Config):
 
     @property
     def without_a_choice(self) -> str | None:
-        """Return the key by which tokens are not drawn by chance; None: they are."""
+        """Return the key that makes tokens deterministic; None: tokens are sampled."""
         return next((key for key in ("levels", "vector_quantiser") if getattr(self, key) is not None), None)
 
     def build(self, spec: DataSpec) -> DVAE:
-        """Build the network for images of `spec`. Raises ValueError when the sizes do not fit."""
+        """Build the network for images of `spec`. Raises ValueError if the sizes do not fit."""
         shorter = min(spec.size)
         if isinstance(spec.resolution, int) and shorter & (shorter - 1):
             raise ValueError(
@@ -135,8 +134,8 @@ class DVAEConfig(Config):
         return int(2**self.num_layers)
 
     def normalisation(self, spec: DataSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return mean and standard deviation of each channel, of pixels in [0, 1]. Of pictures with 2 or 4 channels the
-        last is alpha."""
+        """Return mean and standard deviation of each channel, of pixels in [0, 1]. Pictures with 2 or 4 channels have
+        alpha as the last."""
         alphas = int(spec.channels in (2, 4) and spec.levels is None)
         colours = spec.channels - alphas
         openai = self.layout == "openai"  # 0.8 p + 0.1
@@ -149,9 +148,8 @@ class DVAEConfig(Config):
 
 
 class DVAE(nn.Module):
-    """Images [B, C, H, W] in [-1, 1] <-> tokens [B, h, w], h = H / 2^num_layers.
-
-    Inside, pixels are normalised: (p - mean) / std of p in [0, 1]. The input and the output of `decode` are not.
+    """Discrete VAE: images [B, C, H, W] in [-1, 1] <-> tokens [B, h, w], h = H / 2^num_layers. The network normalises
+    pixels, (p - mean) / std of p in [0, 1]; its input and the output of `decode` are not normalised.
     """
 
     scale: Tensor
@@ -169,7 +167,7 @@ class DVAE(nn.Module):
             self.decoder = openai_dvae.decoder(spec.channels, config.codebook_dim, *sizes)
         else:
             self._build_layers(config, spec.channels)
-        # Constants, so whole even where the network is built of shapes alone.
+        # Constants, with contents even if the network is built on the meta device.
         constants = config.normalisation(spec)
         mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in constants)
         # Of x = 2p - 1: (p - mean) / std = scale x + shift.
@@ -254,11 +252,11 @@ class DVAE(nn.Module):
         return latent
 
     def decode(self, latent: Tensor) -> Tensor:
-        """A latent [B, D, h, w] -> images [B, C, H, W], in [-1, 1] where the decoder is right."""
+        """Decode a latent [B, D, h, w] to images [B, C, H, W], nominally in [-1, 1]."""
         return self.images(self.decoder(latent))
 
     def images(self, normalised: Tensor) -> Tensor:
-        """Convert the output of the decoder -> images, in [-1, 1] where it is right."""
+        """Convert the output of the decoder to images, nominally in [-1, 1]."""
         return (normalised - self.shift) / self.scale
 
     def reconstructions(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -270,13 +268,12 @@ class DVAE(nn.Module):
         return {"soft": self.decode(soft), "hard": self.decode(self.hard_latent(tokens))}, tokens
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Normalise pixels in [-1, 1] -> the range that the network works in."""
+        """Convert pixels in [-1, 1] to the network's normalisation."""
         return x * self.scale + self.shift
 
 
 class QuantisedDVAE(DVAE):
-    """Discrete VAE whose encoder gives a number for each channel of the latent, from which the tokens follow: none is
-    drawn."""
+    """Discrete VAE with deterministic tokens, which follow from the encoder's number for each channel of the latent."""
 
     codebook: FiniteScalars | VectorQuantiser
 
@@ -284,7 +281,7 @@ class QuantisedDVAE(DVAE):
     def encoded_channels(self) -> int:
         return self.config.codebook_dim
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]  # nothing is drawn
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]  # no noise
         """Return the reconstruction and its target, both normalised, [B, C, H, W], the tokens [B, h, w], and the output
         of the encoder, float32 [B, D, h, w]."""
         encoded = self.encoded(x)
@@ -306,7 +303,7 @@ class QuantisedDVAE(DVAE):
 
 
 class FiniteDVAE(QuantisedDVAE):
-    """Discrete VAE whose tokens are combinations of levels."""
+    """Discrete VAE with finite scalar quantisation: tokens are combinations of levels."""
 
     codebook: FiniteScalars
 
@@ -316,7 +313,7 @@ class FiniteDVAE(QuantisedDVAE):
 
 
 class VectorDVAE(QuantisedDVAE):
-    """Discrete VAE whose tokens are the nearest codes."""
+    """Discrete VAE with vector quantisation: tokens are nearest codes."""
 
     codebook: VectorQuantiser
 
@@ -333,7 +330,7 @@ class VectorDVAE(QuantisedDVAE):
 
 
 class ResBlock(nn.Module):
-    """x + conv1(relu(conv3(relu(conv3(x)))))."""
+    """Residual block: x + conv1(relu(conv3(relu(conv3(x)))))."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -350,7 +347,7 @@ class ResBlock(nn.Module):
 
 
 def relaxed_one_hot(logits: Tensor, gumbel: Tensor, temperature: Tensor, estimator: Estimator) -> Tensor:
-    """A token for each position, drawn from softmax(logits), as weights [B, N, …] that sum to 1 over dimension 1.
+    """Sample a token for each position from softmax(logits), as weights [B, N, …] that sum to 1 over dimension 1.
 
     logits, gumbel: [B, N, …]; the token is the argmax of their sum (Gumbel-max). temperature: [], above 0.
     gumbel_softmax: softmax((logits + gumbel) / temperature), soft (Jang et al. 2017, equation 2). straight_through:
@@ -372,5 +369,5 @@ def relaxed_one_hot(logits: Tensor, gumbel: Tensor, temperature: Tensor, estimat
 
 
 def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
-    """Return `value`, passing the gradient on to `gradient`."""
+    """Return `value` with the gradient of `gradient`."""
     return value + (gradient - gradient.detach())

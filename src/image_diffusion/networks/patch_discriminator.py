@@ -1,7 +1,7 @@
-"""PatchGAN: a convolutional network that rates every patch of an image by how real it looks (Isola et al. 2017,
+"""PatchGAN: a convolutional network that scores the realism of every patch of an image (Isola et al. 2017,
 "Image-to-image translation with conditional adversarial networks", arXiv:1611.07004).
 
-Groups of channels are normalised in place of the batch, so that no example depends on another.
+Group normalisation replaces batch normalisation, so that no example depends on another.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _SLOPE = 0.2
 
 
 class PatchDiscriminator(nn.Module):
-    """Images [B, C, H, W] -> how real their patches look, [B, 1, h, w]. width: channels of the first layer, a multiple
-    of 16. num_layers: layers that halve the resolution."""
+    """Images [B, C, H, W] -> scores of their patches, [B, 1, h, w]. width: channels of the first layer, a multiple of
+    16. num_layers: layers that halve the resolution."""
 
     def __init__(self, channels: int, width: int, num_layers: int) -> None:
         super().__init__()

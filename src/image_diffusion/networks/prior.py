@@ -1,10 +1,10 @@
 """Diffusion prior of DALL-E 2: a causal transformer over a caption, a time and a noisy image embedding.
 
-Ramesh et al. 2022, "Hierarchical text-conditional image generation with CLIP latents", section 2.2. Has the parameter
-names of lucidrains' DALLE2-pytorch, from which come multi-query cosine attention, the null key and value, SwiGLU and
-learned null embeddings. Where it differs: a normalisation computes in float32 with one epsilon whatever its input's
-type, and the last one does not divide by the signed maximum first, which turns the sign of a token whose entries are
-all negative (`divide_by_maximum` brings that back, for weights that were trained so).
+Ramesh et al. 2022, "Hierarchical text-conditional image generation with CLIP latents", section 2.2. Parameter names,
+multi-query cosine attention, null key and value, SwiGLU and learned null embeddings are those of lucidrains'
+DALLE2-pytorch. Differences: normalisations compute in float32 with one epsilon for all dtypes, and the last one does
+not first divide by the signed maximum, which flips the sign of a token whose entries are all negative
+(`divide_by_maximum` restores this for weights trained with it).
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.positions import sinusoid
 
 _COSINE_SCALE = 16.0
-_ROTATED = 32  # channels of a head that are rotated at most
+_ROTATED = 32  # maximum number of rotated channels of a head
 _BUCKETS, _MAX_DISTANCE = 32, 128
 
 
 class PriorConfig(Config):
-    """Network of the prior. Its width is the dimension of the embeddings."""
+    """Network of the prior. Its width equals the dimension of the embeddings."""
 
     type: Literal["prior"] = "prior"
 
     depth: int = Field(6, gt=0)
     """Number of blocks."""
     num_heads: int = Field(8, gt=0)
-    """Heads of queries; keys and values have one."""
+    """Number of query heads; there is one head of keys and values."""
     head_width: int = Field(64, ge=2, multiple_of=2)
     """Channels of a head. Even."""
     ff_mult: int = Field(4, gt=0)
-    """Hidden channels of the feed-forward layers, in widths."""
+    """Hidden channels of the feed-forward layers, as a multiple of the width."""
     max_text_len: int = Field(256, gt=0)
-    """Places for token encodings: longer captions are cut, free places hold learned null encodings."""
+    """Number of positions for token encodings: longer captions are cut, and unused positions hold learned null
+    encodings."""
     num_timesteps: int | None = Field(None, gt=0)
-    """Rows of a table of times, one a timestep; unset: times are embedded as sines and cosines."""
+    """Number of rows of a table of time embeddings, one for each timestep; unset: sines and cosines."""
     num_time_embeds: int = Field(1, gt=0)
-    """Tokens made of the time."""
+    """Number of tokens computed from the time."""
     num_image_embeds: int = Field(1, gt=0)
-    """Tokens made of the noisy image embedding."""
+    """Number of tokens computed from the noisy image embedding."""
     num_text_embeds: int = Field(1, gt=0)
-    """Tokens made of the text embedding."""
+    """Number of tokens computed from the text embedding."""
     norm_in: bool = False
     """Normalise the tokens before the first block."""
     norm_out: bool = True
     """Normalise the tokens after the last block."""
     divide_by_maximum: bool = False
-    """Divide a token by its largest entry before `norm_out`, sign included, as the original does: for old weights."""
+    """Divide a token by its largest entry, including its sign, before `norm_out`, as in the original: for old
+    weights."""
     final_proj: bool = True
     """End with a linear layer."""
     normformer: bool = False
@@ -75,7 +77,7 @@ class PriorConfig(Config):
 
 
 class Prior(nn.Module):
-    """x_t, t, a caption -> prediction [B, dim]."""
+    """Diffusion prior: x_t, t, a caption -> prediction [B, dim]."""
 
     def __init__(self, config: PriorConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -103,9 +105,9 @@ class Prior(nn.Module):
     ) -> Tensor:
         """x [B, dim], t [B] in timesteps, text_embed [B, dim] -> the prediction [B, dim].
 
-        text_encodings [B, L, dim]: one a token of the caption; rows of zeros mark missing tokens. text_keep,
-        image_keep: bool [B], false where the caption, or x itself, is replaced by learned nulls; absent: true.
-        self_cond [B, dim]: an earlier estimate; absent: zeros. Raises ValueError when shapes do not fit the network.
+        text_encodings [B, L, dim]: one for each token of the caption; rows of zeros mark missing tokens. text_keep,
+        image_keep: bool [B], false where the caption, or x, is replaced by learned nulls; default: true. self_cond [B,
+        dim]: an earlier estimate; default: zeros. Raises ValueError if shapes do not fit the network.
         """
         B, dim = len(x), self.spec.channels
         self._check(x, text_embed, text_encodings, self_cond)
@@ -148,7 +150,7 @@ class Prior(nn.Module):
 
 
 class CausalTransformer(nn.Module):
-    """Tokens [B, N, dim] -> [B, N, dim], each knowing itself and those before it."""
+    """Causal transformer: tokens [B, N, dim] -> [B, N, dim]. Each token attends to itself and to those before it."""
 
     def __init__(self, dim: int, config: PriorConfig) -> None:
         super().__init__()
@@ -187,7 +189,7 @@ class CausalTransformer(nn.Module):
 
 
 class MultiQueryAttention(nn.Module):
-    """Many heads of queries on one head of keys and values (Shazeer 2019), compared by their angle."""
+    """Attention with several query heads and one head of keys and values (Shazeer 2019), by cosine similarity."""
 
     def __init__(self, dim: int, config: PriorConfig) -> None:
         super().__init__()
@@ -244,8 +246,8 @@ class SwiGlu(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions: pairs of neighbouring channels turn by an angle that grows with the position; channels past
-    `dim` stay."""
+    """Rotary positions: pairs of neighbouring channels are rotated by an angle proportional to the position; channels
+    after `dim` are not."""
 
     freqs: Tensor
 
@@ -264,7 +266,7 @@ class Rotary(nn.Module):
 
 
 class RelativePositions(nn.Module):
-    """A learned bias of each head for each bucket of distances (Raffel et al. 2020, T5)."""
+    """Learned bias of each head for each bucket of distances (Raffel et al. 2020, T5)."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -279,8 +281,8 @@ class RelativePositions(nn.Module):
 
 
 def bucket_of(offset: Tensor) -> Tensor:
-    """Return the bucket, 0 … 31, of a key `offset` places after the query: 0 for those ahead, each distance below 16
-    its own, wider and wider ones up to 128."""
+    """Return the bucket, 0 … 31, of a key `offset` positions after the query: 0 for keys after the query, one for each
+    distance below 16, and increasingly wide ones up to 128."""
     exact = _BUCKETS // 2
     distance = (-offset).clamp(min=0)
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(_MAX_DISTANCE / exact)

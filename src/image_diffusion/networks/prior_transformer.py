@@ -1,9 +1,9 @@
-"""Prior of Karlo and Kandinsky, as diffusers has it: a causal transformer over a caption's tokens, its embedding, a
-time and a noisy image embedding.
+"""Prior of Karlo and Kandinsky, as in diffusers: a causal transformer over a caption's tokens, its embedding, a time
+and a noisy image embedding.
 
 Ramesh et al. 2022, "Hierarchical text-conditional image generation with CLIP latents", section 2.2. Parameters have the
-names of diffusers' `PriorTransformer` (models/transformers/prior_transformer.py), which gives the same numbers. A
-sample whose caption or image is dropped sees zeros in their place.
+names of diffusers' `PriorTransformer` (models/transformers/prior_transformer.py), which computes the same numbers.
+Dropped captions or images are replaced by zeros.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.positions import sinusoid
 
-_BESIDE = 4  # tokens beside the caption's: its embedding, the time, the image, and the one that becomes the prediction
-_HIDDEN = -10_000.0  # added where a token may not look, as there
+_BESIDE = 4  # further tokens: the caption's embedding, the time, the image, and the token that becomes the prediction
+_HIDDEN = -10_000.0  # added at masked positions, as in diffusers
 STATISTICS = ("clip_mean", "clip_std")
-"""Mean and deviation of image embeddings, which diffusers keeps among the parameters."""
+"""Mean and standard deviation of image embeddings, which diffusers stores among the parameters."""
 
 
 class PriorTransformerConfig(Config):
     """diffusers' PriorTransformer, the prior of Karlo and Kandinsky."""
 
     type: Literal["prior_transformer"] = "prior_transformer"
-    """Prior as diffusers has it."""
+    """The prior of diffusers."""
     depth: int = Field(20, gt=0)
     """Number of blocks."""
     num_heads: int = Field(32, gt=0)
-    """Heads of attention."""
+    """Number of attention heads."""
     head_width: int = Field(64, gt=0)
-    """Channels of a head; heads times this is the width."""
+    """Channels of a head; the width is this times the number of heads."""
     max_text_len: int = Field(77, gt=0)
-    """Positions for token encodings: longer captions are cut, unused positions are masked."""
+    """Number of positions for token encodings: longer captions are cut, and unused positions are masked."""
     norm_in: bool = False
     """Normalise the tokens before the first block."""
     norm_text: bool = False
@@ -93,8 +93,8 @@ class PriorTransformer(nn.Module):
     ) -> Tensor:
         """x [B, dim], t [B] in timesteps, text_embed [B, dim] -> the prediction [B, dim].
 
-        text_encodings [B, L, dim]: one a token of the caption; rows of zeros mark missing tokens. text_keep,
-        image_keep: bool [B], false where the caption, or x itself, is zeros; absent: true. Raises ValueError when
+        text_encodings [B, L, dim]: one for each token of the caption; rows of zeros mark missing tokens. text_keep,
+        image_keep: bool [B], false where the caption, or x, is replaced by zeros; default: true. Raises ValueError if
         shapes do not fit the network.
         """
         B, dim, places = len(x), self.spec.channels, self.config.max_text_len
@@ -133,7 +133,7 @@ class PriorTransformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a normalisation and beside a shortcut."""
+    """Pre-norm block of attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, config: PriorTransformerConfig, width: int) -> None:
         super().__init__()
@@ -169,9 +169,8 @@ def _feed_forward(width: int, dropout: float) -> nn.Sequential:
 
 
 def config_of_diffusers(config: Mapping[str, Any], where: str) -> tuple[PriorTransformerConfig, int]:
-    """Return the network of a config.json of diffusers' PriorTransformer, and the dimension of its embeddings.
-
-    where: to name in messages. Raises ValueError for one that has more parts or fewer than Karlo's and Kandinsky's.
+    """Return the network of a config.json of diffusers' PriorTransformer, and the dimension of its embeddings. where:
+    name of the file in messages. Raises ValueError if its parts differ from those of Karlo and Kandinsky.
     """
     dim = config["embedding_dim"]
     supported: dict[str, tuple[Any, ...]] = {
@@ -206,8 +205,8 @@ def config_of_diffusers(config: Mapping[str, Any], where: str) -> tuple[PriorTra
 
 
 def to_diffusers_prior(network: PriorTransformer, mean: Tensor, std: Tensor) -> Any:
-    """Return the same function as diffusers' PriorTransformer. mean, std: float32 [dim], of the image embeddings: the
-    statistics that x was normalised by."""
+    """Return an equivalent PriorTransformer of diffusers. mean, std: float32 [dim], the statistics of the image
+    embeddings by which x was normalised."""
     from diffusers.models.transformers.prior_transformer import PriorTransformer as Theirs
 
     config, dim = network.config, network.spec.channels

@@ -1,13 +1,13 @@
 """Quantisers of encodings: vector quantisation and finite scalar quantisation.
 
-In vector quantisation the token of an encoding is its nearest code, a code the moving average of the encodings that
-chose it (van den Oord et al. 2017, "Neural discrete representation learning", arXiv:1711.00937, appendix A.1).
+In vector quantisation the token of an encoding is its nearest code, and a code is the moving average of its encodings
+(van den Oord et al. 2017, "Neural discrete representation learning", arXiv:1711.00937, appendix A.1).
 
-Codes that are hardly chosen any more begin anew on an encoding of the batch, as in Jukebox (Dhariwal et al. 2020,
-arXiv:2005.00341, "random restarts") and SoundStream (Zeghidour et al. 2021, arXiv:2107.03312, section III-C).
+Codes that are rarely used are reset to an encoding of the batch, as in Jukebox (Dhariwal et al. 2020, arXiv:2005.00341,
+"random restarts") and SoundStream (Zeghidour et al. 2021, arXiv:2107.03312, section III-C).
 
-In finite scalar quantisation every channel is rounded to a few levels (Mentzer et al. 2024, appendix A.1). All
-combinations of levels are the codebook. Nothing in it is learnt, so no token can die.
+In finite scalar quantisation every channel is rounded to a few levels (Mentzer et al. 2024, appendix A.1). The codebook
+consists of all combinations of levels. It is not learned, so no code can become unused.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from image_diffusion.core.config.base import Config
 
 
 class VectorQuantiserConfig(Config):
-    """Update rule of the codes towards the encodings that choose them."""
+    """Update rule of the codes."""
 
     decay: float = Field(0.99, gt=0, lt=1)
-    """Share of the moving averages that stays in each step: gamma of the paper's appendix."""
+    """Decay of the moving averages: gamma of the paper's appendix."""
     dead_below: float = Field(0.05, ge=0, lt=1)
-    """A code is dead when its moving count is below this share of the mean over the codes; it then begins anew on an
-    encoding of the batch, drawn by chance. 0: the dead stay dead."""
+    """Reset a code to a random encoding of the batch if its moving count is below this share of the mean over the
+    codes. 0: never."""
 
 
 class VectorQuantiser(nn.Module):
-    """Codebook. weight: the codes, [num_embeddings, D]. counts: how often each is chosen in a batch, moving averages
-    [num_embeddings] that begin at 0, so that the first encodings move a code all the way.
-
-    Neither has a gradient: both learn by `take_in`.
+    """Codebook of vector quantisation. weight: the codes, [num_embeddings, D]. counts: moving averages of the uses of
+    each code in a batch, [num_embeddings], initially 0, so that the first encodings replace a code. Both are updated by
+    `take_in` and have no gradient.
     """
 
     weight: Tensor
@@ -58,18 +57,18 @@ class VectorQuantiser(nn.Module):
         w]."""
         weight = self.weight.to(values.dtype)
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-            distance = weight.square().sum(1) - 2 * values.movedim(1, -1) @ weight.T  # less the square of the value
+            distance = weight.square().sum(1) - 2 * values.movedim(1, -1) @ weight.T  # without the square of the value
             tokens = distance.argmin(-1)
         codes = F.embedding(tokens, weight).movedim(-1, 1)
         return values + (codes - values).detach(), tokens
 
     @torch.no_grad()
     def take_in(self, tokens: Tensor, encodings: Tensor, draws: Tensor) -> None:
-        """Learn from a global batch. tokens: [M] of encodings [M, D]. draws: uniform [M], an encoding's place in the
-        queue of those that dead codes begin anew on.
+        """Update the codes from a global batch. tokens: [M] of encodings [M, D]. draws: uniform [M], the order in which
+        encodings replace unused codes.
 
-        N <- gamma N + (1 - gamma) n and m <- gamma m + (1 - gamma) sum z, with code e = m / N (appendix A.1). As m is
-        N e, it is not kept: e <- e + (1 - gamma) (sum z - n e) / N.
+        N <- gamma N + (1 - gamma) n and m <- gamma m + (1 - gamma) sum z, with code e = m / N (appendix A.1). m = N e
+        need not be stored: e <- e + (1 - gamma) (sum z - n e) / N.
         """
         n = torch.zeros_like(self.counts).index_add_(0, tokens, torch.ones_like(draws).to(self.counts.dtype))
         sums = torch.zeros_like(self.weight).index_add_(0, tokens, encodings.to(self.weight.dtype))
@@ -84,17 +83,16 @@ class VectorQuantiser(nn.Module):
         revived = dead & (place < len(encodings))
         chosen = draws.argsort(stable=True)[place.clamp(0, len(encodings) - 1)]
         self.weight.copy_(torch.where(revived.unsqueeze(1), encodings[chosen].to(self.weight.dtype), self.weight))
-        self.counts.copy_(torch.where(revived, mean, self.counts))  # as often as any other: time to be chosen
+        self.counts.copy_(torch.where(revived, mean, self.counts))  # the mean count: time to be used
 
 
 _EPS = 1e-3
-"""Share of the range by which rounded values stay inside the outermost levels."""
+"""Share of the range by which values before rounding are kept inside the outermost levels."""
 
 
 class FiniteScalars(nn.Module):
-    """Grid of tokens. levels: of each channel, 3 or more.
-
-    weight: the codes, [num_embeddings, D] in [-1, 1]; token sum_d (L_1 … L_{d-1}) l_d has level l_d in channel d.
+    """Codebook of finite scalar quantisation. levels: number of levels of each channel, 3 or more. weight: the codes,
+    [num_embeddings, D] in [-1, 1]; token sum_d (L_1 … L_{d-1}) l_d has level l_d in channel d.
     """
 
     weight: Tensor
@@ -107,7 +105,7 @@ class FiniteScalars(nn.Module):
     def __init__(self, levels: Sequence[int]) -> None:
         super().__init__()
         self.num_embeddings = math.prod(levels)
-        # Constants, so whole even where the network is built of shapes alone.
+        # Constants, with contents even if the network is built on the meta device.
         count = torch.tensor(levels, device="cpu")
         strides = torch.tensor([math.prod(levels[:d]) for d in range(len(levels))], device="cpu")
         tokens = torch.arange(self.num_embeddings, device="cpu").unsqueeze(1)
@@ -127,8 +125,8 @@ class FiniteScalars(nn.Module):
         """Quantise values [B, D, h, w] -> their codes, with the gradient of the unrounded values, float32, and the
         tokens [B, h, w].
 
-        A value of 0 is in the middle of its channel: the shift makes up for the half by which an even number of levels
-        lies lower.
+        A value of 0 maps to the middle of its channel: the shift compensates for the half by which an even number of
+        levels is lower.
         """
         bounded = torch.tanh(values.float() + self.shift) * self.reach - self.offset
         level = bounded.round()

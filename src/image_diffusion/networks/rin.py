@@ -1,9 +1,9 @@
 """RIN: a recurrent interface network (Jabri et al. 2023, "Scalable adaptive computation for iterative generation").
 
-Few latents do most of the work: in each block they read from the patches, think among themselves, and write back. What
-they held at the last call can be where they start in the next: self-conditioning of the latents (section 3.2). Has the
-parameter names of lucidrains' recurrent-interface-network-pytorch, from which come a depthwise convolution for
-positions, linear attention among the patches, and self-conditioning of the image.
+A few latents do most of the computation: in each block they attend to the patches, to one another, and are written to
+the patches. The latents of an earlier call can initialise those of the next: self-conditioning of the latents (section
+3.2). Parameter names, a depthwise convolution for positions, linear attention among the patches, and self-conditioning
+of the image are those of lucidrains' recurrent-interface-network-pytorch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RinConfig(Config):
     patch: int = Field(8, gt=0)
     """Height and width of a patch in pixels of x."""
     depth: int = Field(6, gt=0)
-    """Number of blocks: how often the latents read and write."""
+    """Number of blocks, in each of which the latents read from and write to the patches once."""
     num_latents: int = Field(256, gt=0)
     """Number of latents."""
     latent_width: int | None = Field(None, gt=0)
@@ -44,32 +44,32 @@ class RinConfig(Config):
     latent_depth: int = Field(2, ge=0)
     """Layers of self-attention among the latents in each block."""
     num_heads: int = Field(4, gt=0)
-    """Heads of every attention."""
+    """Number of heads of each attention layer."""
     head_width: int = Field(32, gt=0)
     """Channels of a head."""
     num_frequencies: int = Field(8, gt=0)
     """Learned frequencies of the time embedding."""
     time_as_latent: bool = False
-    """Give time and label as one more latent, instead of a scale and shift in every attention."""
+    """Condition on time and label by an additional latent, instead of a scale and shift in every attention layer."""
     dual_patch_norm: bool = True
     """Normalise patches before and after they are embedded (Kumar et al. 2023, "Dual PatchNorm")."""
     patch_self_attention: bool = True
     """Linear attention among the patches in each block (Shen et al. 2021, "Efficient attention")."""
     qk_norm: bool = False
-    """Normalise queries and keys of each head: steadier in long training."""
+    """Normalise queries and keys of each head, for stable long training."""
     label_init_std: float = Field(0.02, ge=0)
-    """Standard deviation of the label table at the start. Small data learn labels sooner from a larger one."""
+    """Initial standard deviation of the label table. On small data, labels are learned faster with a larger value."""
 
     def build(self, spec: DataSpec) -> Rin:
-        """Build the network for data of this kind, freshly initialised from torch's global generator.
-
-        Raises ValueError when the patch does not divide the resolution.
+        """Build the network for data of this kind, freshly initialised from torch's global generator. Raises ValueError
+        if the patch does not divide the resolution.
         """
         return Rin(self, spec)
 
 
 class Rin(nn.Module):
-    """x_t, t, label and what an earlier call gave -> prediction [B, C, H, W], and latents [B, N, D] if wanted."""
+    """RIN: x_t, t, label and an earlier call's estimate and latents -> prediction [B, C, H, W], and optionally latents
+    [B, N, D]."""
 
     behind = ("to_pixels",)
     """Modules after the blocks that are defined before them: `train.layer_decay` gives them the full rate."""
@@ -81,7 +81,7 @@ class Rin(nn.Module):
         self.grid_size = grid_of(spec, config.patch)
         condition_width = self.condition_width
         patch_values = spec.channels * config.patch**2
-        input_values = (spec.channels + input_channels(spec)) * config.patch**2  # an earlier estimate goes in front
+        input_values = (spec.channels + input_channels(spec)) * config.patch**2  # an earlier estimate comes first
 
         self.time_mlp = nn.Sequential(
             LearnedWaves(config.num_frequencies),
@@ -97,7 +97,7 @@ class Rin(nn.Module):
         self.axial_pos_emb_width_mlp = _line_positions(width)
 
         self.to_patches = nn.Sequential(
-            nn.Identity(),  # the original counts the cutting as number 0
+            nn.Identity(),  # in the original, layer 0 cuts the patches
             *([nn.LayerNorm(input_values)] if config.dual_patch_norm else []),
             nn.Linear(input_values, width),
             *([nn.LayerNorm(width)] if config.dual_patch_norm else []),
@@ -126,12 +126,11 @@ class Rin(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x [B, C, H, W], t [B] in [0, 1], label int64 [B] (num_classes: no label) -> the prediction [B, C, H, W].
 
-        self_cond [B, C, H, W], latents [B, N, D]: an earlier estimate of x0, and the latents that came with it; absent,
-        or zeros in the rows of some samples: there is none. numbers [B, columns, 2]: of the image; zeros: none. image
-        [B, C', h, w]: another image; zeros: none. augment [B, L]: labels of an augmentation, in training.
-        return_latents: give (prediction, latents, norm) instead, norm [B] the root-mean-square of each sample's latents
-        before their last normalisation. A network of unlabelled data takes no label. Raises ValueError when shapes do
-        not fit the network."""
+        self_cond [B, C, H, W], latents [B, N, D]: an earlier estimate of x0, and its latents; absent, or zeros in a
+        sample's row: none. numbers [B, columns, 2]: of the image; zeros: none. image [B, C', h, w]: another image;
+        zeros: none. augment [B, L]: labels of an augmentation, in training. return_latents: return (prediction,
+        latents, norm), norm [B] the root-mean-square of each sample's latents before their last normalisation. A
+        network of unlabelled data takes no label. Raises ValueError if shapes do not fit the network."""
         check_inputs(self.spec, x, label, numbers=numbers, image=image)
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
         if label is not None:
@@ -220,7 +219,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Attention to a context or to the tokens themselves, without biases; the condition scales and shifts its input.
 
-    Keys and values of self-attention come from before that scale and shift, queries from after.
+    In self-attention, keys and values are computed before this scale and shift, queries after it.
     """
 
     def __init__(
@@ -296,7 +295,7 @@ class FeedForward(nn.Module):
 
 
 class DepthwiseConv(nn.Module):
-    """A 3 x 3 convolution of each channel over the grid of patches: where a patch is (Chu et al. 2021)."""
+    """A 3 x 3 convolution of each channel over the grid of patches, which encodes positions (Chu et al. 2021)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -324,7 +323,7 @@ class Norm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Queries or keys of root-mean-square 1, times a gain for each head and channel."""
+    """Normalisation of queries or keys to root-mean-square 1, times a gain for each head and channel."""
 
     def __init__(self, num_heads: int, head_width: int) -> None:
         super().__init__()
@@ -337,7 +336,7 @@ class HeadNorm(nn.Module):
 
 
 class LearnedWaves(nn.Module):
-    """t -> t and its sines and cosines at learned frequencies."""
+    """Time embedding: t and its sines and cosines at learned frequencies."""
 
     def __init__(self, num_frequencies: int) -> None:
         super().__init__()
@@ -351,8 +350,8 @@ class LearnedWaves(nn.Module):
 
 
 def _line_positions(width: int) -> nn.Sequential:
-    """Build the layers that map positions [n, 1] along a line -> [n, width]. The original counts the reshaping of its
-    input as number 0."""
+    """Build the layers that map positions [n, 1] along a line -> [n, width]. In the original, layer 0 reshapes the
+    input."""
     half = width // 2
     return nn.Sequential(
         nn.Identity(), nn.Linear(1, half), nn.SiLU(), nn.Linear(half, half), nn.SiLU(), nn.Linear(half, width)
@@ -360,7 +359,7 @@ def _line_positions(width: int) -> nn.Sequential:
 
 
 def _scale_and_shift(condition_width: int, width: int) -> nn.Sequential:
-    """Build the layers that map the condition [B, E] -> scale and shift [B, 2 width]; zero at the start."""
+    """Build the layers that map the condition [B, E] -> scale and shift [B, 2 width], initially zero."""
     linear = of_parts(nn.Linear(condition_width, 2 * width), 2)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)

@@ -1,7 +1,8 @@
 """Text tower of a small CLIP: a transformer over the words of a caption.
 
 As in Radford et al. 2021 (arXiv:2103.00020, section 2.4), the output is normalised and projected linearly into the
-space that images share. In this tower words are whole words, each sees all the others, and their mean is projected.
+space that images share. Unlike in CLIP, tokens are whole words, each attends to all others, and their mean is
+projected.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ _DEPTH, _HEADS, _RATIO = 2, 4, 2
 
 
 class TextTower(nn.Module):
-    """Words int64 [B, L], 1 … num_words and 0 behind the last, one at least -> a caption's embedding [B, dim], and the
-    encodings of its words [B, L, dim], zeros behind the last. length: the longest L. dim: divisible by 4."""
+    """Words int64 [B, L], 1 … num_words, at least one, padded with 0 -> a caption's embedding [B, dim], and the
+    encodings of its words [B, L, dim], padded with zeros. length: the largest L. dim: divisible by 4."""
 
     def __init__(self, num_words: int, length: int, dim: int) -> None:
         super().__init__()

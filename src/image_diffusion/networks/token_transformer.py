@@ -1,9 +1,10 @@
-"""A transformer over the tokens of a discrete codec, after a prefix of tokens of the condition.
+"""Transformer over the tokens of a discrete codec, with the condition as a prefix of tokens.
 
 With causal attention it is the second stage of DALL-E (Ramesh et al. 2021, arXiv:2102.12092, section 2.2): the
-prediction of a token depends on the tokens before it, row by row. Without, every token attends to every other, and
+prediction of a token depends on the tokens before it, row by row. Without it, every token attends to every other, and
 tokens may be masked: MaskGIT (Chang et al. 2022, arXiv:2202.04200, section 3.1). The default size is MaskGIT's. Norms
-are before attention and MLP, as in DALL-E. The last layer starts at zero, so that all tokens are equally probable.
+precede attention and MLP, as in DALL-E. The last layer is initialised with zeros, so that all tokens are equally
+probable.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class TokenTransformerConfig(Config):
     depth: int = Field(24, gt=0)
     """Number of blocks."""
     width: int = Field(768, gt=0)
-    """Channels of a token inside. Divisible by the number of heads."""
+    """Channels of a token in the network. Divisible by the number of heads."""
     num_heads: int = Field(8, gt=0)
     """Attention heads of a block."""
     mlp_ratio: float = Field(4.0, gt=0)
     """Hidden channels of a block's MLP, as a multiple of the width."""
     rope: bool = False
-    """Turn queries and keys by row and column as well, beside the learned embedding of each place."""
+    """Use rotary positions by row and column, in addition to the learned embedding of each position."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout behind attention and MLP."""
+    """Dropout after attention and MLP."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -51,22 +52,22 @@ class TokenTransformerConfig(Config):
         return self
 
     def build(self, spec: DataSpec, causal: bool = False) -> TokenTransformer:
-        """Build the network for tokens of `spec`, whose channels are as many as there are tokens; freshly initialised
-        from torch's global generator."""
+        """Build the network for tokens of `spec`, whose channels are the size of the codebook; freshly initialised from
+        torch's global generator."""
         return TokenTransformer(self, spec, causal)
 
 
 @dataclass
 class Past:
-    """Cache of a causal network for the tokens so far. blocks: of each block. prefix_mask: bool [B, P], which tokens
-    of the prefix are present; None: all."""
+    """Cache of a causal network for the tokens so far. blocks: the caches of the blocks. prefix_mask: bool [B, P], true
+    for tokens of the prefix that are present; None: all."""
 
     blocks: list[KeyValues]
     prefix_mask: Tensor | None
 
 
 class TokenTransformer(nn.Module):
-    """Tokens [B, N], row by row, and label or caption -> logits [B, N, K]. `hidden`, K, stands for a hidden token."""
+    """Tokens [B, N], row by row, and label or caption -> logits [B, N, K]. `hidden`, K, is the mask token."""
 
     def __init__(self, config: TokenTransformerConfig, spec: DataSpec, causal: bool = False) -> None:
         super().__init__()
@@ -89,9 +90,8 @@ class TokenTransformer(nn.Module):
 
     def forward(self, tokens: Tensor, /, label: Tensor | None = None, text: Tensor | None = None) -> Tensor:
         """Tokens int64 [B, N], label int64 [B] (num_classes: no label), text float [B, 1 + L, dim] (zeros: none) ->
-        logits [B, N, K], of a causal network those of each token given the ones before it.
-
-        Raises ValueError when shapes or conditions do not fit the network.
+        logits [B, N, K]; in a causal network, of each token given the tokens before it. Raises ValueError if shapes or
+        conditions do not fit the network.
         """
         self._check(tokens, label, text)
         prefix, prefix_mask = self._prefix(len(tokens), label, text)  # [B, P, D]
@@ -119,7 +119,7 @@ class TokenTransformer(nn.Module):
         return self._logits(x[:, -1]), past
 
     def go_on(self, token: Tensor, place: int, past: Past) -> Tensor:
-        """Return the logits [B, K] of the token behind `token`, int64 [B], which stands at `place`."""
+        """Return the logits [B, K] of the token after `token`, int64 [B], which is at position `place`."""
         x = (self.x_embedder(token) + self.pos_embed[:, place])[:, None]  # [B, 1, D]
         mask = None if past.prefix_mask is None else F.pad(past.prefix_mask, (0, place + 1), value=True)
         angles = self._angles(0, place, place + 1)
@@ -144,19 +144,18 @@ class TokenTransformer(nn.Module):
                 )
 
     def _prefix(self, count: int, label: Tensor | None, text: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the prefix before the tokens, [B, P, D], and which of its tokens are present, bool [B, P]; None:
+        """Return the prefix before the tokens, [B, P, D], and the mask of its present tokens, bool [B, P]; None:
         all."""
         if text is not None:
             embedding, words = self.text_embedder(text.to(self.pos_embed.dtype))  # [B, D], [B, L, D]
             is_word = F.pad(text[:, 1:].any(dim=2), (0, 1), value=True)
-            return torch.cat([words, embedding[:, None]], 1), is_word  # what is always there tells the first token
+            return torch.cat([words, embedding[:, None]], 1), is_word  # always present: predicts the first token
         if label is not None:
             return self.y_embedder(label)[:, None], None
         return self.start.expand(count, -1, -1), None
 
     def _angles(self, prefix: int, first: int, end: int) -> Tensor | None:
-        """Return the angles by which channels turn: those of a prefix do not, tokens do by their place, from `first` to
-        `end`."""
+        """Return rotation angles of the tokens from position `first` to `end`; those of a prefix are zero."""
         if not self.config.rope:
             return None
         all_ = rotary_angles(self.config.width // self.config.num_heads, self.spec.size, self.pos_embed.device)
@@ -176,8 +175,8 @@ class TokenTransformer(nn.Module):
 
 
 def _before(count: int, there: Tensor | None, device: torch.device) -> Tensor:
-    """Return the causal mask, bool [B or 1, count, count]: each token sees itself and those before it. there: bool [B,
-    count], which tokens are present; None: all."""
+    """Return the causal mask, bool [B or 1, count, count]: each token attends to itself and those before it. there:
+    bool [B, count], true for tokens that are present; None: all."""
     before = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
     if there is None:
         return before
@@ -185,7 +184,7 @@ def _before(count: int, there: Tensor | None, device: torch.device) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a shortcut."""
+    """Pre-norm block of attention and MLP, each with a residual connection."""
 
     def __init__(self, width: int, num_heads: int, hidden: int, dropout: float) -> None:
         super().__init__()

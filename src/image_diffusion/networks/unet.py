@@ -33,47 +33,47 @@ MULTIPLIERS: dict[int, tuple[float, ...]] = {
     256: (1, 1, 2, 2, 4, 4),
     512: (0.5, 1, 1, 2, 2, 4, 4),
 }
-"""Channels of each level, as multiples of the first one's, by the resolution of the images."""
+"""Channels of each level, as multiples of the base channels, by the resolution of the images."""
 
 
 class UNetConfig(Config):
-    """Network of IDDPM. ADM's has residual_resampling, head_channels 64 and, at 64 x 64, attention_order new."""
+    """U-Net of IDDPM. ADM uses residual_resampling, head_channels 64 and, at 64 x 64, attention_order new."""
 
     type: Literal["unet"] = "unet"
 
     channels: int = Field(128, gt=0)
-    """Channels at full resolution. Those of every level, this times its multiplier, are multiples of 32."""
+    """Base number of channels. The channels of each level, this times its multiplier, must be multiples of 32."""
     multipliers: tuple[float, ...] | None = None
-    """Channels of each level, from the finest to the coarsest, as multiples of `channels`; unset: those published for
-    images of 32, 64, 128, 256 or 512 pixels. Each level has half the resolution of the one before."""
+    """Channels of each level, from the finest to the coarsest, as multiples of `channels`; unset: the published ones
+    for images of 32, 64, 128, 256 or 512 pixels. Each level has half the resolution of the one before."""
     stem: Literal["adm", "iddpm"] = "adm"
-    """Output channels of the first convolution where the first multiplier is not 1. adm: those of the finest level, as
-    in guided-diffusion. iddpm: `channels`, as in improved-diffusion, whose own network then fails at its last
-    convolution, which expects `channels` too; in this network that one takes the channels it is given."""
+    """Output channels of the first convolution if the first multiplier is not 1. adm: those of the finest level, as in
+    guided-diffusion. iddpm: `channels`, as in improved-diffusion, whose last convolution then fails, since it also
+    expects `channels`; here it accepts the actual channels."""
     num_res_blocks: int = Field(2, gt=0)
-    """Residual blocks of a level on the way down; there is one more on the way up."""
+    """Residual blocks of a level in the downsampling path; the upsampling path has one more."""
     attention_resolutions: tuple[int, ...] = (16, 8)
-    """Resolutions with attention after each residual block; of rectangles the shorter side. The coarsest point in the
-    middle always has it."""
+    """Resolutions with attention after each residual block; for rectangles, of the shorter side. The middle block
+    always has attention."""
     num_heads: int = Field(4, gt=0)
     """Attention heads."""
     num_heads_upsample: int | None = Field(None, gt=0)
-    """Attention heads on the way up; unset: num_heads."""
+    """Attention heads in the upsampling path; unset: num_heads."""
     head_channels: int | None = Field(None, gt=0)
-    """Channels of a head, in place of a number of heads."""
+    """Channels of a head, instead of the number of heads."""
     attention_order: Literal["legacy", "new"] = "legacy"
-    """Order of queries, keys and values in one tensor: each head's three together, or all heads of each together."""
+    """Order of queries, keys and values in one tensor. legacy: grouped by head. new: all queries, all keys, all
+    values."""
     scale_shift_norm: bool = True
-    """Let time and label scale and shift the normalised features of a block; otherwise they are added before."""
+    """Scale and shift the normalised features of a block by time and label; otherwise add them before normalisation."""
     residual_resampling: bool = False
-    """Halve and double the resolution inside residual blocks, in place of convolutions."""
+    """Halve and double the resolution in residual blocks, instead of in convolutions."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability that a feature inside a residual block is left out in training."""
+    """Dropout inside residual blocks."""
     low_resolution: None = None
-    """Unused: an image that the network enlarges is a part of `system.condition`: {type: image, from: self, shrink:
-    4}."""
+    """Unused. To enlarge images, set `system.condition`: {type: image, from: self, shrink: 4}."""
     gradient_checkpointing: bool = False
-    """Recompute the blocks in the backward pass, with the same dropout: about a third slower, far less memory."""
+    """Recompute the blocks in the backward pass, with the same dropout: about a third more time, far less memory."""
 
     @field_validator("low_resolution", mode="before")
     @classmethod
@@ -95,13 +95,14 @@ class UNetConfig(Config):
     def build(self, spec: DataSpec, learned_variance: bool = False, null_label: bool = False) -> UNet:
         """Build the network for data of this kind, freshly initialised from torch's global generator.
 
-        null_label: whether the label table has one more row, for no label. Raises ValueError when the data do not fit.
+        null_label: True for an additional row of the label table, for no label. Raises ValueError if the data do not
+        fit.
         """
         return UNet(self, spec, learned_variance, null_label)
 
     def levels(self, spec: DataSpec) -> dict[int, int]:
-        """Return channels by resolution (of rectangles the shorter side), from the finest level to the coarsest. Raises
-        ValueError when the data do not fit."""
+        """Return the channels by resolution (for rectangles, of the shorter side), from the finest level to the
+        coarsest. Raises ValueError if the data do not fit."""
         shorter = min(spec.size)
         multipliers = self.multipliers or MULTIPLIERS.get(shorter)
         if multipliers is None:
@@ -121,11 +122,11 @@ class UNetConfig(Config):
         return levels
 
     def stem_channels(self, levels: dict[int, int]) -> int:
-        """Return the number of output channels of the first convolution. levels: as `levels` gives them."""
+        """Return the number of output channels of the first convolution. levels: the result of `levels`."""
         return self.channels if self.stem == "iddpm" else next(iter(levels.values()))
 
     def heads(self, channels: int, upward: bool) -> int:
-        """Return the number of heads of attention over some channels. upward: on the way up."""
+        """Return the number of attention heads for a number of channels. upward: True in the upsampling path."""
         if self.head_channels is not None:
             return channels // self.head_channels
         return self.num_heads_upsample or self.num_heads if upward else self.num_heads
@@ -156,7 +157,7 @@ class UNetConfig(Config):
 
 
 class UNet(nn.Module):
-    """x_t, t and conditions -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance."""
+    """U-Net: x_t, t and conditions -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance."""
 
     ends = ("input_blocks.0",)
 
@@ -223,7 +224,7 @@ class UNet(nn.Module):
 
         numbers: [B, columns, 2], of the image; zeros: none. image: [B, C', h, w], another image, such as a small one to
         enlarge; zeros: none. augment: [B, L], labels of an augmentation, in training. A network of unlabelled data
-        takes no label. Raises ValueError when shapes do not fit the network."""
+        takes no label. Raises ValueError if shapes do not fit the network."""
         check_inputs(self.spec, x, label, numbers=numbers, image=image)
         emb = self.time_embed(sinusoid(t, self.config.channels).to(x.dtype))  # [B, E]
         if label is not None:
@@ -256,7 +257,7 @@ class UNet(nn.Module):
 
 
 class Stage(nn.Sequential):
-    """Layers one after another; the residual blocks among them also see the embedding."""
+    """Sequence of layers; residual blocks also receive the embedding."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:  # type: ignore[override]
         """[B, C, H, W], embedding of time and label [B, E] -> [B, C', H', W']."""
@@ -266,9 +267,8 @@ class Stage(nn.Sequential):
 
 
 class ResidualBlock(nn.Module):
-    """Two normalised convolutions beside a shortcut, the second conditioned on time and label.
-
-    resample: what changes the resolution in front of the first convolution and in the shortcut; unset: nothing.
+    """Two normalised convolutions with a shortcut, the second conditioned on time and label. resample: layer that
+    changes the resolution before the first convolution and in the shortcut; unset: none.
     """
 
     def __init__(self, config: UNetConfig, channels: int, out_channels: int, resample: nn.Module | None = None) -> None:
@@ -305,7 +305,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over the positions of an image. Its weights are kept as those of convolutions of length 1."""
+    """Self-attention over the positions of an image. Its weights are stored as those of convolutions of length 1."""
 
     def __init__(self, config: UNetConfig, channels: int, upward: bool = False) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ class Attention(nn.Module):
 
 
 class Halve(nn.Module):
-    """Half the resolution, by a convolution with stride."""
+    """Halves the resolution by a strided convolution."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class Halve(nn.Module):
 
 
 class Double(nn.Module):
-    """Twice the resolution: every pixel four times, then a convolution."""
+    """Doubles the resolution: repeats every pixel four times, then convolves."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class Double(nn.Module):
 
 
 def zero(module: nn.Module) -> nn.Module:
-    """Set all parameters of a module to 0, as those of the last layer of a residual branch begin, and return it."""
+    """Set all parameters of a module to 0, the initial values of the last layer of a residual branch, and return it."""
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     return module

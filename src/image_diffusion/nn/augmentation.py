@@ -1,8 +1,8 @@
-"""The condition by which a network knows how its training images were augmented: a linear map of the labels, added to
+"""Conditioning of a network on the augmentation of its training images: a linear map of augmentation labels, added to
 the embedding of time and class (Karras et al. 2022, arXiv:2206.00364, appendix F.2).
 
-The map has no bias, so that leaving it out says the same as labels of zeros: the image is as the data have it. So it is
-there only while the network is trained, and saved weights do without it.
+The map has no bias, so that omitting it is equivalent to labels of zeros, which mean an unchanged image. It exists only
+during training, and saved weights do not contain it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from image_diffusion.nn.linear import Linear
 
 AUGMENTATION = "augmentation"
-"""Name of the map in the network that is trained."""
+"""Name of the map in the network during training."""
 
 
 @runtime_checkable
@@ -28,7 +28,7 @@ class TakesAugmentation(Protocol):
 
 
 class ZeroLinear(Linear):
-    """A linear map that is zero at first, and draws no random numbers for that."""
+    """A linear map that is initialised with zeros, without drawing random numbers."""
 
     def reset_parameters(self) -> None:
         """Set weights and bias to zero."""
@@ -37,9 +37,8 @@ class ZeroLinear(Linear):
 
 
 def add_augmentation(network: nn.Module, num_labels: int) -> None:
-    """Give a network the map of its augmentation's labels, which has no effect at first.
-
-    Raises ValueError for a network that takes none.
+    """Add the map of augmentation labels to a network, initially without effect. Raises ValueError for a network that
+    does not support it.
     """
     if not isinstance(network, TakesAugmentation):
         raise ValueError(
@@ -50,7 +49,7 @@ def add_augmentation(network: nn.Module, num_labels: int) -> None:
 
 
 def with_augmentation(network: nn.Module, condition: Tensor, labels: Tensor | None) -> Tensor:
-    """Return the condition [B, D] of a network plus the map of its augmentation's labels [B, L]; without labels, the
+    """Return the condition [B, D] of a network plus the mapped augmentation labels [B, L]; without labels, the
     condition."""
     if labels is None:
         return condition

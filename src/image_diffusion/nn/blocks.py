@@ -1,5 +1,4 @@
-"""Blocks of a network: the units of compilation and of gathering when a network is spread, and which of its weights are
-matrices."""
+"""Blocks of a network, which are the units of compilation and of sharding, and its weights that are matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ L = TypeVar("L", bound=nn.Module)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the outermost lists of modules, lists in lists opened, that have parameters."""
+    """Return the members of the outermost lists of modules, with nested lists flattened."""
     if isinstance(module, nn.ModuleList):
         return [block for member in module for block in (blocks(member) if _is_list(member) else [member])]
     return [block for child in module.children() for block in blocks(child)]
@@ -27,11 +26,11 @@ def of_parts(layer: L, count: int) -> L:
 
 
 def inner_matrices(network: nn.Module) -> dict[str, int]:
-    """Return the weights of the linear and convolutional layers in the network's blocks and between them, by name, and
-    of how many maps each is (`of_parts`).
+    """Return the names of the weights of linear and convolutional layers in and between the network's blocks, each with
+    its number of maps (`of_parts`).
 
-    Not among them: what stands before and behind the blocks in the network's definition, embeddings, convolutions of
-    each channel on its own, and the blocks that the network names in `ends`, because they are its first or last layer.
+    Excludes layers before and after the blocks in the network's definition, embeddings, depthwise convolutions, and
+    blocks that the network names in `ends` because they are its first or last layer.
     """
     members = {module for block in blocks(network) for module in block.modules()}
     named = list(network.named_modules())
@@ -45,8 +44,7 @@ def inner_matrices(network: nn.Module) -> dict[str, int]:
 
 
 def factors(network: nn.Module) -> set[str]:
-    """Return the weights that their layers use for nothing but products with their inputs, which autocast rounds, by
-    name."""
+    """Return the names of weights that are used only in products with a layer's input, which autocast rounds."""
     kinds = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
     return {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, kinds)}
 
@@ -56,26 +54,26 @@ def _is_map(module: nn.Module) -> bool:
 
 
 def compile_by_block(network: nn.Module, records: bool = False) -> None:
-    """Compile the network's blocks, and the layers beside them, each on its own with torch.compile.
+    """Compile each of the network's blocks, and the layers outside of them, with torch.compile.
 
-    records: on a GPU the kernels of each are recorded (CUDA graphs) and then launched together, which takes memory of
-    its own. Weights have to stay where they are; what a block gives is overwritten in the next step, which
-    `torch.compiler.cudagraph_mark_step_begin` begins. Equal blocks share their graph and are recorded one by one.
+    records: on a GPU, record the kernels of each block as a CUDA graph and launch them together, which takes additional
+    memory. Weights must keep their addresses, and the outputs of a block are overwritten in the next step, which starts
+    with `torch.compiler.cudagraph_mark_step_begin`. Equal blocks share compiled code, but are recorded separately.
 
-    Compiled as a whole, a network gives every gradient after its whole backward pass, when nothing is left during which
-    processes could add them up; by block, each gradient is there when its block is done. Equal blocks share one graph,
-    so that compiling takes the time of one of them. Shapes are taken as they come: a microbatch of another size is
-    compiled anew. Dropout leaves out what it leaves out without compiling, from PyTorch's own generator, though it is
-    then a kernel of its own: a training may be compiled from one start to the next.
+    A network compiled as a whole has all gradients only after its backward pass, too late to overlap their sum over
+    processes; compiled by block, each block's gradients are ready after that block. Equal blocks share one graph, and
+    are compiled only once. Shapes are static: a microbatch of another size is recompiled. Dropout draws the same
+    numbers as uncompiled, from PyTorch's generator, in a separate kernel, so that compilation may change between
+    starts.
 
-    Raises ValueError if there is no compiler that torch.compile could use.
+    Raises ValueError if torch.compile finds no compiler.
     """
     check_compiler(next(network.parameters()).device)
     from torch._inductor import config as inductor
 
     inductor.fallback_random = True
     parts = _parts(network)
-    # Blocks of one class share their limit of graphs, those of a U-Net have many shapes, and RIN calls each twice.
+    # Blocks of one class share one limit; blocks of a U-Net have many shapes, and RIN calls each block twice.
     limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * limit)
@@ -84,7 +82,7 @@ def compile_by_block(network: nn.Module, records: bool = False) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise ValueError without a compiler for what calls kernels: of C for a GPU (Triton), of C++ for a CPU."""
+    """Raise ValueError without the compiler that torch.compile needs: C for a GPU (Triton), C++ for a CPU."""
     variable, names = ("CXX", ["g++", "clang++"]) if device.type == "cpu" else ("CC", ["gcc", "clang"])
     if not any(shutil.which(name) for name in (os.environ.get(variable, "").split()[:1] or names)):
         raise ValueError(
@@ -94,7 +92,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks, and whatever else lies beside the lists and consists of several layers."""
+    """Return the blocks, and modules of several layers outside of the lists."""
     parts: list[nn.Module] = []
     for child in module.children():
         if _is_list(child):

@@ -16,9 +16,8 @@ TIME_CHANNELS = 256
 
 
 class PatchEmbedder(nn.Module):
-    """Each patch through one Linear. Its weights are kept as those of a convolution, under the published name.
-
-    With a bottleneck, through one of fewer channels and no bias first.
+    """Patch embedding by one Linear, whose weights are stored as those of a convolution under the published name; with
+    a bottleneck, after a Linear with fewer channels and without bias.
     """
 
     def __init__(self, channels: int, width: int, patch: int, bottleneck: int | None = None) -> None:
@@ -35,7 +34,7 @@ class PatchEmbedder(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """t -> 256 sines and cosines -> Linear, SiLU, Linear."""
+    """Time embedding: t -> 256 sines and cosines -> Linear, SiLU, Linear."""
 
     def __init__(self, width: int, endpoint: bool) -> None:
         super().__init__()
@@ -63,8 +62,8 @@ class LabelEmbedder(nn.Module):
 
 
 class TextEmbedder(nn.Module):
-    """A caption's embedding and its tokens in the width of the network. Both are normalised first, since text encoders
-    differ in scale; zeros stay what every caption has in common."""
+    """Maps a caption's embedding and tokens to the width of the network. Both are normalised first, since text encoders
+    differ in scale; zeros map to a constant."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -79,8 +78,8 @@ class TextEmbedder(nn.Module):
 
 
 class ImageEmbedder(nn.Module):
-    """An image's embedding in the width of the network, and as some tokens of that width. It is normalised first, since
-    what a prior predicts has another norm than what it learnt from; zeros become what all images have in common."""
+    """Maps an image embedding to the width of the network, and to several tokens. It is normalised first, since
+    predictions of a prior have another norm than training embeddings; zeros map to a constant."""
 
     def __init__(self, dim: int, width: int, num_tokens: int) -> None:
         super().__init__()

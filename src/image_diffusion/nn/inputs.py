@@ -1,6 +1,5 @@
-"""Inputs of networks of images: checks of them, and images as sequences of square patches, and back.
-
-A patch is flattened as (row, column, channel).
+"""Checks of the inputs of image networks, and conversion between images and sequences of square patches. A patch is
+flattened as (row, column, channel).
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from image_diffusion.core.types import DataSpec
 
 
 def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: Tensor | None) -> None:
-    """Raise ValueError where x [B, C, H, W], its label or another condition is not what a network was built for.
-
-    spec: what it was built for; a network without classes takes no label, one with classes needs it. A condition that
-    is None is absent.
+    """Raise ValueError if x [B, C, H, W], its label or another condition does not fit a network. spec: the network's
+    data; a network without classes takes no label, one with classes requires it. A condition of None is absent.
     """
     image_shape = (spec.channels, *spec.size)
     if tuple(x.shape[1:]) != image_shape:
@@ -53,7 +50,8 @@ def size_of(shape: tuple[int, ...]) -> str:
 
 
 def grid_of(spec: DataSpec, patch: int) -> Size:
-    """Return the rows and columns of the patches of x. Raises ValueError when the patch does not divide its sides."""
+    """Return the numbers of rows and columns of patches of x. Raises ValueError if the patch does not divide its
+    sides."""
     grid = divided(spec.resolution, patch)
     if grid is None:
         raise ValueError(

@@ -1,11 +1,10 @@
-"""Linear maps, through the fastest product of float32 matrices that PyTorch has on a CPU.
+"""Linear maps by the fastest product of float32 matrices of PyTorch on a CPU.
 
-`torch.nn.functional.linear` calls MKL for those, which uses half of the vector units of processors with AVX-512 that
-are not Intel's. oneDNN, which comes with PyTorch as well and computes the same sums, uses all of them: about twice as
-fast. Elsewhere MKL is the faster of the two, by a tenth of a training step. Without gradients oneDNN computes
-everywhere, since a row of its products does not depend on the rows beside it: nor does, then, an image on its batch.
-
-Neither product has a derivative along a direction: `derivative` takes PyTorch's own.
+`torch.nn.functional.linear` calls MKL, which uses only half of the vector units of AVX-512 processors that are not
+Intel's. oneDNN, which PyTorch also includes and which computes the same sums, uses all of them and is about twice as
+fast. On other processors MKL is faster, by a tenth of a training step. Without gradients oneDNN is used on all
+processors, since a row of its products does not depend on the other rows, so that an image does not depend on its
+batch. Neither product supports forward-mode derivatives, for which `derivative` uses PyTorch's own.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _FEWEST_ROWS = 1 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else 64
-"""oneDNN in older versions of PyTorch computes fewer rows by other kernels, whose last bits differ."""
-_WORTH_IT = 2**22  # multiplications: with fewer, what a gradient written in Python costs is more than what is saved
+"""With fewer rows, oneDNN in older versions of PyTorch uses other kernels, whose last bits differ."""
+_WORTH_IT = 2**22  # multiplications: with fewer, a gradient written in Python costs more than it saves
 
 
-_plain = False  # a ContextVar could not be read in what PyTorch 2.11 compiles
+_plain = False  # code compiled by PyTorch 2.11 cannot read a ContextVar
 
 
 @contextmanager
 def plain_products() -> Iterator[None]:
-    """Use PyTorch's own products inside the context, which have every kind of derivative."""
+    """Use PyTorch's own products in this context, which support every kind of derivative."""
     global _plain
     before, _plain = _plain, True
     try:
@@ -43,7 +42,7 @@ def plain_products() -> Iterator[None]:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`: the same parameters, the same result but for the order of its sums."""
+    """`torch.nn.Linear` with the same parameters, and the same result except for the order of sums."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -62,27 +61,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def writes_gelu(x: Tensor) -> bool:
-    """True if a product of x may write the GELU of its sums in place of them: on a GPU, where no derivative is
-    taken."""
+    """Return True if a product of x may write the GELU of its sums instead of the sums: on a GPU, without
+    derivatives."""
     return x.is_cuda and not torch.is_grad_enabled() and not _plain
 
 
 def is_plain(x: Tensor) -> bool:
-    """True if x is computed by PyTorch alone: elsewhere than in float32 on a CPU, in other precision, or where
-    PyTorch's own operations are asked for."""
+    """Return True if PyTorch's own product is used for x: outside of float32 on a CPU, and in the context
+    `plain_products`."""
     return _plain or not _is_float32_on_cpu(x)
 
 
 @cache
 def _mkl_is_faster() -> bool:
-    """True if MKL uses the whole of this processor."""
+    """Return True if MKL uses all vector units of this processor."""
     if not torch.backends.mkl.is_available():
         return False
     return torch.backends.cpu.get_cpu_capability() != "AVX512" or "GenuineIntel" in _processor()
 
 
 def _processor() -> str:
-    """Return the description of the processor that Linux gives; elsewhere an empty text."""
+    """Return Linux's description of the processor; empty on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.read_text() if cpuinfo.is_file() else ""
 
@@ -97,7 +96,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product, of which no row depends on the rows beside it."""
+    """Return the product, computed so that no row depends on other rows."""
     missing = _FEWEST_ROWS - x.numel() // x.shape[-1]
     if missing <= 0:
         return _onednn(x, weight, bias)
@@ -106,7 +105,7 @@ def _row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def register_operations() -> None:
-    """Register the operations of oneDNN's product, and of one that writes its GELU, with PyTorch's counter, whose
+    """Register the operation counts of oneDNN's product, and of a product with GELU, in PyTorch's flop counter, whose
     import takes 0.2 s."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -124,7 +123,7 @@ def _operations_with_gelu(_bias: tuple[int, ...], x: tuple[int, ...], weight: tu
 
 
 class _Product(torch.autograd.Function):
-    """The product and, through the same kernels, its gradient."""
+    """The product and, by the same kernels, its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,9 +143,8 @@ class _Product(torch.autograd.Function):
 
 
 def derivative(function: Callable[..., Tensor], at: tuple[Tensor, ...], along: tuple[Tensor, ...]) -> Tensor:
-    """d/ds function(at + s along) at s = 0, without a gradient of its own; it costs about two calls of the function.
-
-    Inside, networks take products, attention and code that have such derivatives: PyTorch's own, unfused, uncompiled.
+    """Return d/ds function(at + s along) at s = 0, without gradient, at the cost of about two calls of the function.
+    Networks then use operations that support it: PyTorch's own products, unfused attention, uncompiled code.
     """
     with torch.no_grad(), plain_products(), sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
         result: Tensor = torch.func.jvp(function, at, along)[1]

@@ -1,10 +1,10 @@
-"""The condition by which a network knows numbers of an image: added to the embedding of time and class.
+"""Conditioning of a network on numbers of an image, added to the embedding of time and class.
 
 Each number v in [-1, 1] becomes v and the sines and cosines of some frequencies: the positional encoding of a
-coordinate by Mildenhall et al. 2020 ("NeRF", equation 4), from a frequency on whose sine is monotone over the range.
-Gorishniy et al. 2022 ("On embeddings for numerical features in tabular deep learning", section 3.3) put such features,
-a linear map and a nonlinearity in front of networks of tables. A flag says that the number is there: all features of a
-missing one are zeros, and so are those of numbers that are dropped for guidance.
+coordinate by Mildenhall et al. 2020 ("NeRF", equation 4), whose first sine is monotone over the range. Gorishniy et al.
+2022 ("On embeddings for numerical features in tabular deep learning", section 3.3) put such features, a linear map and
+a nonlinearity before networks for tabular data. A flag marks numbers that are present: all features of missing numbers,
+and of numbers dropped for guidance, are zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FREQUENCIES = 4
 
 
 class NumberEmbedder(nn.Module):
-    """Numbers -> an embedding, by the features of each number and an MLP of two layers."""
+    """Embedding of numbers, by the features of each number and an MLP of two layers."""
 
     def __init__(self, num_columns: int, width: int) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class NumberEmbedder(nn.Module):
 
 
 def add_numbers(network: nn.Module, spec: DataSpec, width: int) -> None:
-    """Give a network the map of its numbers, where the data have any. width: of the embedding that it is added to."""
+    """Add the embedder of numbers to a network, if the data have numbers. width: width of the embedding to which it is
+    added."""
     if NUMBERS in spec.conditions:
         network.add_module(EMBEDDER, NumberEmbedder(spec.conditions[NUMBERS][0], width))
 

@@ -1,10 +1,10 @@
-"""Positions and times as sines and cosines (Vaswani et al. 2017, "Attention is all you need", section 3.5), and as
-rotations of queries and keys.
+"""Positions and times as sines and cosines (Vaswani et al. 2017, "Attention is all you need", section 3.5), and rotary
+positions of queries and keys.
 
-Rotary positions turn each pair of a head's channels by an angle that grows with the row or the column. Su et al. 2021,
-"RoFormer", equations 12 and 34: the product of a query and a key then depends on the difference of their positions
-alone. On a grid, the first half of the channels turns by the row and the second by the column, as in EVA-02 (Fang et
-al. 2023) and JiT (Li and He 2025). Tokens without a place do not turn.
+Rotary positions rotate each pair of a head's channels by an angle proportional to the row or the column (Su et al.
+2021, "RoFormer", equations 12 and 34). The product of a query and a key then depends only on the difference of their
+positions. On a grid, the first half of the channels is rotated by the row and the second by the column, as in EVA-02
+(Fang et al. 2023) and JiT (Li and He 2025). Tokens without a position are not rotated.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def sinusoid(t: Tensor, dim: int, endpoint: bool = False) -> Tensor:
 
 
 def grid_positions(dim: int, size: int | Size) -> Tensor:
-    """Return the place of each cell of a grid, row by row, float32 [H · W, dim]. size: H and W; one number
+    """Return the position embedding of each cell of a grid, row by row, float32 [H · W, dim]. size: H and W; one number
     for both. `dim` is divisible by 4.
 
-    The first half of the channels tells the column, the second the row; each is [sin(p ω) | cos(p ω)] with
-    ω_i = MAX_PERIOD^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64, on
-    the CPU wherever the network is built: the same bits everywhere.
+    The first half of the channels encodes the column, the second the row; each is [sin(p ω) | cos(p ω)] with ω_i =
+    MAX_PERIOD^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64 on the CPU,
+    so that it is bit-identical on all devices.
     """
     quarter = dim // 4
     omega = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)  # [dim / 4]
@@ -54,9 +54,9 @@ def grid_positions(dim: int, size: int | Size) -> Tensor:
 
 
 def rotary_angles(head_width: int, size: int | Size, device: torch.device) -> Tensor:
-    """Return the angle by which each pair of channels turns in each cell of a grid, row by row, in radians, float32
-    [H · W, head_width / 2]. size: H and W. head_width is divisible by 4; pair i of a half turns by
-    p MAX_PERIOD^(-4 i / head_width)."""
+    """Return the rotation angle of each pair of channels for each cell of a grid, row by row, in radians, float32 [H ·
+    W, head_width / 2]. size: H and W. head_width is divisible by 4; the angle of pair i of a half is p MAX_PERIOD^(-4 i
+    / head_width)."""
     quarter = head_width // 4
     omega = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)  # [d / 4]
     rows, columns = height_width(size)
@@ -74,7 +74,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def check_rope(width: int, num_heads: int) -> None:
-    """Raise ValueError where rotary positions of two dimensions do not fit the channels of a head."""
+    """Raise ValueError if rotary positions of two dimensions do not fit the channels of a head."""
     if width // num_heads % 4:
         raise ValueError(
             f"rope turns pairs of channels for row and column, but width {width} over num_heads {num_heads} leaves "

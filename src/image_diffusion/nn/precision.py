@@ -1,4 +1,4 @@
-"""Precision of a network where it is not trained. Computations on its output are always float32."""
+"""Precision of a network outside of training. Computations on its output are always float32."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.types import Network
 
 Precision = Literal["float32", "tf32", "bf16"]
-"""float32: as it says. tf32: a GPU rounds the factors of products and convolutions to 10 bits, a CPU does not. bf16:
-factors have 8 bits, and what lies between the products is bf16 as well."""
+"""float32: no rounding. tf32: a GPU rounds the factors of products and convolutions to 10 bits; a CPU does not. bf16:
+factors have 8 bits, and operations between products are bf16 as well."""
 
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Set whether a GPU may round the factors of float32 products and convolutions to 10 bits inside the context, in
-    the whole process. (What `torch.set_float32_matmul_precision` says holds for the products of a CPU as well.)"""
+    """Set whether a GPU may round the factors of float32 products and convolutions to 10 bits in this context, in the
+    whole process. (`torch.set_float32_matmul_precision` would also affect products on a CPU.)"""
     products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
@@ -33,8 +33,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def computes_in(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let networks compute in a precision inside the context; in float32, which one line says, where a GPU has no
-    bf16."""
+    """Let networks compute in a precision in this context; on a GPU without bf16, in float32, with a message."""
     if precision == "bf16" and not has_bf16(device):
         log_line_once(f"{torch.cuda.get_device_name(device)} has no bf16: networks compute in float32.")
         precision = "tf32"
@@ -43,8 +42,7 @@ def computes_in(precision: Precision, device: torch.device) -> Iterator[None]:
 
 
 def computing_in(network: Network, precision: Precision) -> Network:
-    """Wrap the network to compute in a precision; its inputs and outputs, one tensor or several, are of the type of
-    x."""
+    """Wrap a network to compute in a precision; its inputs and outputs, one tensor or several, have the dtype of x."""
 
     def call(x: Tensor, t: Tensor, /, **cond: Tensor) -> Any:
         with computes_in(precision, x.device):

@@ -18,13 +18,13 @@ from image_diffusion.nn.positions import rotate
 
 @dataclass
 class KeyValues:
-    """Keys and values of the tokens so far, of a sequence that grows, [B, heads, n, d] each; None: nothing."""
+    """Cache of the keys and values of the tokens so far, [B, heads, n, d] each; None: no tokens."""
 
     k: Tensor | None = None
     v: Tensor | None = None
 
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of new tokens, and return those of all."""
+        """Append the keys and values of new tokens, and return those of all tokens."""
         if self.k is not None and self.v is not None:
             k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
         self.k, self.v = k, v
@@ -34,9 +34,9 @@ class KeyValues:
 class SelfAttention(nn.Module):
     """softmax(q k^T / sqrt(head width)) v over tokens [B, N, width], with biases.
 
-    norm: builds the normalisation of each head's queries and keys from the head width; None for none
-    (Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters", section 2). context: tokens also
-    attend to those of another sequence of the same width, by keys and values of its own.
+    norm: builds the normalisation of each head's queries and keys from the head width; None for none (Dehghani et al.
+    2023, "Scaling vision transformers to 22 billion parameters", section 2). context: True to also attend to another
+    sequence of the same width, with separate key and value layers.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class SelfAttention(nn.Module):
         angles: Tensor | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
-        """[B, N, width] -> [B, N, width]. context: [B, L, width]; mask: bool [B, L + N], which tokens there are, those
-        of the context first, or [B or 1, N, L + N], which of them each token sees; angles: [N, head width / 2], by
-        which queries and keys of x turn (`nn/positions.py`); cache: of the tokens before x, to which x is added."""
+        """[B, N, width] -> [B, N, width]. context: [B, L, width]; mask: bool [B, L + N], true for tokens that are
+        present, context first, or [B or 1, N, L + N], true for tokens to which each token attends; angles: [N, head
+        width / 2], rotations of queries and keys of x (`nn/positions.py`); cache: of the tokens before x, to which x is
+        appended."""
         B, N, width = x.shape
         qkv = self.qkv(x).view(B, N, 3, self.num_heads, width // self.num_heads)  # [B, N, 3, heads, d]
         q, k, v = (tensor.transpose(1, 2) for tensor in qkv.unbind(2))  # each [B, heads, N, d]
@@ -90,7 +91,7 @@ def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form: 0.5 x (1 + tanh u), u = sqrt(2 / pi) (x + 0.044715 x³) (Hendrycks and Gimpel 2016,
     arXiv:1606.08415, section 2).
 
-    0.5 (1 + tanh u) is sigmoid(2 u), which compiled code has on a CPU for a fraction of what tanh takes.
+    0.5 (1 + tanh u) equals sigmoid(2 u), which compiled code computes on a CPU in a fraction of the time of tanh.
     """
     if torch.compiler.is_compiling() and not is_plain(x):
         return x * torch.sigmoid((_LINEAR + _CUBIC * x * x) * x)
@@ -100,9 +101,9 @@ def gelu(x: Tensor) -> Tensor:
 def gelu_of_product(layer: Linear, x: Tensor) -> Tensor:
     """Return gelu(layer(x)), [..., in_features] -> [..., out_features].
 
-    On a GPU without gradients the product writes the GELU of its sums, from cuBLASLt's epilogue, so that they are not
-    written and read once more. (With gradients the backward pass needs the sums.) A layer that wraps another, as
-    adapters do, computes more than the product of its weight.
+    On a GPU without gradients, cuBLASLt's epilogue applies the GELU, which saves writing and reading the sums. (With
+    gradients, the backward pass needs the sums.) This does not apply to wrapped layers, such as adapted ones, which
+    compute more than a product.
     """
     if type(layer) is not Linear or not writes_gelu(x):
         return gelu(layer(x))

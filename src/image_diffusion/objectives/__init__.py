@@ -1,4 +1,4 @@
-"""A batch -> one loss per example."""
+"""Training objectives: functions of a batch that return one loss per example."""
 
 from typing import Annotated
 

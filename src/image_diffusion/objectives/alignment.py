@@ -1,10 +1,10 @@
-"""Alignment with a teacher: tokens of a block of the network for a noisy image are compared with the reference features
-of a pretrained network for the clean one.
+"""Alignment with a teacher: tokens of a block of the network for a noisy image are compared with features of a
+pretrained network for the clean image.
 
 REPA (Yu et al. 2024, "Representation alignment for generation", arXiv:2410.06940) subtracts the mean cosine of the
-features and of tokens that an MLP projects. iREPA (Singh et al. 2025, arXiv:2512.10794) found that it is the spatial
-structure which helps: a convolution projects, and the features lose their mean over the positions. Both run the
-teacher in every step; here its features come with the batch, encoded once.
+features and of tokens projected by an MLP. iREPA (Singh et al. 2025, arXiv:2512.10794) found that the spatial structure
+of the features matters: it projects by a convolution, and subtracts the features' mean over positions. Both run the
+teacher in every step; here the features are encoded once, and come with the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import Batch, Losses, Objective
 
 PROJECTOR = "alignment"
-"""Name of the projector in the network that is trained. Saved weights do without it."""
+"""Name of the projector in the network during training. Saved weights do not contain it."""
 
 
 class Alignment(Config):
@@ -32,18 +32,18 @@ class Alignment(Config):
     weight: float = Field(0.5, gt=0)
     """Factor by which the mean cosine is multiplied before it is subtracted from the loss."""
     projector: Literal["conv", "mlp"] = "conv"
-    """Projector of tokens to the channels of the features: a convolution of 3 x 3 (iREPA), or three layers for each
-    token by itself (REPA)."""
+    """Projector from tokens to the channels of the features. conv: a 3 x 3 convolution (iREPA). mlp: three linear
+    layers, applied to each token (REPA)."""
     projector_width: int = Field(2048, gt=0)
-    """Channels inside the mlp."""
+    """Hidden channels of the projector `mlp`."""
     spatial_norm: float | None = Field(1.0, ge=0)
     """Share of the features' mean over positions that is subtracted; each channel is then divided by its standard
-    deviation (iREPA: 1). null: features are used unchanged (REPA)."""
+    deviation (iREPA: 1). null: the features are not normalised (REPA)."""
     until_step: int | None = Field(None, gt=0)
-    """The last step that is aligned; those after it do without. Unset: all are."""
+    """Last step with the alignment term; unset: all steps."""
 
     def check(self, depth: int, objective: Any) -> None:
-        """Raise ValueError for a block that the network does not have, or an objective that does not go with it."""
+        """Raise ValueError for a block that the network does not have, or an objective that cannot be aligned."""
         if self.block > depth:
             raise ValueError(f"system.alignment.block is {self.block}, but the network has {depth} blocks.")
         if objective.learns_intervals:
@@ -60,8 +60,8 @@ class Alignment(Config):
 
 
 class Aligned(Objective):
-    """An objective and a network's tokens against features: the loss of each sample is that of the objective, and its
-    part "alignment" is minus `weight` times the mean cosine. Validation does without that.
+    """Objective with an alignment term: the part "alignment", minus `weight` times the mean cosine, is added to the
+    loss of each sample. Validation omits it.
 
     width: channels of a token. features: [D, h, w].
     """
@@ -119,8 +119,8 @@ class Projector(nn.Module):
 
 
 def target(features: Tensor, grid: Size, spatial_norm: float | None) -> Tensor:
-    """Return features [B, D, h, w] on the grid of the tokens, float32 [B, rows, columns, D]: interpolated where the
-    teacher's is another, then without a share of their mean over the positions, and of deviation 1."""
+    """Return features [B, D, h, w] on the grid of the tokens, float32 [B, rows, columns, D]: interpolated if the grids
+    differ, then minus a share of their mean over the positions, and divided by their standard deviation."""
     x = features.float()
     if x.shape[2:] != grid:
         x = F.interpolate(x, grid, mode="bilinear", antialias=True, align_corners=False)

@@ -1,7 +1,7 @@
 """Denoising: predict the noise in x_t (Ho et al. 2020), and the variance of the step (Nichol & Dhariwal 2021).
 
-Where it differs from the code those papers were published with: a weight multiplies its own sample's loss, and every
-prediction goes with every variance.
+Differences from the published code of these papers: weights multiply the loss of their own sample, and every prediction
+can be combined with every variance.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Denoising(DropsParts):
     prediction: Literal["eps", "x0", "v", "previous_x"] = "eps"
     """Quantity that the network predicts."""
     variance: Variance = "fixed_large"
-    """The variance of the reverse process; to learn it the network returns twice the channels."""
+    """Variance of the reverse process. To learn it, the network has twice the output channels."""
     loss: Loss = "simple"
     """simple: squared error. hybrid: squared error, and the variational bound for the learned variance alone;
     rescaled_hybrid: the bound times num_timesteps / 1000. kl: the bound; rescaled_kl: times num_timesteps."""
@@ -72,13 +72,13 @@ class Denoising(DropsParts):
         return self
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> Objective:
-        """Return the objective for data on a process. Raises ValueError where they do not go together."""
+        """Return the objective for data on a process. Raises ValueError if they cannot be combined."""
         return self.timestep_sampling.wrap(DenoisingObjective(self, process, spec), process)
 
 
 class DenoisingObjective(NoisedOnce):
-    """Objective that returns one loss per sample of a batch, the sum of its parts "mse" and, in bits, "vb", those that
-    exist."""
+    """Objective that returns one loss per sample of a batch, the sum of its parts "mse" and "vb" (in bits), if
+    present."""
 
     def __init__(self, config: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
         if isinstance(process, EdmProcess):
@@ -108,7 +108,7 @@ class DenoisingObjective(NoisedOnce):
             error = self._target(x, noise, x_t, t) - predicted
             parts["mse"] = error.square().flatten(1).mean(1) * weight
             if raw is not None:
-                output = torch.cat([predicted.detach(), raw], 1)  # the bound teaches the variance only
+                output = torch.cat([predicted.detach(), raw], 1)  # the bound trains only the variance
         if self._config.loss != "simple":
             parts["vb"] = self._bound_weight() * self._bound(output, raw, x, x_t, t)
         loss = torch.stack(list(parts.values())).sum(0)

@@ -1,9 +1,9 @@
-"""EDM's training: the error of the preconditioned network in x0, weighted so that the loss is near 1 for every sigma at
-the start.
+"""Objective of EDM: the error of the preconditioned network in x0, weighted so that the initial loss is about 1 for
+every sigma.
 
-Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", section 5 and table 1. The raw
-output of the network is between image and noise: near the image for large sigma, near the noise for small sigma, and
-always of unit variance (`EdmProcess.preconditioned`).
+Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", section 5 and table 1. The
+target of the raw network is a mixture of image and noise of unit variance: mostly image for large sigma, mostly noise
+for small sigma (`EdmProcess.preconditioned`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from image_diffusion.process.parameterization import Prediction, Variance
 
 
 class EdmDenoising(DropsParts):
-    """Denoise inside the frame of the edm process."""
+    """Denoise with the preconditioning of the edm process."""
 
     type: Literal["edm"] = "edm"
     label_drop_probability: float = Field(0.0, ge=0, le=1)
@@ -48,7 +48,7 @@ class EdmObjective(NoisedOnce):
     _process: EdmProcess
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """Return the losses of x [B, C, …] at sigmas t [B] with noise like x: nothing is drawn."""
+        """Return the losses of x [B, C, …] at sigmas t [B] with noise like x. Draws no random numbers."""
         _, sigma = broadcast(self._process.levels(t), x)
         denoise = self._process.preconditioned(network)
         x0 = denoise(x + sigma * noise, self._process.network_time(t), **cond)

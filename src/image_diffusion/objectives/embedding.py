@@ -1,8 +1,8 @@
 """Denoising of an embedding, conditioned on a caption (Ramesh et al. 2022, section 2.2).
 
-Differences from DALLE2-pytorch: the caller's embeddings are never changed. Nothing is dropped while the network is in
-evaluation mode, so that a validation loss is that of the conditional prediction. Self-conditioning is drawn for each
-sample, and the earlier estimate is one of x0 whatever the network predicts, as in sampling.
+Differences from DALLE2-pytorch: embeddings are not modified in place. Nothing is dropped in evaluation mode, so that
+the validation loss is that of the conditional prediction. Self-conditioning is drawn for each sample, and the earlier
+estimate is always an estimate of x0, as in sampling.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class EmbeddingDenoising(Config):
     loss: Literal["l2", "l1", "huber"] = "l2"
     """Error of the prediction: squared, absolute, or half the square below 1 and linear above."""
     clamp_norm: bool = False
-    """Give a predicted x0 the norm of a scaled embedding before it is compared; of embeddings that have norm 1 before
-    they are scaled."""
+    """Normalise the predicted x0 to the norm of a scaled embedding before comparing it. Requires embeddings of norm 1
+    before scaling."""
     text_drop_probability: float = Field(0.1, ge=0, le=1)
     """Probability that a caption is replaced by the learned null, for guidance."""
     image_drop_probability: float = Field(0.1, ge=0, le=1)
@@ -52,25 +52,25 @@ class EmbeddingDenoising(Config):
 
     @property
     def learns_nulls(self) -> bool:
-        """True if the network also learns to do without its conditions, which guidance needs."""
+        """True if the network is also trained without its conditions, which guidance needs."""
         return self.text_drop_probability > 0 and self.image_drop_probability > 0
 
     def build(self, process: NoiseProcess, norm: float, self_conditioned: bool) -> EmbeddingObjective:
-        """Return the objective on a process. norm: of a scaled embedding. self_conditioned: whether the network takes
-        an earlier estimate."""
+        """Return the objective on a process. norm: norm of a scaled embedding. self_conditioned: True if the network
+        takes an earlier estimate."""
         return EmbeddingObjective(self, process, norm, self_conditioned)
 
 
 def with_norm(x: Tensor, norm: float) -> Tensor:
-    """X [B, dim] with each row's norm set."""
+    """Return x [B, dim] with each row scaled to a norm."""
     return F.normalize(x, dim=-1) * norm
 
 
 class EmbeddingObjective(Objective):
     """Objective with one loss per sample of a batch: the mean over the dimensions of the prediction's error.
 
-    Parts: the loss by its name, and "similarity", the cosine between the x0 predicted and the true one. The network is
-    called as network(x_t, t, text_embed=…, text_keep=…, image_keep=…, …); see `networks.prior`.
+    Parts: the loss by its name, and "similarity", the cosine of the predicted and the true x0. The network is called as
+    network(x_t, t, text_embed=…, text_keep=…, image_keep=…, …); see `networks.prior`.
     """
 
     def __init__(self, config: EmbeddingDenoising, process: NoiseProcess, norm: float, self_conditioned: bool) -> None:
@@ -99,7 +99,7 @@ class EmbeddingObjective(Objective):
         cond: dict[str, Tensor],
         self_conditioned: Tensor | None,
     ) -> Losses:
-        """Return the losses of scaled embeddings x [B, dim] at times t [B] with noise like x: nothing is drawn.
+        """Return the losses of scaled embeddings x [B, dim] at times t [B] with noise like x. Draws no random numbers.
 
         self_conditioned: bool [B], the samples with an estimate; None: the network takes no estimate.
         """

@@ -1,7 +1,7 @@
 """Flow matching: learn the velocity eps - x0 of the straight path (Lipman et al. 2023; Liu et al. 2023; SiT).
 
 The network may predict another quantity, and the error may be measured in a third: Li and He 2025, "Back to basics: let
-denoising generative models denoise" (JiT), found to work where patches have more numbers than the network has channels.
+denoising generative models denoise" (JiT), found x0 to work if patches have more numbers than the network has channels.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ class FlowMatching(DropsParts):
 
 
 class FlowMatchingObjective(NoisedOnce):
-    """Objective with one loss per sample of a batch: the squared error of the quantity that `loss` names, and the
-    contrastive term.
-
-    The sum of its parts "mse" and, where it has a weight, "contrastive". Validation does without that term.
+    """Objective with one loss per sample of a batch, the sum of its parts: "mse", the squared error of the quantity
+    that `loss` names, and, if it has a weight, "contrastive". Validation omits the contrastive term.
     """
 
     def __init__(self, config: FlowMatching, process: FlowProcess, spec: DataSpec) -> None:
@@ -94,8 +92,8 @@ class FlowMatchingObjective(NoisedOnce):
 def paired(rows: Tensor) -> Tensor:
     """Return each row's neighbour in rows [B, …]: 1, 0, 3, 2, …. The last of an odd number is paired with itself.
 
-    The paper draws from the whole batch. These pairs do not depend on the number of processes and microbatches, as long
-    as none splits a pair; the data are reshuffled in each epoch.
+    The paper draws from the whole batch. These pairs do not depend on the number of processes and microbatches, if none
+    splits a pair; the data are reshuffled in each epoch.
     """
     index = torch.arange(len(rows), device=rows.device) ^ 1
     return rows[index.clamp(max=len(rows) - 1)]

@@ -13,25 +13,26 @@ from image_diffusion.core.types import Batch, DataSpec
 
 
 class DropsParts(Sparse):
-    """Base of the objectives that can drop each part of a condition alone."""
+    """Base of objectives that can drop each part of a condition separately."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"drop_probabilities"})
     learns_intervals: ClassVar[bool] = False
     """True if the network is conditioned on intervals."""
 
     drop_probabilities: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
-    """Probability that a part of the condition is dropped alone, by its type, beside label_drop_probability, which
-    drops all at once: for guidance with a scale for each part (sample.guidance.scales)."""
+    """Probability that only this part of the condition is dropped, by the part's type, in addition to
+    label_drop_probability, which drops all parts. Needed for guidance with one scale for each part
+    (sample.guidance.scales)."""
 
 
 class LabelDropout:
-    """Replace a sample's class by the null label, num_classes, with some probability, each sample on its own; and the
-    other conditions of the network, such as the image's caption, by zeros. Each condition may also be dropped alone
-    (Brooks et al. 2023, "InstructPix2Pix", section 3.2.1)."""
+    """Replaces the class of each sample with a probability by the null label, num_classes, and its other conditions,
+    such as a caption, by zeros. Each condition may also be dropped separately (Brooks et al. 2023, "InstructPix2Pix",
+    section 3.2.1)."""
 
     def __init__(self, probability: float, spec: DataSpec, alone: Mapping[str, float] | None = None) -> None:
-        """alone: the probability of each condition to be dropped alone, by name. Raises ValueError for data without
-        classes or captions, unless the probability is 0."""
+        """alone: probability that only this condition is dropped, by name. Raises ValueError for data without classes
+        or captions, unless the probability is 0."""
         if probability > 0 and spec.num_classes == 0 and not spec.conditions:
             raise ValueError(
                 f"label_drop_probability is {probability} but the data have no classes. "
@@ -41,8 +42,7 @@ class LabelDropout:
         self._names = ({"label": spec.num_classes} if spec.num_classes else {}) | dict.fromkeys(spec.conditions, 0)
 
     def __call__(self, batch: Batch, network: Any) -> dict[str, torch.Tensor]:
-        """Return the batch's cond, with some of the labels [B] dropped while the network is trained; validation keeps
-        all."""
+        """Return the batch's conditions, some of them dropped if the network is in training mode."""
         if (self._probability == 0 and not self._alone) or not getattr(network, "training", True):
             return batch.cond
         all_dropped, cond, null = self.dropped(batch, network), dict(batch.cond), self.null(batch.cond)
@@ -54,10 +54,10 @@ class LabelDropout:
         return cond
 
     def dropped(self, batch: Batch, network: Any) -> torch.Tensor:
-        """Draw whose label is dropped. Bool [B]."""
+        """Draw the samples whose label is dropped. Bool [B]."""
         probability = self._probability if getattr(network, "training", True) else 0.0
         return batch.streams.event("label_drop", probability)
 
     def null(self, cond: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the cond with every label dropped."""
+        """Return the conditions of a batch with all of them dropped."""
         return cond | {name: torch.full_like(cond[name], null) for name, null in self._names.items()}

@@ -2,10 +2,10 @@
 trajectory.
 
 Geng et al. 2025, "Mean flows for one-step generative modeling", arXiv:2505.13447: the identity u = v - (t - r) du/dt,
-its weights and its guidance, which training takes in. Improved form: Geng et al. 2025, "Improved mean flows: On the
-challenges of fastforward generative models", arXiv:2512.02012. With a teacher it is Eulerian distillation of a flow
+its weights and its guidance, which is part of the training. Improved form: Geng et al. 2025, "Improved mean flows: On
+the challenges of fastforward generative models", arXiv:2512.02012. With a teacher it is Eulerian distillation of a flow
 into its map: Boffi et al. 2024, "Flow map matching", arXiv:2406.07507; Sabour et al. 2025, "Align your flow",
-arXiv:2506.14603, where consistency distillation is the case r = 0.
+arXiv:2506.14603, in which consistency distillation is the case r = 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MeanFlow(Config):
 
     type: Literal["mean_flow"] = "mean_flow"
     interval_probability: float = Field(0.25, gt=0, le=1)
-    """Probability of an interval; otherwise r = t, and it is flow matching."""
+    """Probability of an interval r < t; otherwise r = t, which is flow matching."""
     direction: Literal["sampled", "predicted", "teacher"] = "sampled"
     """Velocity along which the derivative is taken. sampled: that of the sample. predicted: that of the network (the
     improved form, for one more call). teacher: that of the network at the start of training (`train.init_from`), which
@@ -110,7 +110,7 @@ class MeanFlowObjective(Objective):
 
     @torch.no_grad()
     def _guided(self, network: Network, batch: Batch, x_t: Tensor, t: Tensor, v: Tensor, dropped: Tensor) -> Tensor:
-        """w v + (1 - w) u(x_t, t, t | no label) [B, C, ...]; v itself where the label is dropped, bool [B]."""
+        """Return w v + (1 - w) u(x_t, t, t | no label) [B, C, ...], or v where the label is dropped, bool [B]."""
         w, null = self._config.guidance_scale, self._drop_labels.null(batch.cond)
         without = network(x_t, self._process.network_time(t), **null).to(v.dtype)
         return torch.where(dropped.view(-1, *[1] * (v.ndim - 1)), v, w * v + (1 - w) * without)
@@ -118,7 +118,7 @@ class MeanFlowObjective(Objective):
     def _target(
         self, network: Network, x_t: Tensor, r: Tensor, t: Tensor, v: Tensor, cond: dict[str, Tensor]
     ) -> Tensor:
-        """v - (t - r) du/dt [B, C, ...], where d/dt is v d/dx + d/dt at a fixed r."""
+        """Return v - (t - r) du/dt [B, C, ...], where d/dt is v d/dx + d/dt at a fixed r."""
         time, interval, along = self._process.network_time(t), self._process.network_time(t - r), v
         if self._config.direction == "predicted":
             with torch.no_grad():

@@ -1,9 +1,7 @@
-"""Self-conditioning: the network also receives its own earlier estimate.
-
-Of x0: Chen et al. 2023, "Analog bits", section 3.2. Of its latents: Jabri et al. 2023, section 3.2. In training
-that is an estimate from the same x_t, made without gradient. Where it differs from the code of RIN: each sample decides
-on its own whether it is given its estimate, so that neither the batch nor the number of processes matters; the
-original decides once for a whole batch.
+"""Self-conditioning: the network also receives its own earlier estimate of x0 (Chen et al. 2023, "Analog bits", section
+3.2) or of its latents (Jabri et al. 2023, section 3.2). In training this is an estimate from the same x_t, computed
+without gradient. Difference from the code of RIN: whether a sample receives its estimate is drawn for each sample, so
+that the result does not depend on the batch or the number of processes; the original draws once for a batch.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ class SelfConditioning(Config):
     """Settings for conditioning a network on its own earlier estimate."""
 
     probability: float = Field(0.9, ge=0, le=1)
-    """Share of the training samples with an estimate; 0: none, and sampling uses none either."""
+    """Share of the training samples with an estimate; 0: training and sampling use no estimates."""
     clamp: bool = True
-    """Clip the estimated x0 to [-1, 1] before the network receives it: for pixels; set false for latents."""
+    """Clip the estimated x0 to [-1, 1] before the network receives it. Set false for latents."""
 
     def check_latents(self) -> None:
-        """Raise ValueError where estimates of latents would be held to the range of pixels."""
+        """Raise ValueError if estimates of latents would be clipped to the range of pixels."""
         if self.clamp and self.probability > 0:
             raise ValueError(
                 "self_conditioning.clamp holds the estimate to [-1, 1], the range of pixels, but the network works on "
@@ -40,7 +38,7 @@ class SelfConditioning(Config):
 
 
 class SelfConditionedObjective(AtTimes):
-    """A batch -> one loss per sample: denoising with two passes of the network, the first without gradient.
+    """Denoising with two passes of the network, the first without gradient; one loss per sample.
 
     network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents, norm [B]), where cond may
     hold "self_cond" like x and "latents" as returned; rows of zeros stand for none. The loss is its part "mse"; the

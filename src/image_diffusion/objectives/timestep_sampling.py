@@ -20,7 +20,7 @@ from image_diffusion.process.discrete import DiscreteProcess
 
 
 class AtTimes(Objective):
-    """Objective on a process, at times that the process draws, or at the caller's. config: with
+    """Objective on a process, at times drawn by the process or given by the caller. config: with
     `label_drop_probability` and `drop_probabilities`."""
 
     def __init__(self, config: Any, process: NoiseProcess, spec: DataSpec) -> None:
@@ -28,7 +28,7 @@ class AtTimes(Objective):
         self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
 
     def __call__(self, network: Any, batch: Batch) -> Losses:
-        """Draw a time for each sample and measure there (`at_times`)."""
+        """Draw a time for each sample, and return the losses at these times (`at_times`)."""
         return self.at_times(network, batch, self._process.draw(batch.streams))
 
     def uniform(self) -> Self:
@@ -38,7 +38,7 @@ class AtTimes(Objective):
 
     @abstractmethod
     def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        """Draw noise for each sample, drop labels, and return the losses at times t [B]. Raises ValueError where the
+        """Draw noise for each sample, drop labels, and return the losses at times t [B]. Raises ValueError if the
         network's channels do not fit."""
 
 
@@ -51,11 +51,11 @@ class NoisedOnce(AtTimes):
 
     @abstractmethod
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """Return the losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
+        """Return the losses of x [B, C, …] at times t [B] with noise like x. Draws no random numbers."""
 
 
 class UniformTimesteps(Config):
-    """Times as the process draws them."""
+    """Timesteps from the distribution of the process."""
 
     type: Literal["uniform"] = "uniform"
 
@@ -65,16 +65,17 @@ class UniformTimesteps(Config):
 
 
 class LossSecondMoment(Config):
-    """Timesteps in proportion to the root mean square of their last losses; uniform until all have enough of them."""
+    """Timesteps with probabilities proportional to the root mean square of their last losses; uniform until all
+    timesteps have a full history."""
 
     type: Literal["loss_second_moment"] = "loss_second_moment"
     history: int = Field(10, gt=0)
-    """Number of losses of each timestep that are remembered."""
+    """Number of last losses of each timestep to use."""
     uniform_probability: float = Field(0.001, gt=0, le=1)
-    """Share of timesteps that are still drawn uniformly."""
+    """Share of timesteps to draw uniformly."""
 
     def wrap(self, objective: AtTimes, process: NoiseProcess) -> ImportanceSampled:
-        """Return the objective at timesteps drawn so. Raises ValueError for a process without timesteps."""
+        """Return the objective with this sampling. Raises ValueError for a process without timesteps."""
         if not isinstance(process, DiscreteProcess):
             raise ValueError(
                 "Timestep sampling loss_second_moment needs a discrete process. Use uniform with this one."
@@ -87,9 +88,8 @@ TimestepSampling = Annotated[UniformTimesteps | LossSecondMoment, Field(discrimi
 
 
 class ImportanceSampled(Objective):
-    """Objective at timesteps drawn by a history of its losses, which are weighted to keep their expectation.
-
-    The history is updated with whole steps, so the drawn timesteps do not depend on the number of processes and
+    """Objective at timesteps sampled by a history of its losses, with importance weights that keep the expectation of
+    the loss. The history is updated once per step, so the sampling does not depend on the number of processes and
     microbatches.
     """
 
@@ -111,11 +111,11 @@ class ImportanceSampled(Objective):
 
 
 class LossHistory:
-    """The last losses of each timestep, and how often each is to be drawn for them."""
+    """The last losses of each timestep, and the sampling probabilities that follow from them."""
 
     def __init__(self, num_timesteps: int, history: int = 10, uniform_probability: float = 0.001) -> None:
         self.num_timesteps, self._length, self._uniform = num_timesteps, history, uniform_probability
-        # Row t holds the last losses of timestep t, the n-th one in column n % history. The last row is scratch.
+        # Row t has the last losses of timestep t, the n-th one in column n % history. The last row is scratch.
         self._losses = torch.zeros(num_timesteps + 1, history, dtype=torch.float64)
         self._counts = torch.zeros(num_timesteps, dtype=torch.int64)
 
@@ -135,12 +135,12 @@ class LossHistory:
         return t.clamp(max=self.num_timesteps - 1)  # rounding may leave the last cumulative sum below the number drawn
 
     def importance_weights(self, t: Tensor) -> Tensor:
-        """1 / (T p_t) for timesteps [B]: float32 [B]."""
+        """Return 1 / (T p_t) for timesteps [B]: float32 [B]."""
         return (1 / (self.num_timesteps * self.probabilities()[t])).float()
 
     def observe(self, losses: Losses) -> None:
-        """Append the losses of a step for the global batch, which `ImportanceSampled` multiplied by their importance
-        weights, without those weights."""
+        """Append the losses of a step for the global batch, divided by the importance weights of
+        `ImportanceSampled`."""
         assert losses.time is not None
         t = (losses.time * self.num_timesteps).round().long()
         self.append(t, losses.loss.detach() / self.importance_weights(t))
@@ -178,8 +178,8 @@ class LossHistory:
 
 
 def _cumulative_sum(values: Tensor) -> Tensor:
-    """Return the cumulative sum of [n], in log2(n) additions whose order is fixed; on a GPU that of torch.cumsum is
-    not."""
+    """Return the cumulative sum of [n] in log2(n) additions of fixed order, which torch.cumsum does not have on a
+    GPU."""
     shift = 1
     while shift < len(values):
         values = values + torch.cat([values.new_zeros(shift), values[:-shift]])

@@ -1,7 +1,7 @@
 """Weights of the squared error, one for each sample, as functions of its noise level.
 
-SNR = alpha^2 / sigma^2. The weight of an x0 error fixes that of the same error in eps or in v, which are 1 / SNR and
-1 / (SNR + 1) of it. Levels with sigma or alpha 0 give finite weights.
+SNR = alpha^2 / sigma^2. The weight of an x0 error determines that of the same error in eps or v, which is the weight
+times 1 / SNR or 1 / (SNR + 1). Levels with sigma or alpha 0 give finite weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from image_diffusion.process.parameterization import Prediction
 
 
 class UniformWeighting(Config):
-    """Weight 1 whatever is predicted."""
+    """Weight 1 for every prediction."""
 
     type: Literal["uniform"] = "uniform"
 
@@ -27,7 +27,7 @@ class UniformWeighting(Config):
 
 
 class SnrWeighting(Config):
-    """The error in eps, whatever is predicted: 1 for eps, SNR for x0, SNR / (SNR + 1) for v."""
+    """The weight of an error in eps, for every prediction: 1 for eps, SNR for x0, SNR / (SNR + 1) for v."""
 
     type: Literal["snr"] = "snr"
 
@@ -58,13 +58,13 @@ class MinSnrWeighting(Config):
 
 
 class P2Weighting(Config):
-    """(k + SNR)^-gamma, whatever is predicted (Choi et al. 2022, "Perception prioritized training")."""
+    """Weight (k + SNR)^-gamma for every prediction (Choi et al. 2022, "Perception prioritized training")."""
 
     type: Literal["p2"] = "p2"
     gamma: float = Field(1.0, ge=0)
-    """Strength with which the least noisy times are held back; 0: not at all."""
+    """Exponent: larger values reduce the weight of the least noisy times; 0: every weight is 1."""
     k: float = Field(1.0, gt=0)
-    """Keeps the weight of the noisiest times finite."""
+    """Constant that limits the weight of the noisiest times."""
 
     def weight(self, prediction: Prediction, alpha: Tensor, sigma: Tensor) -> Tensor:
         """[B] from alpha and sigma [B]."""
@@ -78,5 +78,5 @@ Weighting = Annotated[
 
 
 def _snr(alpha: Tensor, sigma: Tensor) -> Tensor:
-    """Between 1e-20 and 1e9 for levels of unit variance, so that no weight is infinite or NaN."""
+    """Return the SNR, between 1e-20 and 1e9 for levels of unit variance, so that no weight is infinite or NaN."""
     return alpha.square().clamp(min=1e-20) / sigma.square().clamp(min=1e-9)

@@ -25,30 +25,30 @@ class CheckpointConfig(Config):
     """When to save the state from which a run resumes."""
 
     every_steps: int = Field(1000, gt=0)
-    """Steps from one checkpoint to the next; the last step and a request to stop save as well."""
+    """Number of steps between checkpoints. A checkpoint is also saved after the last step and on a request to stop."""
     every_seconds: float | None = Field(None, gt=0)
-    """Also save whenever this long has passed since the clock last asked; unset: by steps alone. Changes no result."""
+    """Also save this many seconds after the last save by time; unset: by steps alone. Changes no result."""
     keep_last: int = Field(2, gt=0)
-    """Number of newest checkpoints that are kept."""
+    """Number of checkpoints to keep, the newest ones."""
     keep_every: int | None = Field(None, gt=0)
-    """Keep the checkpoint of every multiple of this many steps for good; unset: none."""
+    """Keep the checkpoints of multiples of this number of steps permanently; unset: none."""
 
 
 class TrainConfig(Sparse):
-    """Configuration of the training. Everything but `steps` has a value that works."""
+    """Configuration of the training. All keys except `steps` have defaults."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"patience"})
 
     steps: int = Field(gt=0)
-    """Updates of the weights in all."""
+    """Total number of updates of the weights."""
     global_batch: int = Field(256, gt=0)
     """Examples of one update, over all processes."""
     microbatch: int | None = Field(None, gt=0)
-    """Examples a process computes at once; unset: its whole share. Follows from memory. The result stays the same to
-    rounding, but for the masks of dropout, and to the bit with `deterministic: strict`, which computes `strict_chunk`
-    at once."""
+    """Examples that a process computes at once, as memory allows; unset: its whole share. Changes the result only by
+    rounding and through the masks of dropout, and not at all with `deterministic: strict`, which computes
+    `strict_chunk` examples at once."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of everything random: initial weights, order, flips, noise, timesteps, dropout."""
+    """Seed of all random numbers: initial weights, order of the examples, flips, noise, timesteps, dropout."""
     optimizer: Optimizer = AdamW()
     """Optimizer, which turns gradients into updates."""
     schedule: Schedule = Constant()
@@ -58,74 +58,74 @@ class TrainConfig(Sparse):
     ema: Ema = ExponentialEma(warmup=RampUp())
     """Running averages of the weights."""
     weights: Literal["ema", "raw", "best"] | Rate = "ema"
-    """Weights that are written at the end. ema: the first average; a number: the average of that rate (or width). raw:
-    the weights as trained. best: the first average as it was at the validation with the smallest loss, which
-    checkpoints then hold beside the latest."""
+    """Weights that are written at the end. ema: the first average. A number: the average of that rate (or width). raw:
+    the weights as trained. best: the first average at the validation with the smallest loss; checkpoints then also
+    contain it."""
     keep_raw: bool = False
-    """Also write the weights as trained, into the folder `raw` beside the others."""
+    """Also write the weights as trained, into the subfolder `raw` of the output."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
-    """Precision that the network computes in; weights, moments and averages are float32 always. fp16 scales the
+    """Precision of the network's computations; weights, moments and averages are always float32. fp16 scales the
     loss."""
     tf32: bool = True
     """Let a GPU round the factors of float32 matrix products to 10 bits, which is several times faster."""
     compile: bool | Literal["cuda_graphs"] = False
-    """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start.
-    cuda_graphs: on a GPU also record what each block launches and launch it as one, for networks so small that the GPU
-    waits for launches; takes more memory."""
+    """Compile each block of the network with torch.compile, which takes about a minute at the start. cuda_graphs: on a
+    GPU also record the kernels of each block as a CUDA graph, for networks so small that the GPU waits for kernel
+    launches; takes more memory."""
     channels_last: bool = False
-    """Lay images out with their channels innermost, which suits convolutions."""
+    """Store images with the channels innermost (channels-last), which is faster for convolutions."""
     sharding: Literal["none", "optimizer", "full", "machine"] = "none"
-    """State that processes divide among them. optimizer: each updates a slice of the weights, and keeps moments and
-    averages of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of
-    weights and gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit
-    in memory otherwise; slower. machine: as full, but within each machine, and the machines add up their gradients
-    (HSDP): for several machines whose network is slower than what connects the GPUs of one. Each setting resumes from
-    the checkpoints of any other, on any number of processes."""
+    """State that is sharded across the processes. optimizer: each process updates a slice of the weights and stores
+    only the moments and averages of that slice (ZeRO-1), which takes less memory and less time. full: each process also
+    stores only its shard of the weights and gradients, and gathers the weights of a block to compute it (FSDP); slower,
+    for networks that do not fit in memory otherwise. machine: full sharding within each machine, and gradients summed
+    over the machines (HSDP), for a network between machines that is slower than the links between the GPUs of a
+    machine. Each setting resumes from the checkpoints of any other, on any number of processes."""
     reduce: Literal["float32", "bf16"] = "float32"
-    """Precision in which processes send one another their gradients to be added up. bf16: half of the traffic, for
-    networks between machines that are slower than their GPUs; sums are rounded to 8 bits."""
+    """Precision in which gradients are summed over the processes. bf16: half the traffic, for slow networks between
+    machines; sums are rounded to 8 bits."""
     deterministic: Mode = "run"
-    """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
-    processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
+    """Reproducibility. off: the fastest kernels. run: bit-identical weights on the same machines with the same number
+    of processes, also after interruptions. strict: with any number of processes, by adding in a fixed order; slower."""
     strict_chunk: int = Field(8, gt=0)
-    """Examples computed at once with `deterministic: strict`; part of the result's last bits."""
+    """Examples computed at once with `deterministic: strict`. Affects the last bits of the result."""
     flip_probability: float = Field(0.5, ge=0, le=1)
-    """Probability with which an example is mirrored."""
+    """Probability that an example is mirrored."""
     augment: Augment | None = None
-    """Augmentation for small data sets, with its parameters as a condition of the network: {} for the paper's. Unset:
-    mirroring alone (`flip_probability`)."""
+    """Augmentation for small data sets, with its parameters as a condition of the network; {}: the settings of the
+    paper. Unset: only mirroring (`flip_probability`)."""
     balance_classes: bool = False
-    """Show every class as often as any other, however many images it has: of C classes every C examples hold one each,
-    and no image comes again before all others of its class have come."""
+    """Sample all classes equally often, whatever their numbers of images: of C classes, every C examples contain one of
+    each, and no image is repeated before all images of its class have been used."""
     init_from: WeightsOf | str | None = None
-    """Weights to start from, with a fresh optimizer: {experiment: NAME} for those of another experiment, or a weights
-    folder, as `export --read` makes of published ones. Other classes start from those of the same name, or from the
-    mean of all; another resolution interpolates positions. Unset: random weights."""
+    """Weights to start from, with a new optimizer: {experiment: NAME} for those of another experiment, or a weights
+    folder, such as `export --read` makes of published weights. Classes start from those of the same name, or else from
+    the mean of all; position embeddings are interpolated to another resolution. Unset: random weights."""
     freeze: tuple[str, ...] = ()
-    """Parameters that stay as they are, by name: ["blocks.0.*", "t_embedder.*"]. A * stands for anything."""
+    """Parameters that are not trained, by name: ["blocks.0.*", "t_embedder.*"]. * matches anything."""
     lora: Lora | None = None
-    """Train low-rank adapters in place of the weights, to which they are added at the end; unset: the weights."""
+    """Train low-rank adapters, which are added to the weights at the end; unset: train the weights themselves."""
     layer_decay: float | None = Field(None, gt=0, le=1)
-    """Learning rates that fall towards the input: the last of the network's blocks has this factor, the one before its
-    square, and so on; what lies behind the blocks keeps the whole rate. Unset: one rate for all."""
+    """Factor by which the learning rate falls from block to block towards the input: the last block has this factor,
+    the one before it its square, and so on; layers after the blocks have the full rate. Unset: one rate for all."""
     lr_factors: dict[str, Annotated[float, Field(gt=0)]] = Field({})
-    """Factors of the learning rate for parameters by name: {"y_embedder.*": 10}. A * stands for anything; factors of
+    """Factors of the learning rate of parameters by name: {"y_embedder.*": 10}. * matches any characters. Factors of
     several patterns, and of `layer_decay`, are multiplied."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save the state from which a run resumes."""
     log_every_steps: int = Field(100, gt=0)
-    """Steps from one log line to the next; each gives means over the steps since the last."""
+    """Number of steps between log lines. Each line gives means over the steps since the previous one."""
     validate_every_steps: int | None = Field(1000, gt=0)
-    """Steps from one loss on the validation split to the next; unset: never."""
+    """Number of steps between validations on the validation split; unset: never."""
     validation_samples: int = Field(1024, gt=0)
-    """Number of samples of the validation split that are used, or all if the split has fewer."""
+    """Number of samples of the validation split to use; all, if the split has fewer."""
     patience: float | None = Field(None, gt=0, le=1)
-    """End the training at the validation after which the loss has not improved for this share of `steps`; unset: at the
-    last step. The schedule keeps its length."""
+    """End the training at a validation if the loss has not improved for this share of `steps`; unset: train to the last
+    step. The length of the learning rate schedule does not change."""
     grid_every_steps: int | None = Field(5000, gt=0)
-    """Steps from one grid of samples to the next; unset: never."""
+    """Number of steps between grids of samples; unset: never."""
     max_hours: float | None = Field(None, gt=0)
-    """Save and stop after this long, to be continued by the same command; unset: no limit."""
+    """Hours after which the training saves and stops. The same command continues it. Unset: no limit."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
@@ -177,8 +177,7 @@ class TrainConfig(Sparse):
 
     @property
     def average(self) -> str | None:
-        """Return the average that is used for previews and validation and that is written; None: the weights as
-        trained."""
+        """Return the name of the average that is validated, previewed and written; None: the weights as trained."""
         if self.weights == "raw":
             return None
         if isinstance(self.weights, float):
@@ -198,20 +197,20 @@ class TrainConfig(Sparse):
 
     @property
     def microbatch_key(self) -> str:
-        """Return the key of the examples computed at once."""
+        """Return the configuration key for the number of examples computed at once."""
         return "train.strict_chunk" if self.deterministic == "strict" else "train.microbatch"
 
     def share_of(self, processes: int) -> int:
-        """Return the examples of a step that one of several processes computes, the most that any of them has; whole
-        chunks with `strict`."""
+        """Return the largest number of examples of a step that one of several processes computes; whole chunks with
+        `strict`."""
         if self.deterministic != "strict":
             return -(-self.global_batch // processes)
         chunks = -(-self.global_batch // self.strict_chunk)
         return min(self.global_batch, -(-chunks // processes) * self.strict_chunk)
 
     def check_pairs(self, shares: Sequence[int] = ()) -> None:
-        """Raise ValueError if the neighbours of a global batch would be computed apart. shares: examples of each
-        process, where they are known."""
+        """Raise ValueError if paired neighbours of a global batch would be computed apart. shares: the number of
+        examples of each process, if known."""
         sizes = {"train.global_batch": self.global_batch}
         sizes |= {f"the share of process {i}": size for i, size in enumerate(shares)}
         at_once = self.strict_chunk if self.deterministic == "strict" else self.microbatch
@@ -225,13 +224,13 @@ class TrainConfig(Sparse):
 
     @property
     def tunes(self) -> bool:
-        """True if the section names or counts parts of the network, which has to be built to check them."""
+        """True if the section refers to parts of the network, so that checking it requires building the network."""
         return bool(self.freeze or self.lora or self.layer_decay or self.lr_factors or self.optimizer.looks_inside)
 
     def advice(self) -> list[str]:
-        """Return a sentence for each setting that works but was hardly intended."""
+        """Return a sentence for each valid setting that is probably a mistake."""
         if self.average is None or not isinstance(self.ema, ExponentialEma):
-            return []  # of the initial weights a power average has nothing, since its first update copies
+            return []  # a power average contains nothing of the initial weights: its first update copies
         share = self.ema.initial_share(self.average, self.steps)
         if share <= LARGEST_INITIAL_SHARE:
             return []
@@ -243,13 +242,14 @@ class TrainConfig(Sparse):
         ]
 
     def keeps(self, step: int) -> bool:
-        """True if the weights of a step are available after the training: those of the end, and of checkpoints kept."""
+        """True if the weights of a step are available after the training: the last step and permanent checkpoints."""
         every = self.checkpoint.keep_every
         is_saved = step % self.checkpoint.every_steps == 0
         return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
 
     def check_average(self, number: float | Literal["raw"]) -> None:
-        """Raise ValueError unless the average of a rate or width, or the weights as trained, can be had of the end."""
+        """Raise ValueError if the average of a rate or width, or the weights as trained, are not known for the last
+        step."""
         if self.weights == "best":
             raise ValueError("train.weights is best, whose step may be earlier than the end. Leave out one of the two.")
         if number != "raw" and average_name(number) not in self.ema.names:
@@ -258,22 +258,22 @@ class TrainConfig(Sparse):
 
     @property
     def _has_horizon(self) -> bool:
-        """Return whether what a step does depends on the number of steps."""
+        """Return True if an update depends on the total number of steps."""
         ends = self.augment is not None and self.augment.probability > 0 and self.augment.until < 1
         return self.schedule.has_horizon or self.patience is not None or ends
 
     def identity(self) -> dict[str, Any]:
-        """Return the part of this section that identifies a run: a checkpoint of another identity is never resumed.
+        """Return the part of this section that identifies a run. Only checkpoints of the same identity are resumed.
 
-        Left out is what may change from start to start: how long, how often to log or save, what the machine offers.
-        The order of the averages does not count, unless the losses of the first decide the weights or the end.
+        Settings that may change between starts are excluded: number of steps, intervals, hardware. The order of the
+        averages does not count, unless the losses of the first decide the weights or the end.
         """
         free = {
             "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",
             "log_every_steps", "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
         }  # fmt: skip
         validated = self.weights == "best" or self.patience is not None
-        if validated:  # the state holds the best of the validations there were
+        if validated:  # the state contains the best validation so far
             free -= {"weights", "validate_every_steps", "validation_samples"}
         if not self._has_horizon:
             free.add("steps")
@@ -287,7 +287,7 @@ class TrainConfig(Sparse):
             if not getattr(self, key)
         }
         identity = {key: value for key, value in dump(self).items() if key not in free}
-        if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
+        if self.deterministic == "run":  # the same numbers except for the last bits, as with `compile`
             identity["deterministic"] = "off"
         if not validated:  # of the first average, unless `weights` names another
             key = "rates" if isinstance(self.ema, ExponentialEma) else "widths"

@@ -1,4 +1,4 @@
-"""A trained model, rebuilt from its weights folder: network, system and codec; and a check of its training."""
+"""Load a trained model from its weights folder: network, system and codec; and check its training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from image_diffusion.systems.pairs.inputs import by_kind
 
 
 def load_model(folder: Path) -> Model:
-    """Rebuild the model in a weights folder. Raises ValueError when its files are missing or do not fit."""
+    """Load the model in a weights folder. Raises ValueError if its files are missing or do not fit."""
     tensors, model = read_weights(folder)
     where = f"{folder}/model.json"
     system: System = parse(AnySystem, model["system"], where)
@@ -49,7 +49,7 @@ def load_model(folder: Path) -> Model:
 
 
 def load_codec(model: Model, weights: Path | None, device: torch.device) -> Codec:
-    """Return the codec a model was trained with. weights: the folder of the experiment that trained it, if any.
+    """Return the codec of a model. weights: the folder of the experiment that trained the codec, if any.
 
     Raises ValueError when that folder now holds another codec.
     """
@@ -64,9 +64,9 @@ def load_codec(model: Model, weights: Path | None, device: torch.device) -> Code
 
 
 def check_trained_by(folder: Path, config: Path | None) -> None:
-    """Raise ValueError naming what differs when a weights folder is not of the training of a file, train.yaml.
+    """Raise ValueError that names the differences if a train.yaml does not describe the training of a weights folder.
 
-    config: unset, nothing is asked. Numbers of steps, saves and logs count too: the file is all that a training is.
+    config: path of the file; None: no check. The numbers of steps, checkpoints and logs are compared as well.
     """
     if config is None:
         return

@@ -1,4 +1,4 @@
-"""The training loop: one screen, the same for every system."""
+"""The training loop, which is the same for every system."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from image_diffusion.training.trainer import Trainer
 
 
 def train(trainer: Trainer, reports: Reports, stop: Stop, step: int) -> None:
-    """Train from `step`, the number of updates done, to the end, and save a checkpoint of the last step.
-
-    Raises Stopped when it was asked to stop, ValueError when a loss or gradient is not finite, OSError when a
-    checkpoint cannot be written.
+    """Train from `step`, the number of updates done, to the end, and save a checkpoint of the last step. Raises Stopped
+    on a request to stop, ValueError if a loss or gradient is not finite, OSError if a checkpoint cannot be written.
     """
     config = trainer.config
     stopping = stop.poll()

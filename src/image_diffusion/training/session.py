@@ -1,5 +1,4 @@
-"""One start of a training: join the other processes, resume from the checkpoint if any, train, write what was
-declared."""
+"""One start of a training: join the other processes, resume from a checkpoint if any, train, and write the outputs."""
 
 from __future__ import annotations
 
@@ -49,14 +48,14 @@ def run(
 ) -> None:
     """Train, or resume training, and write `output`: weights.safetensors and model.json; checkpoints in its `state`.
 
-    build: what to train on what; called with PyTorch's generator seeded, for the initial weights. model: plain data
-    that rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that says
-    what the training data are. journal: the folder of journals; None: none is kept. start: the weights folder to start
-    from, where `init_from` names an experiment. hang_s: seconds that a process waits for another. split: digest of
-    which images are trained on and which are held out, kept with checkpoints; a run is continued with the same alone.
+    build: builds the task; called with PyTorch's generator seeded, for the initial weights. model: plain data that
+    rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that describes the
+    training data. journal: the folder of journals; None: no journal. start: the weights folder to start from, if
+    `init_from` names an experiment. hang_s: seconds that a process waits for another. split: digest of the split into
+    training and held-out images, stored in checkpoints; a run only continues with the same split.
 
-    The run is what `model`, `data` and the configuration say it is; another run's checkpoints are never continued.
-    Raises Stopped, ValueError or OSError as `loop.train` does.
+    `model`, `data` and the configuration identify the run; checkpoints of another run are never continued. Raises
+    Stopped, ValueError or OSError as `loop.train` does.
     """
     with ExitStack() as stack:
         world = stack.enter_context(join(hang_s))
@@ -102,8 +101,8 @@ def run(
 
 
 def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:
-    """Return the state of a process where several write checkpoints. state: of the first. All processes call it
-    together."""
+    """Return the state of this process if several processes write checkpoints. state: the state of the first process.
+    All processes call it together."""
     world = trainer.world
     run = (state.fingerprint, state.token) if isinstance(state, State) else ("", "")
     fingerprint, token = world.broadcast_object(run)
@@ -113,8 +112,8 @@ def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: 
 
 
 def _print_advice(trainer: Trainer, warm: tuple[str, list[str]] | None) -> None:
-    """Print what a user may want to know before a training begins. warm: of `_warm_start`; None where it does not begin
-    with other weights."""
+    """Print advice before a training begins. warm: result of `_warm_start`; None if it does not start from other
+    weights."""
     if advice := faster_in_bf16(trainer.config.precision, trainer.world.device):
         print(advice, flush=True)
     if warm is not None:
@@ -127,16 +126,16 @@ def _print_advice(trainer: Trainer, warm: tuple[str, list[str]] | None) -> None:
 
 
 def _identity(train: dict[str, Any], model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:
-    """Return the plain data that tell a run from every other. train: of its section."""
+    """Return the plain data that identify a run. train: the identity of its section `train`."""
     sha256 = None if start is None else read_model(start)["sha256"]
     identity = {"train": train, **model, "data": data, "init_from": sha256}
-    identity.pop("missing_numbers", None)  # of the data, and missing in trainings of before
+    identity.pop("missing_numbers", None)  # follows from the data, and is absent in trainings of earlier versions
     plain: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint that is read
     return plain
 
 
 def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
-    """Load the weights in a folder, as far as they fit, into a network. model: of the training."""
+    """Load the weights in a folder into a network, as far as they fit. model: description of the training's model."""
     tensors, other = read_weights(folder)
     changes: list[Change] = []
     class_tables: list[str] = []
@@ -164,22 +163,22 @@ def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> tupl
 
 
 def _weights_info(model: dict[str, Any], where: str, *, named: bool) -> Trained:
-    """Return the description of weights. named: classes have names; those of weights that others published are numbers
-    alone."""
+    """Return the description of weights. named: True if classes have names; classes of published weights are only
+    numbers."""
     system: System = parse(AnySystem, model["system"], where)
     pairs = by_kind(model.get("pairs"), system.reads_beside or ("pairs",))
     return Trained(system, parse(DataSpec, model["spec"], where), model["classes"] if named else None, pairs)
 
 
 def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Return a sentence on the space that weights were trained in, if it is another one."""
+    """Return a sentence on the latent space that weights were trained in, if it differs from the training's."""
     if ours["identity"] != theirs["identity"]:
         return f" They were trained in the space of another codec, {theirs['identity']}."
     return " Their latents were normalised otherwise." if ours != theirs else ""
 
 
 def _early_end(trainer: Trainer) -> str:
-    """Return why a training ended before its last step, in a sentence."""
+    """Return a sentence that explains why a training ended before its last step."""
     config, patience = trainer.config, trainer.patience
     return (
         f"The training ends at step {trainer.last_step:,} of {config.steps:,}: the validation loss is smallest, "
@@ -188,7 +187,7 @@ def _early_end(trainer: Trainer) -> str:
 
 
 def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:
-    """Write the weights, which all processes gather together. model: with the section `train` that was asked for."""
+    """Write the weights, which all processes gather together. model: includes the section `train` as configured."""
     config, carried, end = trainer.config, trainer.task.carried, trainer.last_step
     ended = {"ended_early_at": end} if end < config.steps else {}
 

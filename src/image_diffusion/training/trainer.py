@@ -1,4 +1,4 @@
-"""Trainer: the components of a training, put together from its configuration."""
+"""Trainer: the components of a training, built from its configuration."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from image_diffusion.training.parallel.world import World
 from image_diffusion.training.parallel.zero import SlicedFlat
 
 _WITH_TENSORS = "meter", "objective"
-"""Components whose state is tensors, which are files of a checkpoint; that of the others is in checkpoint.json."""
+"""Components whose state is stored as tensor files of a checkpoint; the state of the others is in checkpoint.json."""
 
 
 @runtime_checkable
 class TakesIn(Protocol):
-    """A network that also learns from what it saw, as a codebook of moving averages does."""
+    """A network that also learns without gradients, such as a codebook of moving averages."""
 
     def take_in(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Learn from `Losses.seen` of one step's whole global batch. Returns the tensors that it changed in place."""
@@ -54,12 +54,12 @@ class TakesIn(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a training: what to train on what.
+    """Task of a training: network, objective and data.
 
-    network: float32, anywhere. objective: batch -> losses. prepare: what the shards hold [B, …], labels [B], the random
-    numbers of the batch and, where a set is joined to the data, what that holds -> what the objective is given. data,
-    validation: the two splits. grid: the network, with the averaged weights if any, and the step -> pictures and
-    numbers by name; called in the first process only. carried: files that are written beside the weights, by name.
+    network: float32, on any device. objective: batch -> losses. prepare: stored examples [B, …], labels [B], the random
+    numbers of the batch and the contents of joined sets, if any -> batch of the objective. data, validation: the two
+    splits. grid: network (with averaged weights, if any), step and folder -> pictures and numbers by name; called only
+    in the first process. carried: files to write next to the weights, by name.
     """
 
     network: nn.Module
@@ -72,9 +72,9 @@ class Task:
 
 
 class BestWeights:
-    """The average at the validation with the smallest loss so far, and the buffers that the network then had.
+    """The average at the validation with the smallest loss so far, and the network's buffers at that step.
 
-    step: of that validation; 0 before the first. buffers: copies those that learn without a gradient, by name.
+    step: step of that validation; 0 before the first. buffers: copies buffers that learn without a gradient, by name.
     """
 
     def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]]) -> None:
@@ -83,12 +83,12 @@ class BestWeights:
         self.values, self.buffers = flat.values, dict[str, Tensor]()
 
     def offer(self, loss: float, step: int, values: Tensor) -> None:
-        """Keep the average of a validation, the same in every process, if its loss is the smallest."""
+        """Store the average of a validation, the same in every process, if its loss is the smallest so far."""
         if not self.step or loss < self.loss:
             self.loss, self.step, self.values, self.buffers = loss, step, values.clone(), self._copy_buffers()
 
     def tensors(self) -> StateDict:
-        """Return the tensors, which a checkpoint is loaded into after `load_state_dict`."""
+        """Return the tensors to load a checkpoint into, after `load_state_dict`."""
         return {"": Vector(self._flat, self.values), **self.buffers}
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,12 +96,12 @@ class BestWeights:
         return {"loss": self.loss, "step": self.step} if self.step else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make room for the weights of this loss and step."""
+        """Set loss and step, and allocate the tensors of their weights."""
         self.offer(state["loss"], state["step"], self._flat.values)
 
 
 class Trainer:
-    """The components of a training, on this process's device, the same in every process. They compute within
+    """The components of a training, on this process's device, the same in every process. Use it within
     `determinism.switches`."""
 
     def __init__(self, task: Task, config: TrainConfig, world: World) -> None:
@@ -117,7 +117,7 @@ class Trainer:
         factors = {name: factors.get(name, 1.0) for name in trained}
         check_memory(world, task.network, config)
         self.network = task.network.to(world.device)
-        for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
+        for tensor in self.network.state_dict().values():  # with `init_from` only the first process has loaded weights
             world.broadcast(tensor)
         self.network.to(memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         if task.objective.teacher is not None:
@@ -163,7 +163,7 @@ class Trainer:
 
     @property
     def last_step(self) -> int:
-        """Return the step at which the training ends, as far as is known."""
+        """Return the step at which the training ends, as far as known."""
         return self.config.steps if self.patience.ended_at is None else self.patience.ended_at
 
     def set_learning_rate(self, step: int) -> float:
@@ -175,17 +175,17 @@ class Trainer:
         return self.gradients(examples, partial(self.losses, step))
 
     def losses(self, step: int, examples: Examples, part: int) -> Losses:
-        """Return the objective's losses, in the configured precision. step, part: no other examples of the run have
-        both; they seed PyTorch's own generator, which only dropout uses."""
-        if self.config.records and part < self.world.size:  # the first of this process in the step
+        """Return the objective's losses, in the configured precision. step, part: unique to these examples in the run;
+        they seed PyTorch's generator, which only dropout uses."""
+        if self.config.records and part < self.world.size:  # the first part of this process in the step
             torch.compiler.cudagraph_mark_step_begin()
         _generator(self.world.device).manual_seed(_seed_of(self.config.seed, step, part))
         augment = self.config.augment.at((step - 1) / self.config.steps) if self.config.augment is not None else None
         return self._losses(self.task.objective, self.config.seed, step, examples, augment)
 
     def validation_losses(self, step: int, examples: Examples, part: int) -> Losses:
-        """Compute the losses of samples that are not trained on, with numbers that no run, step or earlier loss
-        changes: those of seed 0, at times drawn uniformly."""
+        """Compute the losses of held-out samples with the same random numbers in every run and step (seed 0), at times
+        drawn uniformly."""
         return self._losses(self.task.objective.uniform(), 0, step, examples)
 
     def _losses(
@@ -200,7 +200,7 @@ class Trainer:
             return objective(cast("Network", self.network), batch)
 
     def clip_gradients(self) -> Tensor:
-        """Return the norm of the gradient, [] on the device, after which it is at most `grad_clip`."""
+        """Scale the gradient to a norm of at most `grad_clip`, and return its norm before, [] on the device."""
         self.precision.scaler.unscale_(self.optimizer.torch)
         norm = self.flat.norm()
         if self.config.grad_clip is not None:
@@ -208,15 +208,15 @@ class Trainer:
         return norm
 
     def update(self, step: int) -> None:
-        """Update number `step`, counted from 1: the weights, then their averages."""
+        """Do update number `step`, counted from 1, of the weights and then of their averages."""
         self.precision.scaler.step(self.optimizer.torch)
         self.precision.scaler.update()
         self.flat.show()
         self.averages.update(step)
 
     def validated(self, step: int, loss: float) -> None:
-        """Keep the average if its loss in a validation, the same in every process, is the smallest so far; set the end
-        if the loss has not improved for long. Raises ValueError if that is to be known of a loss that is not finite."""
+        """Store the average if its validation loss, the same in every process, is the smallest so far, and set the
+        early end if the loss has stopped improving. Raises ValueError if either needs a loss that is not finite."""
         if not math.isfinite(loss) and (self.config.weights == "best" or self.config.patience is not None):
             raise ValueError(
                 f"The validation loss is {loss} at step {step:,}, but train.weights: best and train.patience compare "
@@ -227,8 +227,8 @@ class Trainer:
             self.best.offer(loss, step, self._average())
 
     def observe(self, step: int, losses: Losses, norm: Tensor) -> None:
-        """Take in what a step gave, without waiting for it: for the log, for the alarm, for
-        objective and network."""
+        """Record the results of a step, without waiting for the device: in the meter, the check for finite losses, the
+        objective and the network."""
         self.meter.add(losses, norm)
         self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
         memory, network = self.task.objective.memory, self.network
@@ -243,8 +243,8 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Hold the network in evaluation mode, with the average that counts for its weights, if any. All processes
-        begin it together; each may then compute for any length of time."""
+        """Yield the network in evaluation mode, with the weights of the selected average, if any. All processes enter
+        together; each may then compute for any length of time."""
         self.network.eval()
         try:
             with self.flat.holding(self._average()), torch.no_grad(), self.eagerly():
@@ -253,12 +253,12 @@ class Trainer:
             self.network.train()
 
     def eagerly(self) -> AbstractContextManager[None]:
-        """Run without the compiled network, which would be compiled anew for this mode and these shapes."""
+        """Return a context without compiled code, which would be recompiled for this mode and these shapes."""
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors that are written at the end, under the network's own names, in the first process. All
-        processes call it together."""
+        """Return the tensors to write at the end, under the network's own names, in the first process. All processes
+        call it together."""
         if self.config.weights == "best":
             assert self.best.step, "the last step is validated"
             return self._written(self.best.values, self.best.buffers)
@@ -269,7 +269,7 @@ class Trainer:
         return self._written(self.flat.values)
 
     def capture(self, step: int, reports_due: bool) -> Checkpoint:
-        """Return a checkpoint of this moment, still on the device, or this process's part of it. All processes call it
+        """Return a checkpoint of the current state on the device, or this process's part of it. All processes call it
         together."""
         groups: Groups = {"network": {}, "optimizer": {}, "meter": {}, "objective": {}}  # files even if they are empty
         groups |= {"best": {}} if self.best.step else {}
@@ -305,12 +305,12 @@ class Trainer:
         for group, state in self._tensors().items():
             load_in_place(state, None if checkpoint is None else checkpoint.groups[group], self.world)
         self.flat.show()
-        was_intermediate = step == self.config.steps and not extra["ended"]  # the run was longer then
+        was_intermediate = step == self.config.steps and not extra["ended"]  # the run was configured for more steps
         return step, reports_due or was_intermediate
 
     def _tensors(self) -> dict[str, StateDict]:
-        """Return the tensors that a checkpoint is loaded into, by the name of their group. The network's are those that
-        are not trained, beside the vector of those that are."""
+        """Return the tensors that a checkpoint is loaded into, by the name of their group. The network's are the vector
+        of trained parameters, and the tensors that are not trained."""
         fixed = {name: t for name, t in self.network.state_dict().items() if name not in self.flat.parameters}
         averages = {name: {"": Vector(self.flat, vector)} for name, vector in self.averages.vectors.items()}
         return {
@@ -328,14 +328,14 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self.network.state_dict().items() if name not in fixed}
 
     def _written(self, vector: Tensor, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the network's tensors with a vector of the flat layout for what is trained, in the first process with
-        adapters added to their weights. buffers: in place of those that the network has now."""
+        """Return the network's tensors with the trained parameters from a vector of the flat layout; in the first
+        process, adapters are merged into the weights. buffers: replace the network's current buffers."""
         state = self.network.state_dict() | self.flat.named(vector) | dict(buffers or {})
         state = written(state, self.config.lora if self.world.is_main else None)
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _average(self) -> Tensor:
-        """Return the average that counts; the weights themselves if none does."""
+        """Return the selected average, or the weights if none is selected."""
         return self.flat.values if self.config.average is None else self.averages.vectors[self.config.average]
 
     def _format(self, x: Tensor) -> torch.memory_format:
@@ -379,13 +379,13 @@ def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: to
         return Flat(network, reduce)
     if config.sharding == "optimizer":
         return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
-    from image_diffusion.training.parallel.fsdp import ShardedFlat  # what it imports takes seconds
+    from image_diffusion.training.parallel.fsdp import ShardedFlat  # its imports take seconds
 
     return ShardedFlat(network, world, computes_in, reduce, config.sharding == "machine")
 
 
 def _teacher(network: nn.Module, config: TrainConfig) -> Network:
-    """Return a network that stays as this one is now."""
+    """Return a frozen copy of a network."""
     if config.init_from is None:
         raise ValueError(
             "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
@@ -397,13 +397,13 @@ def _teacher(network: nn.Module, config: TrainConfig) -> Network:
 
 
 def check_pairs(config: TrainConfig, world: World) -> None:
-    """Raise ValueError if the neighbours of a global batch would be computed apart."""
+    """Raise ValueError if paired neighbours of a global batch would be computed apart."""
     config.check_pairs(() if config.deterministic == "strict" else shares(config.global_batch, world))
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Return the generator that dropout on a device draws from. `torch.manual_seed` would seed every kind of device: 2
-    ms, and without a GPU the call is kept until a GPU is present."""
+    """Return the generator that dropout on a device draws from. `torch.manual_seed` would seed every kind of device,
+    which takes 2 ms, and without a GPU queues the call until a GPU is initialised."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]

@@ -1,7 +1,7 @@
-"""Configuration as a record: typed, bounded, frozen; an unknown key is an error with a suggestion.
+"""Configuration sections: typed, validated and frozen; an unknown key is an error with a suggestion.
 
-`base: cifar10` at the top of a file stands for cifar10.yaml beside it. What the file itself writes is merged over that,
-key by key, as long as `type` is the same or left out. An empty section is left out.
+`base: cifar10` at the top of a file stands for cifar10.yaml beside it. The keys of the file are merged over it, key by
+key, if `type` is the same or left out. An empty section removes the section of the base.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 
 class Config(BaseModel):
-    """Base of every configuration section. Frozen, and strict about unknown keys.
+    """Base of every configuration section. Instances are frozen; unknown keys are errors.
 
-    A section that is written in part keeps the rest of the default that applies where it is used (`merged`).
+    A section with only some keys is completed by the default of the field that contains it (`merged`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -53,8 +53,9 @@ class Config(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
-        """Add the sentence under each field to the schema as its description. Read here alone: pydantic's own
-        use_attribute_docstrings reads the source of every class as it is made, a third of a second at each start."""
+        """Add the docstring of each field to the schema as its description. Docstrings are read only here: pydantic's
+        use_attribute_docstrings reads the source of every class when it is defined, a third of a second at each
+        start."""
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name, about in _sentences(cls).items():
@@ -63,13 +64,12 @@ class Config(BaseModel):
 
 
 class Sparse(Config):
-    """Section of which some keys are written only if they are set.
-
-    Files and fingerprints of experiments that do not set them are then those of a version that did not have them.
+    """Section that omits some keys from plain data if they are unset. Files and fingerprints of experiments without
+    these keys then equal those of versions that did not have them.
     """
 
     if_set: ClassVar[frozenset[str]]
-    """Keys that are left out of plain data while they have their defaults."""
+    """Keys that are omitted from plain data if they have their defaults."""
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -82,10 +82,9 @@ class Sparse(Config):
 
 
 def merged(default: Any, written: Any) -> Any:
-    """Merge what is written of a section over the default that it replaces: a Config or plain data.
+    """Merge the written keys of a section over its default, a Config or plain data.
 
-    Key by key, and so in the sections inside, as long as `type` is the same or left out; another type starts from the
-    defaults of its own.
+    Sections are merged recursively, key by key, if `type` is the same or left out; another type uses its own defaults.
     """
     base = _set_by_hand(default)
     if not isinstance(base, dict) or not isinstance(written, dict):
@@ -96,8 +95,8 @@ def merged(default: Any, written: Any) -> Any:
 
 
 def shortest(value: Any, default: Any = None) -> Any:
-    """Return the plain data that stand for a value where a default applies: what `merged` and the defaults of its class
-    complete. value: a Config or plain data."""
+    """Return the shortest plain data that `merged` and the defaults of its class complete to a value. value: a Config
+    or plain data."""
     if not isinstance(value, Config):
         return value
     plain, fields = dump(value), type(value).model_fields
@@ -121,7 +120,7 @@ def _set_by_hand(default: Any) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the plain data in a YAML file. Raises ValueError naming the file when it is missing or is not YAML."""
+    """Return the plain data in a YAML file. Raises ValueError that names the file if it is missing or not YAML."""
     try:
         return yaml12.from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,8 +132,8 @@ def read_yaml(path: Path) -> Any:
 def parse(kind: Any, data: Any, where: str) -> Any:
     """Validate plain data as `kind`: a Config class, or an annotated union of them.
 
-    Raises ValueError with one sentence a problem, each opening with `where` and the dotted key; also for URLs with
-    passwords or signatures, which none of the sentences shows.
+    Raises ValueError with one sentence for each problem, which begins with `where` and the dotted key; also for URLs
+    with passwords or signatures, which the sentences do not show.
     """
     try:
         check_no_secrets(data)
@@ -153,8 +152,8 @@ def load(kind: type[T], path: Path, changes: Sequence[str] = ()) -> T:
 
 
 def changed(data: Any, changes: Sequence[str]) -> Any:
-    """Merge the settings of `--set`, in order, over plain data: each "sample.sampler.num_steps=10", the value as YAML
-    has it. Raises ValueError for an empty one."""
+    """Merge the settings of `--set`, such as "sample.sampler.num_steps=10" with a value in YAML, in order over plain
+    data. Raises ValueError for an invalid setting."""
     for change in changes:
         key, separator, text = change.partition("=")
         names = key.split(".")
@@ -171,12 +170,12 @@ def changed(data: Any, changes: Sequence[str]) -> Any:
 
 
 def origin(path: Path | None, changes: Sequence[str]) -> str:
-    """Return the origin of the configuration, for the sentence on a mistake in it. path: None for defaults."""
+    """Return the origin of a configuration, for error messages. path: None for defaults."""
     return " --set ".join([str(path or "the defaults"), *changes])
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """Return plain data that `parse` turns back into an equal configuration, defaults included."""
+    """Return plain data, including defaults, that `parse` converts to an equal configuration."""
     return config.model_dump(mode="json")
 
 
@@ -190,7 +189,7 @@ def differing_keys(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
 
 
 def to_yaml(data: Any) -> str:
-    """Return plain data as YAML, keys in their given order: the same data always gives the same bytes."""
+    """Return plain data as YAML, with keys in their given order. The same data always gives the same bytes."""
     return yaml12.to_text(data)
 
 
@@ -204,7 +203,7 @@ def _sentences(kind: type[BaseModel]) -> dict[str, str]:
 
 
 def _sentences_of(kind: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings of the fields in the source of one class; empty for a class that was made by a call."""
+    """Return the docstrings of the fields in the source of one class; empty for a class without source."""
     try:
         written = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     except OSError:
@@ -218,7 +217,7 @@ def _sentences_of(kind: type[BaseModel]) -> dict[str, str]:
 
 
 def _files_beside(path: Path) -> str:
-    """Suggest files in place of a missing one: one of a similar name, and all that exist."""
+    """Return a suggestion for a missing file: a similar name, and all existing files."""
     names = sorted(file.stem for file in path.parent.glob(f"*{path.suffix}"))
     close = nearest(path.stem, names)
     advice = f" Did you mean {close}?" if close else ""
@@ -226,8 +225,8 @@ def _files_beside(path: Path) -> str:
 
 
 def beyond_defaults(config: Config, defaults: Config | None = None) -> set[str]:
-    """Return the dotted keys of values that differ from the defaults, those of its classes where none are given. A part
-    of another type counts with its key `type`, and is compared with the defaults of its own."""
+    """Return the dotted keys of values that differ from the defaults; unset: those of the class. For a section of
+    another type, the key `type` is included, and its values are compared with the defaults of that type."""
     keys: set[str] = set()
     for attribute, field in type(config).model_fields.items():
         name, value = field.alias or attribute, getattr(config, attribute)
@@ -246,15 +245,13 @@ BASE = "base"
 
 
 def over(base: Any, written: Any) -> dict[str, Any]:
-    """Return what a file or a variant writes merged over its base, without the sections that it empties."""
+    """Return the data of a file or variant merged over its base, without sections that it leaves empty."""
     return {key: value for key, value in merged(base, written).items() if value is not None or key not in written}
 
 
 def read_inherited(path: Path) -> tuple[Any, list[Path]]:
-    """Return the plain data of a file merged over those of its bases, and every file that was read: itself, its base,
-    and so on.
-
-    Raises ValueError for a base that is missing, is not a name, or leads back to the file.
+    """Return the plain data of a file merged over those of its bases, and all files that were read: the file, its base,
+    and so on. Raises ValueError for a base that is missing, is not a name, or is circular.
     """
     files, levels = [path], [read_yaml(path)]
     while isinstance(levels[-1], dict) and BASE in levels[-1]:

@@ -1,4 +1,4 @@
-"""Messages on mistakes in a configuration, one sentence each: the key, its value, and what to write in its place."""
+"""Error messages on a configuration, one sentence each: the key, its value, and a valid value."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ Location = Sequence[int | str]
 
 
 def sentence(problem: Any, kind: Any, data: Any) -> str:
-    """Return a sentence on one of pydantic's problems (`ValidationError.errors`) with plain data that should have been
-    of a kind."""
+    """Return a sentence on an item of pydantic's `ValidationError.errors` from validating plain data as a kind."""
     location = _visible_location(problem["loc"], data)
     key = _dotted(location) or "the file"
     match problem["type"]:
@@ -42,19 +41,19 @@ def sentence(problem: Any, kind: Any, data: Any) -> str:
 
 
 def nearest(name: str, choices: Sequence[str]) -> str | None:
-    """Return the known name that a misspelt one may stand for."""
+    """Return the known name that is most similar to a misspelt one."""
     return next(iter(difflib.get_close_matches(name, choices, n=1)), None)
 
 
 def suggestion(name: str, known: Sequence[str], otherwise: str | None = None) -> str:
-    """Return a sentence with the known name that a misspelt one may stand for. otherwise: the sentence where none is
-    like it; unset: the known names."""
+    """Return a sentence with the known name that is most similar to a misspelt one. otherwise: the sentence if none is
+    similar; unset: the known names."""
     close = nearest(name, known)
     return f"Did you mean {close}?" if close else otherwise or f"Known: {', '.join(known)}."
 
 
 def _advice(kind: Any, data: Any, location: Location) -> str:
-    """Suggest keys that may have been meant by an unknown one: a similar one, or one of its name further down."""
+    """Return a suggestion for an unknown key: a similar key, or a key of its name in another section."""
     *parent, last = location
     name, keys = str(last), sorted({key for model in _models_at(kind, data, parent) for key in _keys(model)})
     below = list(_paths_below(_models_at(kind, data, parent), _value_at(data, parent)))
@@ -62,7 +61,7 @@ def _advice(kind: Any, data: Any, location: Location) -> str:
     if others:
         return f"It is a key of type {' and '.join(_tags(others))}."
     close, close_below = nearest(name, keys), nearest(name, [path[-1] for path in below])
-    suggestions: list[Location] = (  # a name that is right in another place, before one that is nearly right here
+    suggestions: list[Location] = (  # an equal name elsewhere takes precedence over a similar name here
         _shallowest([[*parent, *path] for path in below if path[-1] == name])
         or ([[*parent, close]] if close else [])
         or _shallowest([[*parent, *path] for path in below if path[-1] == close_below])
@@ -74,7 +73,7 @@ def _advice(kind: Any, data: Any, location: Location) -> str:
 
 
 def _section_expected(value: Any, models: list[type[BaseModel]], location: Location) -> str:
-    """Return the end of a sentence on a value that stands in place of a section."""
+    """Return the end of a sentence on a value where a section is expected."""
     key, tags = (location[-1] if location else "it"), _tags(models)
     if tags and isinstance(value, str):
         meant = value if value in tags else nearest(value, tags)
@@ -89,7 +88,7 @@ def _section_expected(value: Any, models: list[type[BaseModel]], location: Locat
 
 def _visible_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
     """Return the keys as the user wrote them: pydantic also lists the tags of the unions it passed through. A tag in
-    brackets says which form of a value was read, one section or a list of them."""
+    brackets is the form of a value, one section or a list of them."""
     visible: list[int | str] = []
     location = tuple(part for part in location if not str(part).startswith("("))
     for position, part in enumerate(location):
@@ -103,7 +102,7 @@ def _visible_location(location: tuple[int | str, ...], data: Any) -> list[int | 
 
 
 def _value_at(data: Any, location: Location) -> Any:
-    """Return the value that the data hold at a place; None where they hold nothing."""
+    """Return the value at a path in the data; None if there is none."""
     for part in location:
         if isinstance(data, dict):
             data = data.get(part)
@@ -113,12 +112,12 @@ def _value_at(data: Any, location: Location) -> Any:
 
 
 def _models_at(kind: Any, data: Any, location: Location) -> list[type[BaseModel]]:
-    """Return the models that the value at a place may be of: the one that its `type` names, or all."""
+    """Return the possible models of the value at a path: the model of its `type`, or all."""
     return _chosen(_variants_at(kind, data, location), _value_at(data, location))
 
 
 def _variants_at(kind: Any, data: Any, location: Location) -> list[type[BaseModel]]:
-    """Return the models that are possible at a place, whatever `type` is written at the place itself."""
+    """Return the possible models at a path, regardless of its own `type`."""
     if not location:
         return _models(kind)
     first, *remaining = location
@@ -131,36 +130,36 @@ def _variants_at(kind: Any, data: Any, location: Location) -> list[type[BaseMode
 
 
 def _paths_below(models: list[type[BaseModel]], data: Any, above: tuple[Any, ...] = ()) -> Iterator[list[str]]:
-    """Yield every possible key below a place, as paths from the place; keys in lists are left out."""
+    """Yield every possible key below a path, as relative paths, without keys in lists."""
     for model in _chosen(models, data):
         for key, field in _keys(model).items():
             yield [key]
             many = typing.get_origin(field.annotation) in (list, tuple, dict)
-            # A section may contain its own kind, such as the codec of a codec: without `above` this would not end.
+            # A section may contain its own kind, such as the codec of a codec: `above` prevents infinite recursion.
             inner = [] if many else [variant for variant in _models(field.annotation) if variant not in above]
             for path in _paths_below(inner, _value_at(data, [key]), (*above, *inner)):
                 yield [key, *path]
 
 
 def _chosen(models: list[type[BaseModel]], data: Any) -> list[type[BaseModel]]:
-    """Return those of several models that have the `type` that the data name."""
+    """Return the models that have the `type` in the data."""
     tag = data.get("type") if isinstance(data, dict) else None
     return [model for model in models if tag in _tags([model])] or models
 
 
 def _keys(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a model by the keys that a configuration has for them."""
+    """Return the fields of a model by their configuration keys."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _tags(models: list[type[BaseModel]], key: str = "type") -> list[str]:
-    """Return the values of a key, `type` or what a section has beside it, that distinguish the models."""
+    """Return the values of a key, `type` or another discriminator, that distinguish the models."""
     fields = [keys[key] for model in models if key in (keys := _keys(model))]
     return sorted({str(tag) for field in fields for tag in typing.get_args(field.annotation)})
 
 
 def _discriminator(problem: Any) -> str:
-    """Return the key that distinguishes the kinds of a section, as a configuration has it."""
+    """Return the configuration key that distinguishes the kinds of a section."""
     return str(problem["ctx"]["discriminator"]).split(" | ")[-1].strip("'")
 
 

@@ -19,8 +19,8 @@ OneOrSeveral = Annotated[Annotated[T, Tag("(one)")] | Annotated[tuple[T, ...], T
 
 
 def alone(example: str) -> BeforeValidator:
-    """Return the validator by which a list of one is its value alone, and an empty list an error. example: a value, for
-    the message."""
+    """Return a validator that replaces a list of one value by the value, and rejects an empty list. example: a value
+    for the message."""
 
     def validated(value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) < 2:

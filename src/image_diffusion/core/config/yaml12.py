@@ -1,4 +1,4 @@
-"""YAML by the core schema of YAML 1.2; a key that occurs twice is an error.
+"""Reading and writing YAML with the core schema of YAML 1.2; duplicate keys are errors.
 
 PyYAML reads YAML 1.1, where 1e5 is a word, `off` is false, 010 is eight and the last of two equal keys wins silently.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-_WORDS = {  # tag: what a plain word of it looks like, and begins with; underscores may part digits
+_WORDS = {  # tag: pattern of plain words, and their first characters; underscores may separate digits
     "merge": (r"<<", "<"),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -25,7 +25,7 @@ _ENDLESS = 1 << 30  # characters of a line
 
 
 def from_text(text: str) -> Any:
-    """Return the plain data of one document. Raises ValueError with the problem, and its line where it has one."""
+    """Return the plain data of one document. Raises ValueError with the problem and, if known, its line."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -37,13 +37,13 @@ def from_text(text: str) -> Any:
 
 
 def to_text(data: Any) -> str:
-    """Return plain data as YAML that both versions read alike, keys in their given order: the same data, the same
+    """Return plain data as YAML that both versions read equally, with keys in their given order. Equal data give equal
     bytes."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def in_line(value: Any) -> str:
-    """Return a value as it is written behind its key: true, {type: flow}."""
+    """Return a value as written after its key: true, {type: flow}."""
     text = yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=_ENDLESS
     )
@@ -67,8 +67,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Dumper: Any = type("_Dumper", (yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper,), {})
-"""Dumper that quotes words which either version takes for something else. By libyaml, which PyYAML's wheels contain, in
-a fifth of the time; without it some characters beyond letters are written otherwise, and read alike."""
+"""Dumper that quotes strings which either version reads as another type. With libyaml, which PyYAML's wheels contain,
+it takes a fifth of the time; without it, some special characters are written differently, but read equally."""
 
 
 _Loader.yaml_implicit_resolvers = {}

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and digests of their content."""
+"""Atomic writes of files and folders, and digests of their content."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from typing import Any, BinaryIO, cast
 from image_diffusion.core.process.out_of_resources import writing
 
 ZIP_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError, ValueError)
-"""Exceptions that zipfile raises for an archive or a member that is damaged, is locked by a password, or is missing."""
+"""Exceptions that zipfile raises for an archive or a member that is damaged, encrypted, or missing."""
 
-_SETTING_UMASK = threading.Lock()  # two threads at once could leave 0
+_SETTING_UMASK = threading.Lock()  # two threads at once could restore 0
 
 
 @contextmanager
 def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
-    """Write a binary file that appears under `path` complete and on disk, or not at all.
+    """Write a binary file atomically: `path` is complete and on disk, or unchanged.
 
-    Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too.
-    Unfinished files of killed processes under the same name are removed first. permit: called last of all; raises if
-    the file may not appear.
+    The file is written under a hidden name in the same folder, flushed to disk and renamed; the folder entry is flushed
+    too. Unfinished files of killed processes under the same name are removed first. permit: called just before the
+    renaming; raises an exception if the file must not be written.
     """
     with writing(path):
         yield from _atomic_write(path, permit)
@@ -46,7 +46,7 @@ def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[Bin
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    held = os.dup(descriptor)  # and with it the lock, until the file has its name
+    held = os.dup(descriptor)  # and with it the lock, until the file is renamed
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield cast("BinaryIO", file)
@@ -65,19 +65,18 @@ def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[Bin
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:
-    """Remove unfinished files that killed processes left in a folder. A file that is being written stays.
-
-    name: of the files, as a pattern.
+    """Remove unfinished files of killed processes from a folder, but no file that is being written. name: pattern of
+    the files' names.
     """
     for leftover in folder.glob(f".{name}.*.tmp"):
-        with suppress(OSError), leftover.open("rb") as file:  # it may have got its name meanwhile
+        with suppress(OSError), leftover.open("rb") as file:  # it may have been renamed meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Have a folder to ourselves, among the processes that ask for it; on a file system without locks everybody may."""
+    """Hold an exclusive lock on a folder in this context. On a file system without locks, this has no effect."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -89,10 +88,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder to fill, which then appears complete and on disk in the place of another one, or not at all.
+    """Yield a temporary folder to fill, which then replaces an existing one, complete and on disk. An error replaces
+    nothing.
 
-    Its files get the permissions of the umask. Unfinished folders of killed processes under the same name are removed
-    first: one process writes it at a time.
+    Its files get the permissions of the umask. Unfinished folders of the same name are removed first, so that only one
+    process may write it at a time.
     """
     make_folder(folder.parent)
     for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
@@ -117,9 +117,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def finish_file(path: Path) -> None:
-    """Flush a file that a library wrote to disk, with the permissions of the umask: some make it their owner's alone.
-
-    Raises OSError.
+    """Flush a file that a library wrote to disk, and set the permissions of the umask, since some libraries restrict
+    them to the owner. Raises OSError.
     """
     path.chmod(0o666 & ~_umask())
     _sync(path)
@@ -148,33 +147,34 @@ _AHEAD_S = 10.0
 
 
 def is_ahead(path: Path) -> bool:
-    """True if a file is from the future: a clock was wrong when it was written. Seconds, by which a file server may be
-    ahead, are ignored."""
+    """Return True if the modification time of a file is in the future, because a clock was wrong. A few seconds, by
+    which a file server may be ahead, are ignored."""
     return path.stat().st_mtime > time.time() + _AHEAD_S
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically, unless the file holds it already: its modification time then stays, unless it is
-    from the future."""
+    """Write UTF-8 text atomically, unless the file already contains it and its modification time is not in the
+    future."""
     if not path.is_file() or is_ahead(path) or path.read_bytes() != text.encode("utf-8"):
         write_text(path, text)
 
 
 def to_json(data: Any) -> str:
-    """Return plain data as JSON. The same data gives the same text; NaN and infinity are refused."""
+    """Return plain data as JSON. Equal data give equal text; NaN and infinity are errors."""
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write plain data as JSON, atomically, with a key "seal": the digest of the rest, which `read_json` compares."""
+    """Write plain data as JSON, atomically, with a key "seal": the digest of the other data, which `read_json`
+    verifies."""
     plain = json.loads(json.dumps(data, allow_nan=False))
     plain.pop("seal", None)
     write_text(path, to_json({**plain, "seal": digest(plain)}))
 
 
 def read_json(path: Path) -> Any:
-    """Return the plain data in a JSON file, without its seal. Raises ValueError naming the file when it is missing or
-    not what was written."""
+    """Return the plain data in a JSON file, without its seal. Raises ValueError that names the file if it is missing or
+    damaged."""
     try:
         return parse_json(path.read_bytes(), str(path), "Delete it and run the stage again.")
     except FileNotFoundError:
@@ -182,9 +182,8 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: bytes, where: str, advice: str) -> Any:
-    """Return the plain data in the bytes of a JSON file, without its seal, which only our own files have.
-
-    Raises ValueError that opens with `where` and ends with the advice when they are not JSON or not what was sealed.
+    """Return the plain data in the bytes of a JSON file, without the seal of this package's files. Raises ValueError
+    that begins with `where` and ends with the advice if the bytes are not JSON or do not match the seal.
     """
     try:
         data = json.loads(text.decode("utf-8"))
@@ -201,17 +200,17 @@ def parse_json(text: bytes, where: str, advice: str) -> Any:
 
 
 def _ends_with_a_seal(data: dict[str, Any]) -> bool:
-    """True if the last value is the digest of the others, under a name as long as that of a seal."""
+    """Return True if the last value is the digest of the others, under a key as long as that of a seal."""
     *rest, (name, last) = data.items() or [("", None)]
     if len(name) != len("seal") or not isinstance(last, str):
         return False
-    with suppress(ValueError):  # NaN, which only files of other programs have
+    with suppress(ValueError):  # NaN, which only other programs write
         return last == digest(dict(rest))
     return False
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename survives a power cut."""
+    """Flush a folder's entries to disk, so that a rename survives a power failure."""
     _sync(folder)
 
 
@@ -228,16 +227,14 @@ Stamp = tuple[int, int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return a stamp that differs when a file is another one or has other content: times can be set, but not that of
-    the change.
-
-    Raises OSError.
+    """Return a stamp that changes if a file is replaced or modified: modification times can be set, but not the change
+    time. Raises OSError.
     """
     return stamp_in(path.stat())
 
 
 def stamp_in(status: os.stat_result) -> Stamp:
-    """Return the stamp in the status that the system has returned for a file."""
+    """Return the stamp from a file's `os.stat_result`."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
@@ -248,16 +245,15 @@ def sha256_file(path: Path) -> str:
 
 
 def code_below(folder: Path) -> str:
-    """Return a digest of every file of code below a folder, byte for byte: quick, and the same only when all code is.
-
-    Python, C, and the tables that modules read; what was compiled from them differs by compiler and does not count.
+    """Return a digest of the bytes of all code files below a folder: Python, C, and the tables that modules read.
+    Compiled files, which differ by compiler, are excluded.
     """
     files = sorted(path for path in folder.rglob("*") if is_code(path))
     return digest([[str(path.relative_to(folder)), sha256_file(path)] for path in files])
 
 
 def is_code(path: Path) -> bool:
-    """True if a file of the package is code or is read by code, rather than made from it or hidden."""
+    """Return True if a file of the package is code or a table that code reads, and neither compiled nor hidden."""
     is_generated = path.suffix in {".compiled", ".pyc"} or "__pycache__" in path.parts
     return not is_generated and not path.name.startswith(".") and path.is_file()
 
@@ -268,7 +264,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def is_whole_page(path: Path) -> bool:
-    """True if a page is unchanged since `write_page` wrote it. Raises OSError."""
+    """Return True if a page is unchanged since `write_page` wrote it. Raises OSError."""
     above, _, seal = path.read_bytes().decode("utf-8", "replace").rstrip("\n").rpartition("\n")
     return seal == _page_seal(above)
 
@@ -278,22 +274,21 @@ def _page_seal(text: str) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file by its path from the folder, as SHA256SUMS says.
-
-    Raises OSError when the folder has none, ValueError when it cannot be read.
+    """Return the sha256 of each file in SHA256SUMS by its path from the folder. Raises OSError if there is no
+    SHA256SUMS, ValueError if it cannot be read.
     """
     lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     return {name: sha256 for sha256, name in (line.split("  ", 1) for line in lines)}
 
 
 def digest(data: Any) -> str:
-    """Return the sha256 of plain data in its canonical JSON form: key order and spacing do not count."""
+    """Return the sha256 of plain data in canonical JSON, independent of key order and spacing."""
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
 
 
 def _umask() -> int:
-    """Return the umask of this process. Only where the system does not say it, it is set for a moment."""
+    """Return the umask of this process. It is briefly changed only if the system does not report it."""
     with suppress(OSError):
         status = Path("/proc/self/status").read_bytes()
         if match := re.search(rb"^Umask:\s*([0-7]+)$", status, re.MULTILINE):

@@ -1,6 +1,6 @@
-"""Verify that files still hold what was written: each is hashed once, and trusted as long as its stamp stays.
+"""Verification of files by sha256. Each file is hashed once, and is trusted until its stamp changes.
 
-A disk that changes bytes behind the system's back changes no stamp: its damage is found where a file is read anew.
+Silent corruption by a disk changes no stamp, and is only detected when a file is hashed again.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ AT_ONCE_BYTES = 2 << 30
 """Bytes that are hashed before training begins, a second or two; larger amounts are hashed during training."""
 
 _LISTING = "listing.json"
-_THREADS = 4  # hashlib works outside of Python's lock
-_SETTLED_S = 2.0  # a file that was written just now could be written again within the resolution of its times
-_LARGE_BYTES = 64 << 20  # above that it is worth a note, and waiting until the file has settled
-_EVERY_S = 10.0  # what was found is noted at least so often, for those who are killed
+_THREADS = 4  # hashlib releases Python's lock
+_SETTLED_S = 2.0  # a new file could be modified again within the resolution of its timestamps
+_LARGE_BYTES = 64 << 20  # the hash of larger files is worth recording, and waiting until the file has settled
+_EVERY_S = 10.0  # hashes are recorded at this interval, in case the process is killed
 
 
 def damaged(folder: Path, files: Mapping[str, str]) -> list[str]:
-    """Return the names of the files in a folder whose sha256 is not the given one; a missing file counts.
+    """Return the names of the files in a folder that are missing or have another sha256.
 
-    Files that are still in the project's mirror alone are fetched first. Results are noted in the folder, with the
-    stamp of the file. Processes that ask for much at once ask one after another, so that each file is hashed once.
-    Raises OSError when a file cannot be read, ValueError for a name that leads out of the folder.
+    Files that are only in the project's mirror are fetched first. Hashes are recorded in the folder, with the stamp of
+    the file. Processes that verify large files take turns, so that each file is hashed once. Raises OSError if a file
+    cannot be read, ValueError for a name that leads out of the folder.
     """
     for name in files:
         inside(folder, name, follow=True)
@@ -54,10 +54,9 @@ def damaged(folder: Path, files: Mapping[str, str]) -> list[str]:
 
 
 def describe(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
-    """Return the sha256 of files that were just written, by their path from a folder: the key "files" of a JSON file in
-    that folder.
+    """Return the sha256 of new files by their path from a folder, for the key "files" of a JSON file in that folder.
 
-    That of large files is noted like the results of `damaged`, so that they need not be read again.
+    Hashes of large files are recorded like those of `damaged`, so that they need not be computed again.
     """
     hashes = {os.path.relpath(path, folder): sha256_file(path) for path in paths if not _is_large(path)}
     if large := [path for path in paths if _is_large(path)]:
@@ -70,7 +69,7 @@ def describe(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
 def write_checksums(folder: Path) -> None:
     """Write SHA256SUMS over all files in a folder and below it, as `sha256sum --check` reads it.
 
-    Hashes are noted beside the folder, from which other processes take them.
+    Hashes are recorded in the parent folder, where other processes reuse them.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
     hashes = describe(folder.parent, files)
@@ -79,9 +78,9 @@ def write_checksums(folder: Path) -> None:
 
 
 def write_listing(folder: Path, pattern: str) -> None:
-    """Write the sha256 of the files in a folder whose names fit a pattern, where any exist, to its listing.json.
+    """Add the sha256 of the files in a folder that match a pattern, if any, to its listing.json.
 
-    A damaged listing stays damaged, whatever is added: what it listed before is not known.
+    A damaged listing remains marked as damaged, since its earlier entries are unknown.
     """
     if files := sorted(folder.glob(pattern)):
         try:
@@ -93,23 +92,21 @@ def write_listing(folder: Path, pattern: str) -> None:
 
 
 def read_listing(folder: Path) -> dict[str, str]:
-    """Return the listing that `write_listing` wrote; empty where it did not. Raises ValueError when it is, or was,
-    damaged."""
+    """Return the listing of `write_listing`; empty without one. Raises ValueError if it is, or was, damaged."""
     path = folder / _LISTING
     if not path.is_file():
         return {}
     listing = read_json(path)
     listed = listing.get("files") if isinstance(listing, dict) else None
-    if not isinstance(listed, dict) or listing.get("digest", digest(listed)) != digest(listed):  # older ones have none
+    if not isinstance(listed, dict) or listing.get("digest", digest(listed)) != digest(listed):  # old ones lack it
         raise ValueError(f"{path} is damaged.")
     return listed
 
 
 def warn_about_previews(folder: Path, fault_of: Callable[[Path, Mapping[str, str]], str | None] | None = None) -> None:
-    """Warn of damaged previews of a training that are listed in a folder. Only the training could draw them again, and
-    that takes as long as it took.
+    """Warn of damaged previews of a training that are listed in a folder. Only training again could restore them.
 
-    fault_of: returns the fault of files that should have these sha256; left out: all are read that changed.
+    fault_of: returns the fault of files with given sha256; unset: all changed files are hashed.
     """
     try:
         fault = (fault_of or _fault_of)(folder, read_listing(folder))
@@ -128,8 +125,7 @@ def _fault_of(folder: Path, files: Mapping[str, str]) -> str | None:
 
 
 def _looked_up(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the sha256 of each file, from the notes where its stamp is known, or else hashed; empty for a missing
-    file."""
+    """Return the sha256 of each file, as recorded for its stamp or newly computed; empty for a missing file."""
     recorded = _recorded_checksums(folder)
     hashes = {name: _known_hash(folder, name, recorded) for name in names}
     if unknown := [name for name, sha256 in hashes.items() if sha256 is None]:
@@ -148,24 +144,24 @@ def _looked_up(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_files(folder: Path, files: Mapping[str, str], advice: str) -> None:
-    """Raise ValueError naming a file in a folder whose sha256 is not the given one, with the advice at the end."""
+    """Raise ValueError that names a file in a folder with another sha256, and ends with the advice."""
     if wrong := damaged(folder, files):
         others = f", and so are {len(wrong) - 1:,} others" if wrong[1:] else ""
         raise ValueError(f"{folder / wrong[0]} is damaged{others}: its sha256 differs from the manifest's. {advice}")
 
 
 def unread(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return the files that `damaged` would have to read, and the bytes of each; missing ones are left out."""
+    """Return the files that `damaged` would have to hash, with their sizes in bytes, without missing files."""
     recorded = _recorded_checksums(folder)
     pending = [name for name in names if (folder / name).is_file() and _known_hash(folder, name, recorded) is None]
     return {name: (folder / name).stat().st_size for name in pending}
 
 
 class Inspection:
-    """Run `damaged` over so many bytes that it continues in the background while the files are already read. advice:
-    what to do about it.
+    """Verification of files, in the background if they are large, while they are already in use. advice: the end of the
+    error message.
 
-    Raises ValueError naming a damaged file: at once where that takes a second or two, else in `check` or `wait`.
+    Raises ValueError that names a damaged file: immediately if the files are small, otherwise in `check` or `wait`.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, str], advice: str) -> None:
@@ -181,12 +177,12 @@ class Inspection:
             self.check()
 
     def check(self) -> None:
-        """Raise the error that has been found so far."""
+        """Raise the error found so far, if any."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Wait until every file has been read. Raises the error that was found."""
+        """Wait until every file has been hashed. Raises the error found, if any."""
         if self._thread is not None:
             self._thread.join()
         self.check()
@@ -194,7 +190,7 @@ class Inspection:
     def _inspect(self) -> None:
         try:
             check_files(self._folder, self._files, self._advice)
-        except (ValueError, OSError) as error:  # raised where the files are read
+        except (ValueError, OSError) as error:  # raised by `check`
             self._error = error
 
 
@@ -203,7 +199,7 @@ def _is_large(path: Path) -> bool:
 
 
 def _known_hash(folder: Path, name: str, recorded: Mapping[str, Any]) -> str | None:
-    """Return the known hash of the file; None when it has not been read since it got its stamp."""
+    """Return the recorded hash of the file; None if there is none for its current stamp."""
     try:
         *stamp, sha256 = recorded[name]
         return str(sha256) if stamp == [*stamp_of(folder / name)] else None
@@ -212,7 +208,7 @@ def _known_hash(folder: Path, name: str, recorded: Mapping[str, Any]) -> str | N
 
 
 def _stamp_and_hash(path: Path) -> tuple[Stamp, str]:
-    """Return the stamp and the hash of a file at one moment: the stamp is taken before the file is read."""
+    """Return the stamp and the hash of a file. The stamp is taken before the file is read."""
     try:
         return stamp_of(path), sha256_file(path)
     except FileNotFoundError:
@@ -232,5 +228,5 @@ def _recorded_checksums(folder: Path) -> dict[str, Any]:
 
 
 def _note(folder: Path, recorded: Mapping[str, Any]) -> None:
-    with suppress(OSError):  # a folder that is not ours: it is hashed again
+    with suppress(OSError):  # a read-only folder: its files are hashed again
         write_json(folder / ".verified.json", dict(sorted(recorded.items())))

@@ -1,7 +1,7 @@
-"""Files of a mirror: stored as chunks under the sha256 of their content, and fetched when a stage first needs them.
+"""Files of a mirror, which are stored as chunks under the sha256 of their content, and fetched when a stage needs them.
 
-A project that was restored on an empty disk lacks its large files at first. The file that IMAGE_DIFFUSION_MIRROR names
-lists them; whoever verifies such a file before reading it fetches it here.
+A project that was restored on an empty disk initially lacks its large files, which are listed in the file of
+IMAGE_DIFFUSION_MIRROR. Verification of such a file fetches it first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from image_diffusion.core.files.store import Store
 from image_diffusion.core.process.errors import log_line
 
 VARIABLE = "IMAGE_DIFFUSION_MIRROR"
-"""The environment variable with the path of the list of files that are still in the mirror alone."""
+"""Environment variable with the path of the list of files that are only in the mirror."""
 _LOOKS = 3
 CHUNK = 8 << 20
-"""Bytes of a chunk: the most that a process holds of a file at a time."""
+"""Bytes of a chunk, and the most that a process has in memory of a file."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CHUNK = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}")
@@ -32,7 +32,7 @@ _CHUNK = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class MirroredFile:
-    """A file of a mirror. mtime_ns: its modification time. chunks: the name of each, in order."""
+    """A file of a mirror. mtime_ns: modification time. chunks: names of the chunks, in order."""
 
     size: int
     mtime_ns: int
@@ -40,12 +40,12 @@ class MirroredFile:
     chunks: tuple[str, ...]
 
     def plain(self) -> list[Any]:
-        """Return plain data for JSON."""
+        """Return the description as plain data for JSON."""
         return [self.size, self.mtime_ns, self.sha256, list(self.chunks)]
 
     @staticmethod
     def parse(plain: Any) -> MirroredFile:
-        """Return the file of plain data. Raises ValueError for other data."""
+        """Return the file described by plain data. Raises ValueError for other data."""
         try:
             size, mtime_ns, sha256, names = plain
             chunks = tuple(names)
@@ -57,8 +57,8 @@ class MirroredFile:
 
 
 def chunk_of(sha256: str, token: str) -> str:
-    """Return the name of a chunk that the process with a token stores. No process stores one under the name of another
-    process: a machine that was frozen while it removed chunks can thus remove none that are stored after it."""
+    """Return the name of a chunk stored by the process with a token. Names differ between processes, so that a process
+    that resumes an interrupted removal cannot remove chunks that others have stored since."""
     return f"{sha256}.{token[:8]}"
 
 
@@ -68,12 +68,12 @@ def place_of(chunk: str) -> str:
 
 
 class LostError(ValueError):
-    """The store lacks a chunk, or has it damaged."""
+    """A chunk is missing from the store, or damaged."""
 
 
 def download(store: Store, file: MirroredFile, path: Path) -> None:
-    """Fetch a file with its modification time, whole and verified, or not at all. Raises LostError; ValueError when the
-    store cannot be reached."""
+    """Fetch a file atomically, verified and with its modification time. Raises LostError; ValueError if the store
+    cannot be reached."""
     whole = hashlib.sha256()
     with atomic_write(path) as written:
         for chunk in file.chunks:
@@ -87,7 +87,7 @@ def download(store: Store, file: MirroredFile, path: Path) -> None:
 
 
 def read_chunk(store: Store, chunk: str) -> bytes:
-    """Return a chunk, verified. Raises LostError; ValueError when the store cannot be reached."""
+    """Return a verified chunk. Raises LostError; ValueError if the store cannot be reached."""
     for _ in range(_LOOKS):
         data = store.get(place_of(chunk))
         if data is None:
@@ -98,7 +98,7 @@ def read_chunk(store: Store, chunk: str) -> bytes:
 
 
 def write_absent(path: Path, url: str, files: Mapping[str, MirroredFile]) -> None:
-    """Write the list of files that are in the mirror alone, by their absolute paths."""
+    """Write the list of files that are only in the mirror, by their absolute paths."""
     text = json.dumps({"url": url, "files": {name: file.plain() for name, file in sorted(files.items())}})
     with atomic_write(path) as written:
         written.write(text.encode())
@@ -112,15 +112,13 @@ def is_mirrored(path: Path, sha256: str) -> bool:
 
 
 def lost(state: Path, sha256: str) -> Path:
-    """Return the path of the note that the mirror has lost a file of this content."""
+    """Return the path of the note that the mirror has lost the file with this content."""
     return state / "lost" / sha256
 
 
 def fetch_missing(folder: Path, files: Mapping[str, str]) -> None:
-    """Fetch the missing ones of these files of a folder that are in the mirror. files: their sha256 by name.
-
-    One that cannot be fetched stays missing, and a line says so. If the mirror has lost it, that is noted, so that the
-    next start makes it again.
+    """Fetch missing files of a folder from the mirror. files: their sha256 by name. A file that cannot be fetched is
+    reported and stays missing. If the mirror has lost it, this is recorded, so that the next start makes it again.
     """
     if not os.environ.get(VARIABLE):
         return
@@ -146,7 +144,7 @@ def _fetch(path: Path) -> None:
 
 
 def _absent() -> tuple[str, Mapping[str, MirroredFile]]:
-    """Return the URL of the mirror, and the files that were in it alone when the workflow started, by absolute path."""
+    """Return the URL of the mirror, and the files that were only in it when the workflow started, by absolute path."""
     listing = os.environ.get(VARIABLE)
     try:
         return _read(listing, stamp_of(Path(listing))) if listing else ("", {})

@@ -1,4 +1,4 @@
-"""Images as an `.npz`, written and read without ever being in memory as a whole."""
+"""Images as an `.npz` file, written and read without loading all of it into memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.files.atomic import ZIP_FAULTS, atomic_write
 
-_LOCAL_HEADER = 30  # bytes in front of a member's name, APPNOTE.TXT 4.3.7
+_LOCAL_HEADER = 30  # bytes before a member's name, APPNOTE.TXT 4.3.7
 
 
 def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
@@ -24,8 +24,8 @@ def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
 
 
 def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Tensor | None) -> None:
-    """Write images that come batch by batch, [B, C, H, W], `count` of them in all, as `save_samples` does: the same
-    bytes. Vectors [B, dim] are written as they are."""
+    """Write `count` images from batches [B, C, H, W], with the same bytes as `save_samples`. Vectors [B, dim] are
+    written unchanged."""
     with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
         written = 0
         with _member(archive, "arr_0") as member:
@@ -43,8 +43,8 @@ def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Te
 
 
 class ImageDigests:
-    """Digests of images that pass batch by batch: the sha256 of that of each image, [H, W, C], in order. Processes that
-    share the images can so compute it together."""
+    """Digest of a stream of batches of images: the sha256 of the sha256 of each image, [H, W, C], in order. Processes
+    that share the images can thus compute it together."""
 
     def __init__(self) -> None:
         self._digests: list[bytes] = []
@@ -57,7 +57,7 @@ class ImageDigests:
 
     @property
     def combined(self) -> str:
-        """Return the digest of all images that have passed, in hexadecimal."""
+        """Return the digest of all images so far, in hexadecimal."""
         return digest_of(self._digests)
 
 
@@ -72,10 +72,8 @@ def digest_of(digests: Iterable[bytes]) -> str:
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an `.npz`, by name, every byte compared with its checksum; uncompressed arrays are read from
-    the file when they are accessed.
-
-    Raises ValueError when the file does not exist, or it is not whole.
+    """Return the arrays of an `.npz` by name, after verifying their checksums; uncompressed arrays are read from the
+    file on access. Raises ValueError if the file is missing or damaged.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays, zipfile.ZipFile(path) as archive:

@@ -1,10 +1,10 @@
-"""Partial results of a stage, in a folder beside its output: a stage that was stopped resumes from them.
+"""Partial results of a stage in a folder next to its output, from which an interrupted stage resumes.
 
-A batch of work is a file that is whole or absent, and is reused only where everything that decides its numbers is
-unchanged: what the stage was given, the code, and the kind of device. No rule declares the folder, so Snakemake leaves
-it alone when it removes the output of a job that failed; it is removed when the output has been written.
+A batch of work is a file that is written atomically, and is reused only if everything that determines its numbers is
+unchanged: the inputs of the stage, the code, and the kind of device. No rule declares the folder, so Snakemake keeps it
+when it removes the output of a failed job. It is removed when the output has been written.
 
-Several processes of one command, where a launcher started them, share the work; a single process does all of it.
+Processes that a launcher started for one command share the work; a single process does all of it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 def share(rows: NDArray[np.int64], at_once: int = 1) -> NDArray[np.int64]:
-    """Return the rows of this process: consecutive ones, in the order of the processes. at_once: rows that stay
-    together, from the first on."""
+    """Return the rows of this process, which are consecutive, in the order of the processes. at_once: size of groups of
+    rows that are not split, counted from the first row."""
     if not dist.is_initialized():
         return rows
     groups: list[NDArray[np.int64]] = np.array_split(np.arange(0, len(rows), at_once), dist.get_world_size())
@@ -41,7 +41,7 @@ def share(rows: NDArray[np.int64], at_once: int = 1) -> NDArray[np.int64]:
 
 
 def rows_of_part(num_rows: int, at_once: int, part: tuple[int, int]) -> list[slice]:
-    """Return the rows of part i of n, (i, n), so many at once: all parts together make the slices of a single one."""
+    """Return slices of `at_once` rows for part i of n, (i, n). All parts together have the slices of a single part."""
     index, count = part
     starts = range(0, num_rows, at_once)
     own = starts[len(starts) * index // count : len(starts) * (index + 1) // count]
@@ -49,8 +49,8 @@ def rows_of_part(num_rows: int, at_once: int, part: tuple[int, int]) -> list[sli
 
 
 def gathered(value: T) -> list[T]:
-    """Gather a value of each process, tensors on the CPU, in the order of the processes; the same list in all of
-    them."""
+    """Return the values of all processes, with tensors on the CPU, in the order of the processes; the same list in
+    all."""
     if not dist.is_initialized():
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()
@@ -59,15 +59,15 @@ def gathered(value: T) -> list[T]:
 
 
 Arrays = Mapping[str, NDArray[Any]]
-"""Arrays that a batch of work gives, by name."""
+"""Results of a batch of work, by name."""
 
 
 @contextmanager
 def resumable(output: Path, settings: Any, inputs: Sequence[Path | None] = (), writes: bool = True) -> Iterator[None]:
-    """Have `batches` keep what they make until what is done here is done, which writes `output`.
+    """Store the results of `batches` until the end of this context, in which `output` is written.
 
-    settings: plain data that decides the numbers, with the inputs: files, and folders of files, identified by their
-    stamps. writes: whether this process, of several that share the work, is the one that writes the output.
+    settings: plain data that determines the numbers. inputs: files, and folders of files, which are identified by their
+    stamps. writes: True if this process is the one that writes the output.
     """
     code = code_below(Path(__file__).parents[2])
     with_what = {"code": code, "torch": torch.__version__, "device": best_device().type}
@@ -90,11 +90,11 @@ def partial_folder(output: Path) -> Path:
 
 
 def batches(work: Any) -> Callable[[str, Callable[[], Arrays]], Arrays]:
-    """Return a function that gives a batch of work by its name: computed by a function, or reused from an earlier
+    """Return a function that returns a batch of work by its name, computed by a function or reused from an earlier
     start.
 
-    work: plain data that distinguishes it from other work of the same stage; a second request with the same data gets
-    the results of the second time, and so on. Outside of `resumable` nothing is stored.
+    work: plain data that distinguishes it from other work of the same stage; the n-th call with the same data reuses
+    the results of the n-th call. Outside of `resumable` nothing is stored.
     """
     partial = _current.get()
     return (lambda name, make: make()) if partial is None else partial.batches(work)
@@ -102,7 +102,7 @@ def batches(work: Any) -> Callable[[str, Callable[[], Arrays]], Arrays]:
 
 @dataclass
 class _PartialResults:
-    """settings: decide the numbers. num_requested, num_reused: batches."""
+    """Partial results of one output. settings: determine the numbers. num_requested, num_reused: numbers of batches."""
 
     folder: Path
     settings: dict[str, Any]
@@ -118,12 +118,12 @@ class _PartialResults:
         def cached_batch(name: str, make: Callable[[], Arrays]) -> Arrays:
             path = folder / f"{name}.npz"
             self.num_requested += 1
-            with suppress(ValueError):  # there is none, or it is damaged
+            with suppress(ValueError):  # missing or damaged
                 arrays = {array_name: np.array(array) for array_name, array in read_arrays(path).items()}
                 self.num_reused += 1
                 return arrays
             computed = make()
-            # A process that has done the same meanwhile may remove the folder.
+            # Another process that finishes the same work may remove the folder.
             with suppress(FileNotFoundError), atomic_write(path) as file:
                 np.savez(file, **computed)  # type: ignore[arg-type]
             return computed
@@ -135,7 +135,7 @@ _current: ContextVar[_PartialResults | None] = ContextVar("halfway", default=Non
 
 
 def _stamps(paths: Sequence[Path | None]) -> dict[str, Any]:
-    """Return the stamp of each file, and of those in each folder but hidden ones, which are notes of readers."""
+    """Return the stamp of each file, and of the files in each folder except hidden ones, which readers write."""
     stamps: dict[str, Any] = {}
     for path in paths:
         if path is not None and path.is_dir():

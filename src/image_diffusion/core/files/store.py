@@ -23,10 +23,8 @@ _BLOCK = 1 << 20
 
 
 class Store:
-    """Objects below a URL, by name. Every call is tried again where a connection fails, and raises ValueError with the
-    reason in the end.
-
-    Credentials are those that the library of the protocol finds. url: `file://` is a folder of this machine.
+    """Objects below a URL, by name. Calls are retried if a connection fails, and finally raise ValueError with the
+    reason. The library of the protocol finds the credentials. url: `file://` is a folder of this machine.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,7 +44,7 @@ class Store:
             raise ValueError(shown(f"{self.url} cannot be opened: {_reason(error)}.")) from None
 
     def get(self, name: str) -> bytes | None:
-        """Return the content of an object; None without one."""
+        """Return the content of an object; None if there is none."""
 
         def read() -> bytes | None:
             with suppress(FileNotFoundError):
@@ -58,15 +56,15 @@ class Store:
         return self._patiently(name, read)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, whole or not at all, and replace another one of that name."""
+        """Write or replace an object atomically."""
         if self._folder is not None:
             write_bytes(self._folder / name, data)
         else:
             self._patiently(name, lambda: self._fs.pipe_file(self._at(name), data, **self._checked(data)))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless there is one of that name, in one step: of several callers one has it. Return True if
-        it holds this data now, also when that was said by an attempt whose answer got lost."""
+        """Write an object atomically unless it exists: of several callers, one succeeds. Return True if it contains
+        this data now, also if an earlier attempt wrote it but its answer was lost."""
         try:
             self._patiently(name, lambda: self._create(name, data))
         except FileExistsError:
@@ -74,7 +72,7 @@ class Store:
         return True
 
     def names(self, folder: str) -> dict[str, int]:
-        """Return the names of all objects directly below a name, and the bytes of each."""
+        """Return the names of all objects directly below a name, with their sizes in bytes."""
 
         def listed() -> dict[str, int]:
             if self._folder is not None:
@@ -89,7 +87,7 @@ class Store:
         return self._patiently(folder, listed)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; a missing one is no mistake."""
+        """Remove objects; missing objects are ignored."""
         for name in names:
             if self._folder is not None:
                 (self._folder / name).unlink(missing_ok=True)
@@ -105,8 +103,8 @@ class Store:
         return patiently(f"{self.url}/{name}", action, advice, "reached")
 
     def _checked(self, data: bytes) -> dict[str, str]:
-        """Options with which S3 refuses what did not arrive as it was sent; other protocols have checks of their own.
-        (RFC 1864; "Checking object integrity" in the manual of Amazon S3.)"""
+        """Return the options by which S3 rejects corrupted uploads; other protocols have their own checks. (RFC 1864;
+        "Checking object integrity" in the manual of Amazon S3.)"""
         if "s3" not in self._fs.protocol:
             return {}
         return {"ContentMD5": base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()}
@@ -116,7 +114,7 @@ class Store:
             try:
                 self._fs.pipe_file(self._at(name), data, mode="create", **self._checked(data))
             except OSError as error:
-                # 412 and 409 of S3, as botocore has them: there is one, or another caller writes it now.
+                # 412 and 409 of S3 in botocore: the object exists, or another caller is writing it.
                 response: Mapping[str, Any] = getattr(error.__cause__, "response", {})
                 if response.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
                     raise FileExistsError(name) from None
@@ -134,7 +132,7 @@ class Store:
 
 
 def blocks_of(url: str) -> Iterator[bytes]:
-    """Read what a URL names, in blocks of 1 MiB."""
+    """Yield the content of a URL in blocks of 1 MiB."""
     import fsspec  # not for those whose files lie on this machine
 
     with fsspec.open(url, "rb") as file:
@@ -145,10 +143,8 @@ def blocks_of(url: str) -> Iterator[bytes]:
 def patiently(
     url: str, action: Callable[[], T], advice: str = "Check the address and the set there.", done: str = "fetched"
 ) -> T:
-    """Return the result of an action on a URL; it is tried again when a connection fails. Raises ValueError with the
-    reason and the advice, and FileExistsError as it is.
-
-    done: participle of the action, for the message.
+    """Return the result of an action on a URL, with retries if a connection fails. Raises ValueError with the reason
+    and the advice; FileExistsError is raised unchanged. done: participle of the action, for the message.
     """
     for wait in (*_WAITS_S, None):
         try:

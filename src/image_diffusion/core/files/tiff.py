@@ -1,4 +1,4 @@
-"""Arrays as OME-TIFF, which the programs of microscopy open as one stack."""
+"""Arrays as OME-TIFF, which microscopy programs open as one stack."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from image_diffusion.core.files.atomic import atomic_write
 def write_tiff(
     path: Path, images: NDArray[Any], channels: Sequence[str], pixel_size: tuple[float, float] | None = None
 ) -> None:
-    """Write images [N, H, W, C] as one file of axes TCYX, with the names of the channels. The same images give the same
-    bytes; one image is in memory at a time. pixel_size: height and width of a pixel in micrometres."""
+    """Write images [N, H, W, C] as one file of axes TCYX, with the names of the channels. Equal images give equal
+    bytes. One image is in memory at a time. pixel_size: height and width of a pixel in micrometres."""
     from tifffile import FileHandle, TiffWriter  # not for pictures
 
     count, height, width, num_channels = images.shape
@@ -30,7 +30,7 @@ def write_tiff(
             for channel in range(num_channels):
                 yield np.ascontiguousarray(image[:, :, channel])
 
-    # The unfinished file has a number for a name, which tifffile does not take.
+    # The temporary file's name is a number, which tifffile does not accept.
     with atomic_write(path) as file, TiffWriter(FileHandle(file, name=path.name), ome=True) as tiff:
         tiff.write(
             planes(),

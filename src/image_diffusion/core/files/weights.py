@@ -1,4 +1,4 @@
-"""Weights folder, the output of `train`: tensors in safetensors, everything else in JSON, both checked on reading."""
+"""Weights folder, the output of `train`: tensors in safetensors, other data in JSON, both verified on reading."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from image_diffusion.core.process.errors import log_line
 FORMAT = 1
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Names that torch.compile, FSDP and activation checkpointing put before those of the module that they wrap."""
+"""Prefixes that torch.compile, FSDP and activation checkpointing add to the names of a wrapped module."""
 
 _PREFIXES = re.compile(r"(module|ema|model|net)\.")
-"""Names of attributes that hold a network: of DataParallel and AveragedModel, and of training programs."""
+"""Names of attributes for a network in DataParallel, AveragedModel, and training programs."""
 
 
 def save_weights(
     folder: Path, tensors: Mapping[str, Tensor], model: Mapping[str, Any], permit: Callable[[], None] = lambda: None
 ) -> None:
-    """Write weights.safetensors and model.json, the second last: a folder with a model.json is whole.
+    """Write weights.safetensors and then model.json, so that a folder with a model.json is complete.
 
     tensors: by parameter name, any device. model: plain data that rebuilds the network; the format number and the
-    sha256 of the weights are added to it. permit: raises if the folder may not be written any more.
+    sha256 of the weights are added to it. permit: raises an exception if the folder must not be written.
     """
 
     def replace() -> None:
@@ -48,7 +48,7 @@ def save_weights(
 
 
 def read_model(folder: Path) -> dict[str, Any]:
-    """Return the model.json of a weights folder. Raises ValueError when it is missing or of another format."""
+    """Return the model.json of a weights folder. Raises ValueError if it is missing or of another format."""
     model: dict[str, Any] = read_json(folder / "model.json")
     if model.get("format") != FORMAT:
         raise ValueError(f"{folder}/model.json has format {model.get('format')}; this version reads format {FORMAT}.")
@@ -56,7 +56,7 @@ def read_model(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the model.json of a weights folder. Raises ValueError when the files do not belong
+    """Return the tensors and the model.json of a weights folder. Raises ValueError if the files do not belong
     together."""
     model = read_model(folder)
     path = folder / "weights.safetensors"
@@ -71,7 +71,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def content_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of all tensors of a network: another file under the same name is another network."""
+    """Return a digest of all tensors of a network, which distinguishes files of the same name."""
     content = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         content.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
@@ -80,13 +80,11 @@ def content_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def without_wrappers(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the content of a file with parameters named as in the network itself, and print which prefixes it drops.
+    """Return the content of a file with the parameter names of the network itself, and print the dropped prefixes.
 
-    `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` are dropped wherever they
-    stand in a name; `module.`, `ema.`, `model.` and `net.` where every tensor has them, one around the other as well.
-    Each entry that is a mapping, as those of a training state, is treated by itself. A name that would then be there
-    twice stays as it is.
-
+    `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` and `_checkpoint_wrapped_module.` are dropped anywhere in a
+    name; `module.`, `ema.`, `model.` and `net.`, also nested, if every tensor has them. Entries that are mappings, as
+    in a training state, are processed separately. A mapping in which names would become duplicates is unchanged.
     content: tensors and plain data by name. path: the file, for the message.
     """
     entries = {
@@ -100,11 +98,11 @@ def without_wrappers(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _unwrapped(content: Mapping[Any, Any]) -> tuple[dict[Any, Any], tuple[str, ...]]:
-    """Return the content of one mapping without wrappers, and the prefixes that were dropped."""
+    """Return the content of one mapping without prefixes of wrappers, and the dropped prefixes."""
     names = {name: name for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
     dropped = dict.fromkeys(wrapper for name in names for wrapper in _WRAPPERS.findall(name))
     names = {name: _WRAPPERS.sub("", name) for name in names}
-    counter = {"n_averaged"} if len(names) > 1 else set()  # AveragedModel has it beside module.
+    counter = {"n_averaged"} if len(names) > 1 else set()  # an entry of AveragedModel next to module.
     while prefixes := {_first(short) for name, short in names.items() if name not in counter}:
         if len(prefixes) > 1 or None in prefixes:
             break
@@ -120,6 +118,6 @@ def _unwrapped(content: Mapping[Any, Any]) -> tuple[dict[Any, Any], tuple[str, .
 
 
 def _first(name: str) -> str | None:
-    """Return the prefix of a name that a wrapper may have added; None without one."""
+    """Return the prefix of a name that a wrapper may have added; None if there is none."""
     match = _PREFIXES.match(name)
     return match[0] if match else None

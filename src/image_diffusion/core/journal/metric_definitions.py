@@ -1,4 +1,4 @@
-"""Metric definitions: the meaning of each metric, which direction is better, and its source, for pages and studies.
+"""Metric definitions for pages and studies: the meaning of each metric, its better direction, and its source.
 
 The table is metric_definitions.csv; docs/metrics.md shows it.
 """
@@ -23,9 +23,9 @@ _DECODED = re.compile(r"_(mean|soft|hard)$")
 
 @dataclass(frozen=True)
 class Definition:
-    """Metrics of one meaning. names: those of metrics.json, without a detector's, a space between two. better:
-    "higher", "lower", "nearer to …", "not above …", or nothing where it is not a merit. source: paper and equation.
-    title: in words."""
+    """Metrics with one meaning. names: names in metrics.json without the detector's prefix, separated by spaces.
+    better: "higher", "lower", "nearer to …", "not above …", or empty if no direction is better. source: paper and
+    equation. title: description in words."""
 
     judged: str
     names: str
@@ -36,13 +36,13 @@ class Definition:
 
     @property
     def is_share(self) -> bool:
-        """True if it is a share of something, from 0 to 1."""
+        """Return True if the metric is a share, from 0 to 1."""
         return self.meaning.startswith("Share ")
 
 
 @cache
 def definitions() -> tuple[Definition, ...]:
-    """Return all definitions, in the order for reading."""
+    """Return all definitions, in the order of the table."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
         return tuple(Definition(**line) for line in csv.DictReader(file))
 

@@ -1,8 +1,7 @@
-"""Attempts of a stage, read from its journal and merged into one history: each step once.
-
-`core.journal.writer` says how attempts are written. What an attempt wrote past the step that a later one resumed from
-is superseded; a line that a crash cut off is left out, and so is a damaged one, with a warning. The receipt of an
-attempt and the attempts that resumed from it say how many records it had, so that records that were lost are counted.
+"""Reader of a stage's journal: merges its attempts into one history, with each step once. `core.journal.writer`
+describes the format. Records after the step from which a later attempt resumed are superseded. Lines truncated by a
+crash are skipped, and damaged lines are skipped with a warning. The receipt of an attempt, and later attempts that
+resumed from it, contain its number of records, so that lost records are counted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Image:
-    """Image at a step, and the journal's copy of it. sha256: of what was copied; empty where it was not noted."""
+    """Image at a step, and the journal's copy of it. sha256: digest of the original; empty if it was not recorded."""
 
     key: str
     step: int
@@ -50,7 +49,7 @@ class Image:
 
     @property
     def fault(self) -> str | None:
-        """Return a sentence on the fault of the copy; None for one that is unchanged."""
+        """Return the fault of the copy as a phrase; None if it is unchanged."""
         if not self.path.is_file():
             return "is missing"
         return "is damaged" if self.sha256 and sha256_file(self.path) != self.sha256 else None
@@ -61,7 +60,7 @@ Entry = TypeVar("Entry", Point, Image)
 
 @dataclass(frozen=True)
 class Artifact:
-    """File that a stage made: where it is shown, where it lies, and what it held when it was recorded."""
+    """File that a stage made: its displayed name, its path, and its size and digest when it was recorded."""
 
     name: str
     path: Path
@@ -71,12 +70,12 @@ class Artifact:
 
 @dataclass(frozen=True)
 class History:
-    """The attempts of one run of a stage, merged: each step once, as the last attempt that did it wrote it.
+    """Merged attempts of one run of a stage: each step once, from the last attempt that did it.
 
-    id: of its first attempt; never changes. starts: when each attempt began. changed: parameters that a later attempt
-    gave another value (`params` keeps the first). superseded: points that dead attempts wrote past the step that was
-    resumed from. damaged: what is left out, as "attempt-0001.jsonl line 7" or "attempt 18fb3396".
-    num_records, num_lost: records that the attempts are known to have had, and how many of them cannot be read.
+    id: id of the first attempt; never changes. starts: start times of the attempts. changed: parameters with another
+    value in a later attempt (`params` has the first value). superseded: points that earlier attempts wrote after the
+    step from which a later one resumed. damaged: skipped parts, such as "attempt-0001.jsonl line 7" or "attempt
+    18fb3396". num_records, num_lost: known number of records of the attempts, and the number of unreadable ones.
     """
 
     id: str
@@ -97,7 +96,7 @@ class History:
 
     @property
     def loss(self) -> str | None:
-        """Return a sentence on the records that were lost; None where the history is complete."""
+        """Return a phrase on lost records; None if the history is complete."""
         return f"{self.num_lost:,} of {self.num_records:,} records are lost" if self.num_lost else None
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -107,24 +106,23 @@ class History:
 
 
 def read_journal(folder: Path) -> History | None:
-    """Return the merged history of the stage whose attempts lie in `folder`, `results/<experiment>/journal/<stage>`.
+    """Return the merged history of the stage with attempts in `folder`, `results/<experiment>/journal/<stage>`.
 
-    When its attempts belong to several runs (the configuration changed), the run that was worked on last. None when the
-    folder holds no attempt.
+    If its attempts belong to several runs (the configuration changed), returns the most recent run. None without an
+    attempt.
     """
     histories = read_journals(folder)
     return histories[-1] if histories else None
 
 
 def read_journals(folder: Path) -> list[History]:
-    """Return the merged history of every run whose attempts lie in `folder`, the one that was worked on last at the
-    end.
+    """Return the merged history of every run with attempts in `folder`, the most recent run last.
 
-    Attempts are in the order of their numbers, which were given one by one: neither clocks nor names decide. An attempt
-    belongs to the run with its fingerprint or parameters, of several to that of the attempts it resumes from; but one
-    that starts from the beginning after that run finished is a run of its own. A line that a crash cut off, at the end
-    of a file, is left out. A damaged one is left out with a warning. What identifies an attempt, its parameters and its
-    ending are taken from its receipt where the journal has lost them.
+    Attempts are in the order of their consecutive numbers, independent of clocks. An attempt belongs to the run with
+    its fingerprint or parameters; if there are several, to the run from which it resumes. An attempt that starts from
+    the beginning after that run finished is a new run. A truncated last line of a file is skipped, and damaged lines
+    are skipped with a warning. Header, parameters and ending of an attempt that the journal has lost are taken from its
+    receipt.
     """
     runs: list[list[_AttemptRecord]] = []
     for attempt in _attempts_in(folder):
@@ -133,7 +131,7 @@ def read_journals(folder: Path) -> list[History]:
             (run for run in alike if any(earlier.id in attempt.after for earlier in run)), next(iter(alike), None)
         )
         if same is not None and (attempt.resumed is not None or not same[-1].finished):
-            runs.remove(same)  # and put at the end
+            runs.remove(same)  # and move it to the end
             runs.append([*same, attempt])
         else:
             runs.append([attempt])
@@ -141,8 +139,8 @@ def read_journals(folder: Path) -> list[History]:
 
 
 def of_weights(history: History, model: Mapping[str, Any]) -> History:
-    """Return the history of a training beside the weights it ended with. model: their model.json; where that is of
-    another run than one that finished here, the journal of the weights is missing, and a warning says so."""
+    """Return the history of a training, marked as damaged, with a warning, if it is not the finished run that trained
+    the weights. model: model.json of the weights."""
     run = model.get("fingerprint")
     if run is None or history.status != "finished" or history.tags.get("fingerprint") == run:
         return history
@@ -151,16 +149,16 @@ def of_weights(history: History, model: Mapping[str, Any]) -> History:
 
 
 def logged_stages(journals: Path) -> list[Path]:
-    """Return the folder of each stage that has logged into `journals`, `results/<experiment>/journal`, sorted by name.
-    One that was removed is named where its receipts are left."""
+    """Return the folder of each stage in `journals`, `results/<experiment>/journal`, sorted by name, including removed
+    folders whose receipts still exist."""
     receipts = receipts_of(journals / "stage").parent
     names = {path.name for folder in (journals, receipts) for path in folder.glob("*") if path.is_dir()}
     return [journals / name for name in sorted(names)]
 
 
 def has_resumed(folder: Path) -> bool:
-    """Return True if the last attempt of a stage went on from where an earlier one ended, as far as its first line can
-    be read. Reads no other line. folder: as of `read_journal`."""
+    """Return True if the last attempt of a stage resumed from an earlier one, by its first line; False if that cannot
+    be read. folder: as for `read_journal`."""
     last = max(folder.glob("attempt-*.jsonl"), key=attempt_number, default=None)
     if last is None:
         return False
@@ -173,8 +171,8 @@ def has_resumed(folder: Path) -> bool:
 
 @dataclass
 class _AttemptRecord:
-    """An attempt. num_lines: lines of its file, also those that cannot be read. expected: records that its receipt
-    counts."""
+    """An attempt. num_lines: lines of its file, including unreadable ones. expected: number of records in its
+    receipt."""
 
     header: dict[str, Any]
     alive: bool
@@ -195,9 +193,9 @@ class _AttemptRecord:
 
     @property
     def after(self) -> dict[str, int]:
-        """Return the attempts that led to the checkpoint that this one began with, and the number of records of each at
-        that time."""
-        previous = self.header.get("after", ())  # an old journal counts no records, and none is missed
+        """Return the attempts that led to this attempt's first checkpoint, each with its number of records at that
+        time."""
+        previous = self.header.get("after", ())  # old journals have no counts of records
         return previous if isinstance(previous, dict) else dict.fromkeys(previous, 0)
 
     @property
@@ -215,7 +213,7 @@ class _AttemptRecord:
 
 
 def _attempts_in(folder: Path) -> list[_AttemptRecord]:
-    """Return the attempts of a stage by their numbers, of the journal and of the receipts."""
+    """Return the attempts of a stage in the order of their numbers, from the journal and the receipts."""
     receipts = _receipts(receipts_of(folder))
     attempts: dict[int, _AttemptRecord] = {}
     for path in folder.glob("attempt-*.jsonl"):
@@ -228,7 +226,7 @@ def _attempts_in(folder: Path) -> list[_AttemptRecord]:
 
 
 def _receipts(folder: Path) -> dict[int, _AttemptRecord]:
-    """Return the attempts by their numbers as their receipts describe them: without a single record."""
+    """Return the attempts by number, as described by their receipts, without records."""
     receipts = {}
     for path in sorted(folder.glob("attempt-*.json")):
         try:
@@ -243,18 +241,18 @@ def _receipts(folder: Path) -> dict[int, _AttemptRecord]:
 
 
 def _read_attempt(path: Path, receipts: Mapping[int, _AttemptRecord]) -> _AttemptRecord | None:
-    """Return the attempt in a file; None where neither its first line nor a receipt identifies it."""
+    """Return the attempt in a file; None if neither its first line nor a receipt identifies it."""
     with path.open("rb") as file:
         alive = _is_locked(file.fileno())
         *lines, tail = file.read().split(b"\n")
-    if b',"crc32":"' in tail:  # else behind the last newline is nothing, or a line that a crash cut off
+    if b',"crc32":"' in tail:  # otherwise the tail is empty, or a line truncated by a crash
         lines.append(tail)
     records, damaged = [], []
     sealed = any(_CHECKSUM.search(line) for line in lines[:2])
     for number, line in enumerate(lines, start=1):
         try:
             records.append(_record(line, sealed))
-        except (ValueError, RecursionError) as error:  # a disk that lost power can leave zeros
+        except (ValueError, RecursionError) as error:  # a power failure can leave zeros
             damaged.append(f"{path.name} line {number}")
             consequence = ""
             if number == 1 and attempt_number(path) not in receipts:
@@ -298,7 +296,7 @@ def _read_attempt(path: Path, receipts: Mapping[int, _AttemptRecord]) -> _Attemp
 
 
 def _record(line: bytes, sealed: bool) -> dict[str, Any]:
-    """Parse a line. sealed: whether it must have a checksum; an old journal has none. Raises ValueError."""
+    """Parse a line. sealed: True if it must have a checksum, which old journals do not have. Raises ValueError."""
     checksum = _CHECKSUM.search(line)
     if checksum is None and sealed:
         raise ValueError("its checksum is missing")
@@ -312,9 +310,8 @@ def _record(line: bytes, sealed: bool) -> dict[str, Any]:
 
 
 def _merge(attempts: list[_AttemptRecord]) -> History:
-    """Merge the attempts of one run, in order, into one history. Each attempt holds up to the lowest step resumed from
-    after it; the attempts that the last one resumes from hold up to the lowest step resumed from among them, whatever
-    began elsewhere since."""
+    """Merge the attempts of one run, in order, into one history. An attempt is valid up to the lowest step from which a
+    later one resumed. For attempts that led to the last one, only resumptions among them count."""
     on_the_way = {attempts[-1].id, *attempts[-1].after} if attempts[-1].after else {attempt.id for attempt in attempts}
     limits: list[float] = []
     limit = limit_on_the_way = math.inf
@@ -331,7 +328,7 @@ def _merge(attempts: list[_AttemptRecord]) -> History:
     records_of_absent = {id_: last.after.get(id_, 0) for id_ in sorted(absent)}
     for id_, records in records_of_absent.items():
         _warn_of_loss(first.header["stage"], id_, records, records)
-    expected = {  # records by the receipt of an attempt, by the last attempt that resumed from it, by its lines
+    expected = {  # number of records: in the receipt, in the last attempt that resumed from it, in its file
         attempt.id: max(attempt.expected, last.after.get(attempt.id, 0), attempt.num_lines) for attempt in attempts
     }
     incomplete = [attempt for attempt in attempts if attempt.num_lines < expected[attempt.id]]
@@ -376,7 +373,7 @@ def _warn_of_loss(stage: str, attempt: str, lost: int, records: int) -> None:
 
 
 def _held(attempts: list[list[Entry]], limits: list[float]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries of the attempts: each (key, step) once, by the last attempt that holds at this step; and the
+    """Return the entries of the attempts with each (key, step) once, from the last attempt valid at this step, and the
     rest."""
     latest: dict[tuple[str, int], Entry] = {}
     superseded: list[Entry] = []

@@ -1,12 +1,11 @@
-"""Journal of a stage, on the local disk first: append-only, one file an attempt, one writer a file.
+"""Journal of a stage on the local disk: append-only, with one file for each attempt and one writer for each file.
 
-A stage writes here and nowhere else, so no server can slow it down or stop it; `track` sends what is here to MLflow,
-now or later, as often as one likes. Nothing is ever taken back: when a stage resumes, its new attempt says from which
-step, and what the attempts before it wrote past that step is superseded when `core.journal.reader` reads the journal.
+A stage logs only to its journal, so that no server can delay or stop it; `track` sends the journal to MLflow at any
+time and repeatedly. Records are never removed: when a stage resumes, its new attempt records the step, and
+`core.journal.reader` treats later records of earlier attempts as superseded.
 
-A receipt of each attempt lies beside the folder of journals: `.journal/<stage>/attempt-0001.json` holds the header, the
-parameters, the number of records and the ending. A reader compares the two, so that records that were lost from a
-journal, or a whole journal that was removed, are noticed.
+Each attempt has a receipt next to the folder of journals: `.journal/<stage>/attempt-0001.json` has the header, the
+parameters, the number of records and the ending. Readers compare the two to detect lost records and removed journals.
 """
 
 from __future__ import annotations
@@ -32,19 +31,18 @@ from image_diffusion.core.process.errors import Stopped, log_line
 
 Ending = Literal["finished", "failed", "stopped"]
 
-# The only environment variables that are ever recorded: none of them can hold a secret.
+# The only environment variables that are recorded: none of them contains a secret.
 _ENVIRONMENT = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
 class Journal:
-    """Journal of one attempt of a stage: `<folder>/<stage>/attempt-0001.jsonl`, the next attempt in the next file.
+    """Journal of one attempt of a stage in `<folder>/<stage>/attempt-0001.jsonl`; the number is that of the attempt.
 
-    Every record is one line with a checksum, and is with the operating system before the call returns, so that SIGKILL
-    loses nothing; `sync` brings it to the disk. A disk that is full or unavailable is reported once and never stops the
-    stage: what could not be written is kept and written with a later record. Methods may be called from several
-    threads.
+    Every record is one line with a checksum, and is passed to the operating system before the call returns, so that
+    SIGKILL loses nothing; `sync` flushes records to disk. A full or unavailable disk is reported once and never stops
+    the stage: unwritten records are kept in memory and written with a later record. Methods are thread-safe.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -55,7 +53,7 @@ class Journal:
         self._after = dict(header.get("after", ()))
         self._receipt: dict[str, Any] = {"header": dict(header), "params": {}, "end": None}
         self._warned = False
-        # Held until this process ends, however it ends: this is how readers tell a killed attempt from a live one.
+        # Held until this process ends, so that readers can distinguish killed attempts from running ones.
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX)
         self._append(header)
@@ -76,11 +74,10 @@ class Journal:
     ) -> Journal:
         """Start a new attempt of `stage` in `folder`, which is `results/<experiment>/journal`.
 
-        resume_step: the step of the checkpoint this attempt continues from; None: from the beginning.
-        tags: words that describe this attempt. "fingerprint" is special: attempts with one fingerprint are one run,
-        also when their parameters differ (more steps, other nodes); without it, attempts with equal parameters are.
-        after: the ids of the attempts that have led to that checkpoint, and how many records each had written by then:
-        a reader knows by it whether any is missing.
+        resume_step: the step of the checkpoint from which this attempt resumes; None: from the beginning. tags:
+        describe this attempt. Attempts with the same tag "fingerprint" are one run, even if their parameters differ
+        (more steps, other nodes); without it, attempts with equal parameters are. after: ids of the attempts that led
+        to the checkpoint, each with its number of records at that time, by which readers detect missing records.
         """
         target = folder / stage
         make_folder(target)
@@ -104,18 +101,18 @@ class Journal:
 
     @property
     def attempts(self) -> dict[str, int]:
-        """Return the attempts that have led to a checkpoint made now, as it records them: `after` of the attempt that
-        resumes from there."""
+        """Return the attempts that led to a checkpoint made now: the argument `after` of an attempt that resumes from
+        it."""
         return {**self._after, self.id: self._num_records}
 
     def params(self, values: Mapping[str, Any]) -> None:
-        """Record what the stage runs with: nested mappings become dotted keys."""
+        """Record the parameters of the stage; nested mappings become dotted keys."""
         plain = dict(_flatten(values))
         self._receipt["params"] |= plain
         self._append({"type": "params", "time": _now_ms(), "values": plain})
 
     def metrics(self, values: Mapping[str, float], step: int, examples_seen: int | None = None) -> None:
-        """Record numbers at a step. Timing-like ones are named `speed/...` or `system/...`."""
+        """Record metrics at a step. Names of measurements of time and load begin with `speed/` or `system/`."""
         record: dict[str, Any] = {"type": "metrics", "time": _now_ms(), "step": int(step)}
         if examples_seen is not None:
             record["examples_seen"] = int(examples_seen)
@@ -123,7 +120,8 @@ class Journal:
         self._append(record)
 
     def image(self, key: str, path: Path, step: int) -> None:
-        """Record an image at a step. The journal keeps its own copy: a stage's outputs may be deleted and redone."""
+        """Record an image at a step. The journal stores a copy, since outputs of a stage may be deleted and made
+        again."""
         name = f"{uuid.uuid5(uuid.NAMESPACE_OID, key).hex}-{step}{path.suffix}"
         copy = self.path.parent / "images" / self.path.stem / name
         try:
@@ -136,8 +134,8 @@ class Journal:
         self._append({"type": "image", "time": _now_ms(), "step": int(step), **details})
 
     def artifact(self, path: Path, name: str | None = None) -> None:
-        """Record a file that the stage made; `name` is where it is shown, e.g. "plots/roc.png". The file stays where
-        it is: the journal holds its place, size and sha256."""
+        """Record a file that the stage made; `name` is its displayed name, e.g. "plots/roc.png". The journal records
+        the path, size and sha256 of the file, and no copy."""
         try:
             size, checksum = path.stat().st_size, sha256_file(path)
         except OSError as error:
@@ -148,8 +146,8 @@ class Journal:
         self._append({**record, "size": size, "sha256": checksum})
 
     def sync(self) -> None:
-        """Bring every record to the disk. Call it before a checkpoint is made final, so that a power cut cannot leave
-        a checkpoint whose history is missing."""
+        """Flush every record to disk. Call it before a checkpoint is completed, so that a power failure cannot leave a
+        checkpoint without its history."""
         with self._lock:
             self._write()
             if self._file < 0:
@@ -178,7 +176,7 @@ class Journal:
             file, self._file = self._file, -1
             try:
                 os.close(file)
-            except OSError as error:  # of a write before, on a file system of another machine
+            except OSError as error:  # of an earlier write, on a network file system
                 self._warn_once(f"it cannot be flushed to disk: {error}")
 
     def __enter__(self) -> Journal:
@@ -216,7 +214,7 @@ class Journal:
 
 
 class NullJournal:
-    """Journal that keeps nothing: of the processes that are not the first, and of tests."""
+    """Journal that records nothing, for processes other than the first, and for tests."""
 
     @property
     def attempts(self) -> dict[str, int]:
@@ -255,8 +253,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _plain_number(value: float) -> float | str:
-    """Return a number as JSON can hold it. JSON has neither NaN nor infinity: they are written as words, which `float`
-    reads back."""
+    """Return a number for JSON. JSON has no NaN and infinity: they become strings, which `float` accepts."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
@@ -268,7 +265,7 @@ def attempt_number(path: Path) -> int:
 
 
 def open_journal(folder: Path | None, stage: str, tags: Mapping[str, str] | None = None) -> Journal | NullJournal:
-    """Start a new attempt of a stage (`Journal.open`) in a folder; None: nothing is kept."""
+    """Start a new attempt of a stage (`Journal.open`) in a folder; None: nothing is recorded."""
     return NullJournal() if folder is None else Journal.open(folder, stage, tags=tags)
 
 

@@ -1,4 +1,4 @@
-"""Shared behaviour of commands: each ends with one clear line for people and a status for Snakemake."""
+"""Shared behaviour of commands: errors are reported in one line, and exit statuses are for Snakemake."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
 class Parser(argparse.ArgumentParser):
-    """Command-line options. The description keeps its lines in the help."""
+    """Parser of command-line options, whose help keeps the line breaks of the description."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with a usage error; retrying cannot help."""
+        """Exit with a usage error, recorded as a mistake, since retrying cannot help."""
         note("mistake", message)
         super().error(message)
 
@@ -40,11 +40,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, type=Path, help=about, **options)
 
     def add_paths(self, name: str, about: str) -> None:
-        """Add an option that takes several paths; none where it is left out."""
+        """Add an option that takes several paths; default: none."""
         self.add_path(name, about, nargs="+", default=[])
 
     def add_config(self, about: str, required: bool = True) -> None:
-        """Add --config, the file of a stage, and --set, values that replace those of the file."""
+        """Add --config, the file of a stage, and --set, which overrides values of the file."""
         self.add_argument("--config", type=Path, required=required, help=about)
         self.add_argument(
             *("--set", "-s"),
@@ -68,19 +68,19 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def run(main: Callable[[], None], *smaller: str) -> None:
-    """Call `main` and end the process: 0 when it returns, 75 when it was stopped and can resume, 1 for a mistake.
+    """Call `main` and end the process: with 0 on success, 75 if it was stopped and can resume, 1 on an error.
 
-    ValueError, OSError, a missing package, and what a full disk or too little memory raises, are reported in one line;
-    IMAGE_DIFFUSION_TRACEBACK=1 shows where they came from. Any other exception is a defect of this program and keeps
-    its traceback. smaller: the keys of an experiment that make this command need less memory when they are smaller.
+    ValueError, OSError, a missing package, a full disk and too little memory are reported in one line;
+    IMAGE_DIFFUSION_TRACEBACK=1 shows the traceback. Any other exception is a defect of this program and is shown with
+    its traceback. smaller: keys of an experiment whose reduction saves memory in this command.
     """
-    gc.freeze()  # what was imported stays, so that no collection looks at it, the one at the end included: 0.4 CPU s
-    gc.enable()  # off while modules were imported
+    gc.freeze()  # excludes imported objects from all collections, including the final one: 0.4 CPU s
+    gc.enable()  # disabled during imports
     end_with(os.environ.get(VARIABLE, "").split())
     try:
         main()
     except Stopped as stopped:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been received, perhaps more than once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it was received, possibly more than once
         log_line(f"stopped: {stopped}")
         note("stopped", str(stopped))
         sys.exit(STOPPED)
@@ -101,7 +101,7 @@ def run(main: Callable[[], None], *smaller: str) -> None:
 
 
 def _leave_for_launcher(line: str) -> None:
-    """Write the last line of this process where torchrun reads it, if torchrun has started this process."""
+    """Write the last line of this process to torchrun's error file, if torchrun started this process."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Names of the commands. Stages do not import them (`track` alone does), so a new command changes the code of none."""
+"""Names of the commands. Of the stages only `track` imports them, so that a new command does not change the code of the
+others."""
 
 from __future__ import annotations
 

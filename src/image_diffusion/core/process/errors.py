@@ -1,4 +1,4 @@
-"""Messages for people, and the exception that ends a process without an error."""
+"""Messages on stderr, and the exception that ends a process without an error."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from functools import cache
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run ended early on request and can be continued
-    """Raised when a stage was asked to stop and has saved: it resumes when it is run again."""
+    """Raised after a stage has saved on a request to stop. Running it again resumes it."""
 
 
 def log_line(line: str) -> None:
-    """Write a line to stderr in one piece, so that lines of processes that write at once do not mix."""
+    """Write a line to stderr in one call, so that lines of concurrent processes are not mixed."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def package(name: str, extra: str) -> str:
-    """Return the end of a message on a package that is not installed. extra: of this package, that brings it."""
+    """Return the end of a message on a package that is not installed. extra: this package's extra that installs it."""
     return f"the package {name}. Install it: pip install 'image-diffusion[{extra}]'."
 
 

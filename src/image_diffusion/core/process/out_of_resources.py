@@ -1,5 +1,4 @@
-"""Report in one sentence which resource ran out: the disk, with the file and the room left; memory, with the setting
-that helps."""
+"""Messages on exhausted resources: the disk, with the file and the free space; memory, with the setting that helps."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _DISK = {
     errno.EDQUOT: "The quota of the disk is used up",
     errno.EFBIG: "The file exceeds the limit of its size (ulimit -f)",
 }
-# Libraries that write files themselves say it in their own ways: safetensors, NumPy.
+# Messages of libraries that write files themselves: safetensors, NumPy.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _CUT_OFF = re.compile(r"\d+ requested and \d+ written")
 _MEMORY_WORDS = re.compile(r"out of memory|(can't|cannot|unable to) allocate|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
@@ -27,9 +26,8 @@ _REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 
 @contextmanager
 def writing(path: Path, hidden: Path | None = None) -> Iterator[None]:
-    """Name the file or folder being written in the error of a full disk, whoever raised it.
-
-    hidden: a folder that it is written in before it has its name, which an error does not name.
+    """Name the file or folder being written in any error of a full disk in this context. hidden: temporary folder in
+    which it is written, which the error should not name.
     """
     try:
         yield
@@ -46,9 +44,8 @@ def writing(path: Path, hidden: Path | None = None) -> Iterator[None]:
 
 
 def sentence_on(error: BaseException, settings: Sequence[str] = ()) -> str | None:
-    """Return a sentence on the resource that ran out, where an error is about that; None for any other error.
-
-    settings: keys of an experiment that need less memory when they are smaller.
+    """Return a sentence on the exhausted resource, if that caused an error; None for other errors. settings: keys of an
+    experiment whose reduction saves memory.
     """
     if isinstance(error, OSError) and error.errno in _DISK:
         place = Path(os.fsdecode(error.filename)) if error.filename else None
@@ -60,12 +57,12 @@ def sentence_on(error: BaseException, settings: Sequence[str] = ()) -> str | Non
 
 
 def is_of_host_memory(error: BaseException) -> bool:
-    """True if the machine's own memory ran out, rather than a GPU's."""
+    """Return True if the machine's memory ran out, rather than a GPU's."""
     return _is_of_memory(error) and not _is_on_gpu(error)
 
 
 def room_at(path: Path) -> str:
-    """Return a sentence on the free space where a path lies."""
+    """Return a sentence on the free space on the file system of a path."""
     folder = next((ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists()), Path("/"))
     status = os.statvfs(folder)
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
@@ -97,7 +94,7 @@ def _on_memory(error: BaseException, settings: Sequence[str]) -> str:
 
 
 def _on_others(message: str) -> str:
-    """Return a sentence on the memory that other programs use of a GPU, if they use a GiB or more of it."""
+    """Return a sentence on the memory of a GPU that other programs use, if it is at least one GiB."""
     if (match := _OF_OTHERS.search(message)) is None:
         return ""
     total, free, own = (_gib(size) for size in match.groups())

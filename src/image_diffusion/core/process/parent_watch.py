@@ -1,5 +1,5 @@
-"""End a process with the one that it works for. SIGKILL of Snakemake alone reaches none of its jobs: they would
-continue, and write into the results of whatever is started next."""
+"""End a process together with the process that started it. After SIGKILL of Snakemake alone, its jobs would continue,
+and write into the results of the next start."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from pathlib import Path
 from image_diffusion.core.process.errors import log_line
 
 VARIABLE = "IMAGE_DIFFUSION_ENDS_WITH"
-"""The environment variable that names, to what a process starts, the processes to end with."""
+"""Environment variable by which a process names to its child processes the processes with which they end."""
 
 GRACE_S = 90
 """Seconds that a process has to save and end before it is killed."""
 
 
 def announce(environment: MutableMapping[str, str], queued: bool = False) -> None:
-    """Have processes that are started with this environment end with this process, as well as with those already named
-    in it.
-
-    queued: this process is a job of a queue. Those named are then the ones that have sent it: it outlives them.
+    """Make processes started with this environment end with this process, and with those already named in it. queued:
+    True if this process is a job of a queue, which outlives the processes named, since they only submitted it.
     """
     named = None if queued else environment.get(VARIABLE)
     environment[VARIABLE] = " ".join(filter(None, [named, mark()]))
 
 
 def end_with(marks: Sequence[str]) -> None:
-    """Send this process SIGTERM when one of these processes is gone, and SIGKILL if that does not help.
-
-    Those of other machines are ignored: a job in a queue does not depend on who has sent it.
+    """Send this process SIGTERM when one of these processes has ended, and SIGKILL if it does not end. Processes of
+    other machines are ignored: a job of a queue does not depend on the process that submitted it.
     """
     watched = [parent for parent in map(_Mark, marks) if parent.machine == _machine()]
     if watched:
@@ -42,13 +39,13 @@ def end_with(marks: Sequence[str]) -> None:
 
 
 def mark() -> str:
-    """Return a name of this process that is unique on all machines; empty on a system without /proc."""
+    """Return an identifier of this process that is unique over all machines; empty on a system without /proc."""
     machine = _machine()
     return f"{machine}:{os.getpid()}:{_started(os.getpid())}" if machine else ""
 
 
 class _Mark:
-    """A mark taken apart."""
+    """A parsed mark."""
 
     def __init__(self, text: str) -> None:
         self.machine, pid, self.started = text.split(":")
@@ -62,7 +59,7 @@ class _Mark:
             return None
         if _started(self.pid) == self.started:
             return descriptor
-        os.close(descriptor)  # the number is another process's by now
+        os.close(descriptor)  # the number was reused by another process
         return None
 
 
@@ -73,7 +70,7 @@ def _wait(watched: list[_Mark]) -> None:
         for descriptor in descriptors:
             poll.register(descriptor, select.POLLIN)
         poll.poll()
-    with suppress(OSError):  # nobody may be left to read it
+    with suppress(OSError):  # its reader may have ended
         log_line("stopped: the parent process has exited.")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
@@ -81,8 +78,7 @@ def _wait(watched: list[_Mark]) -> None:
 
 
 def _machine() -> str:
-    """Return an identifier of this start of this machine, and of the visible numbering of processes; empty where the
-    system has no /proc."""
+    """Return an identifier of this boot of the machine and of the PID namespace; empty on a system without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -91,7 +87,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process, in the system's own ticks; empty when no process has that number."""
+    """Return the start time of a process, in clock ticks; empty if no process has that number."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

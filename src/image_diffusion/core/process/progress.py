@@ -1,4 +1,4 @@
-"""Progress of a stage, by tqdm: a bar on a terminal; in a log a plain line every ten seconds, later every minute."""
+"""Progress of a stage by tqdm: a bar on a terminal; in a log, a line every ten seconds, later every minute."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from typing import TextIO
 from tqdm import tqdm
 
 VARIABLE = "IMAGE_DIFFUSION_STAGE"
-"""The environment variable that names the job whose progress it is, where several print to one place: demo/train."""
+"""Environment variable with the name of the job, such as demo/train, if several jobs print to one terminal."""
 
 _LINE = "{desc}: {n:,} of {total:,}{unit} ({percentage:.0f}%), {rate_noinv_fmt}, {remaining} left{postfix}"
-_UNKNOWN = re.compile(r", \? \S+, \? left")  # before there is a rate
+_UNKNOWN = re.compile(r", \? \S+, \? left")  # before a rate is known
 _EVERY_S, _AT_MOST_EVERY_S = 10.0, 60.0
-_SHARE = 0.1  # of the time so far that passes between two lines
+_SHARE = 0.1  # share of the elapsed time between two lines
 
 
 class Progress:
-    """Progress of a loop: items done, with their recent rate, the time left and an optional note.
-
-    total: number of items. unit: what is counted, in the singular. initial: how many were done before this start.
-    quiet: show nothing.
+    """Progress of a loop: items done, their recent rate, the remaining time and an optional note. total: number of
+    items. unit: name of an item, in the singular. initial: items done before this start. quiet: show nothing.
     """
 
     def __init__(self, title: str, total: int, unit: str, initial: int = 0, quiet: bool = False) -> None:
@@ -41,7 +39,7 @@ class Progress:
             miniters=1,
             disable=quiet,
             bar_format=None if log is None else _LINE,
-            position=None if log is None else 0,  # lines stand below one another, also of one bar within another
+            position=None if log is None else 0,  # lines of nested bars also follow one another
         )
 
     def advance(self, count: int = 1, note: str = "") -> None:
@@ -58,7 +56,7 @@ class Progress:
         self.advance(max(0, count - int(self._bar.n)))
 
     def close(self) -> None:
-        """Close the bar and show where it ended."""
+        """Close the bar and show its final state."""
         self._bar.close()
 
     def __enter__(self) -> Progress:
@@ -71,11 +69,11 @@ class Progress:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
-    monitor_interval = 0  # no thread that wakes a bar: every update looks at the clock
+    monitor_interval = 0  # no monitoring thread: every update checks the clock
 
 
 class _Lines:
-    """A log: each state of the bar is a line of its own."""
+    """Log file in which each state of the bar is a separate line."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

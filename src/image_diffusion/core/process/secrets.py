@@ -1,4 +1,4 @@
-"""Passwords and signatures of URLs: they come from the environment or from ~/.netrc, and are never shown."""
+"""Passwords and signatures of URLs, which come from the environment or ~/.netrc, and are never shown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 STORE = "MLFLOW_TRACKING_URI"
-"""The environment variable with the store's URI: MLflow's own. A command line is visible to everybody on the
-machine."""
+"""MLflow's environment variable for the URI of its store, since other users of a machine can see command lines."""
 
 _SECRETS = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
@@ -28,7 +27,8 @@ _PARAMETER = re.compile(rf"(?:[\w.-]+=)?{_REFERENCE}")
 
 
 def store_named(uri: str | None) -> str:
-    """Return the URI that a command line names, which is never shown from now on; without one, the environment's."""
+    """Return the URI given on a command line, or else that of the environment. The given URI is never shown
+    afterwards."""
     if uri is not None:
         os.environ[STORE] = uri
     if not os.environ.get(STORE):
@@ -47,7 +47,8 @@ def shown(text: str) -> str:
 
 
 def check_no_secrets(data: Any, key: str = "") -> None:
-    """Raise ValueError naming the key of plain data whose URL has a user, a password, or a query that gives access."""
+    """Raise ValueError that names the key of plain data whose URL has a user, a password, or a query that grants
+    access."""
     if isinstance(data, dict):
         for name, value in data.items():
             check_no_secrets(value, f"{key}.{name}" if key else str(name))
@@ -64,14 +65,14 @@ def check_no_secrets(data: Any, key: str = "") -> None:
 
 
 def check_query(url: str, key: str) -> None:
-    """Raise ValueError where a URL, or one in a command, has a query that is not read from environment variables."""
+    """Raise ValueError if a URL, or a URL in a command, has a query that is not read from environment variables."""
     for match in _QUERY.finditer(url):
         if not all(map(_PARAMETER.fullmatch, match["query"].split("&"))):
             raise ValueError(_query_advice(key, url))
 
 
 def for_shell(url: str) -> str:
-    """Return a URL quoted for a POSIX shell, which puts the environment variables ${NAME} in it into their places.
+    """Return a URL quoted for a POSIX shell, which substitutes the environment variables ${NAME} in it.
 
     Raises ValueError for a variable that is not set.
     """
@@ -90,18 +91,18 @@ def _query_advice(key: str, url: str) -> str:
 
 
 def variable_of(uri: str) -> str:
-    """Return the environment variable in which Snakemake hands a store's URI to its jobs: of several stores, each has
-    its own. The password is not part of the name."""
+    """Return the environment variable by which Snakemake passes a store's URI to its jobs; it differs between stores,
+    and its name does not depend on the password."""
     return f"IMAGE_DIFFUSION_STORE_{sha256(without_password(uri).encode()).hexdigest()[:8].upper()}"
 
 
 def hidden(text: str) -> str:
-    """Return a text without the passwords that the environment holds, and its URLs as `shown`."""
+    """Return a text without passwords from the environment, and with its URLs as in `shown`."""
     uri = os.environ.get(STORE, "")
     credentials = re.findall("://(.*)@", uri)
     passwords = [credential.partition(":")[2] for credential in credentials] + re.findall("password=([^&]*)", uri)
     others = [os.environ.get(name, "") for name in _SECRETS]
-    for secret in (*credentials, *passwords, *map(unquote, passwords), *others):  # some messages decode it
+    for secret in (*credentials, *passwords, *map(unquote, passwords), *others):  # some messages contain it decoded
         if secret:
             text = text.replace(secret, "***")
     return shown(text)

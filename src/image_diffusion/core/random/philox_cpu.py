@@ -1,7 +1,7 @@
-"""Philox random numbers on a CPU, in C (`philox.c`): one pass that reads ids and writes numbers.
+"""Philox random numbers on a CPU in C (`philox.c`), in one pass from ids to numbers.
 
-Installing the package compiles it where it finds a C compiler. Elsewhere PyTorch draws, with more than a hundred small
-operations for what is written once in C.
+Installation compiles it if there is a C compiler. Otherwise PyTorch computes the numbers in more than a hundred small
+operations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS: dict[Kind, int] = {"uniform": 0, "normal": 1, "gumbel": 2, "integers": 3}
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the library that installing the package compiled; None where it was not compiled."""
+    """Load the library that installation compiled; None if it was not compiled."""
     loaded = load(_COMPILED)
     if loaded is not None:
         ids, number = ctypes.c_void_p, ctypes.c_int64
@@ -42,7 +42,7 @@ def draw(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor, count:
     assert loaded is not None
     if epoch.shape != sample.shape:
         epoch = epoch.expand(sample.shape)
-    ids = [tensor.to(torch.int64).contiguous() for tensor in (epoch, sample)]  # what C reads by address
+    ids = [tensor.to(torch.int64).contiguous() for tensor in (epoch, sample)]  # read by C by address
     out = torch.empty((len(sample), count), dtype=torch.int64 if kind == "integers" else torch.float32)
     at = [tensor.data_ptr() for tensor in ids]
     loaded.draw(KINDS[kind], *key, *at, len(sample), count, high, out.data_ptr())

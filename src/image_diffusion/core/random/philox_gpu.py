@@ -1,7 +1,7 @@
-"""The random numbers of `core/random/streams.py` on a GPU: one kernel a draw, which reads keys and writes numbers.
+"""The random numbers of `core/random/streams.py` on a GPU, with one kernel for each draw.
 
-PyTorch has no unsigned 32-bit products, and takes some 130 kernels over 64-bit tensors for what is written once here.
-The words are those of `streams.philox4x32`, bit for bit, and what is made of them is computed in the same way.
+PyTorch has no unsigned 32-bit products, and takes about 130 kernels on 64-bit tensors for the same result. The words
+are bit-identical to those of `streams.philox4x32`, and are converted to numbers in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.random.philox_cpu import KINDS, Kind
 
-_LANES = 256  # counters that a program evaluates at once; each gives four words
+_LANES = 256  # counters evaluated by a program; each gives four words
 _UNIFORM, _NORMAL, _GUMBEL, _INTEGERS = (tl.constexpr(number) for number in KINDS.values())
 _TURN = tl.constexpr(2.0 * math.pi * 2.0**-32)
 
@@ -84,7 +84,7 @@ def _from_word(word, high, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inside(word):  # type: ignore[no-untyped-def]
-    """Convert a word to a number between 0 and 1, neither of them."""
+    """Convert a word to a number in the open interval (0, 1)."""
     return (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
 
 

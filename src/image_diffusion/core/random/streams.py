@@ -1,9 +1,9 @@
-"""Random numbers that belong to the sample: keyed by (seed, epoch, sample id, purpose), never by rank or batch.
+"""Random numbers keyed by (seed, epoch, sample id, purpose), and independent of rank and batch.
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), evaluated for a
 whole batch at once on the batch's own device: on a GPU by one kernel (`philox_gpu.py`), on a CPU by compiled code
-(`philox_cpu.py`), or by PyTorch's integer tensors, with the same words. It has no state: asking twice gives
-the same numbers, so nothing about it is saved and nothing can be out of step after a restart.
+(`philox_cpu.py`), or by PyTorch's integer tensors, with the same words. It has no state: the same key always gives the
+same numbers, so that nothing must be saved for a restart.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 @dataclass(frozen=True)
 class Streams:
-    """The random numbers of a batch of samples.
-
-    seed: of the run. epoch, sample: int64 [B], which pass over the data and which sample each row is.
+    """The random numbers of a batch of samples. seed: seed of the run. epoch, sample: int64 [B], pass over the data and
+    sample id of each row.
     """
 
     seed: int
@@ -56,11 +55,11 @@ class Streams:
         return self._draw("integers", purpose, shape, high)
 
     def event(self, purpose: str, probability: float) -> Tensor:
-        """Bool [B]: true with the given probability, for each sample on its own."""
+        """Bool [B]: true with the given probability, independently for each sample."""
         return self.uniform(purpose) < probability
 
     def fork(self, purpose: str) -> Streams:
-        """Return streams of the same samples that are independent of these, and of those of other purposes."""
+        """Return streams of the same samples that are independent of these streams and of forks for other purposes."""
         digest = hashlib.sha256(f"{self.seed}/{purpose}".encode()).digest()
         return replace(self, seed=int.from_bytes(digest[:8], "little"))
 
@@ -72,8 +71,8 @@ class Streams:
 
 
 def _drawing(sample: Tensor) -> Callable[..., Tensor]:
-    """Return the function that draws on the device of the samples' ids. Tensors without contents have no memory that C
-    could read."""
+    """Return the function that draws on the device of the samples' ids. It is not the C code for tensors without
+    contents, which have no memory."""
     if sample.device.type == "cuda":
         return _by_kernel()
     return _by_compiled() if sample.device.type == "cpu" and type(sample) is Tensor else _by_pytorch
@@ -98,7 +97,7 @@ def _by_pytorch(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor,
 
 @cache
 def _by_compiled() -> Callable[..., Tensor]:
-    """Draw identical numbers by compiled code, where installing the package has compiled it."""
+    """Draw identical numbers by compiled code, if installation has compiled it."""
     from image_diffusion.core.random import philox_cpu
 
     return _by_pytorch if philox_cpu.library() is None else philox_cpu.draw
@@ -106,14 +105,14 @@ def _by_compiled() -> Callable[..., Tensor]:
 
 @cache
 def _by_kernel() -> Callable[..., Tensor]:
-    """Draw identical numbers by one kernel. Where Triton is missing or finds no compiler, a message says so, and
-    PyTorch draws."""
+    """Draw identical numbers by one kernel. If Triton is missing or finds no compiler, prints a message and draws with
+    PyTorch."""
     try:
         from image_diffusion.core.random.philox_gpu import draw
 
         ids = torch.zeros(1, dtype=torch.int64, device="cuda")
         draw("uniform", (0, 0), ids, ids, 1)
-    except Exception as error:  # whatever it is, there is another way
+    except Exception as error:  # for any error there is a fallback
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log_line(f"warning: Triton is not available, so that random numbers are drawn slowly: {reason}")
         return _by_pytorch
@@ -138,7 +137,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # The product of two 32-bit words wraps as int64, yet its 64 bits are right: mask each half.
+        # The product of two 32-bit words overflows int64, but its 64 bits are correct: mask each half.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK) ^ c1 ^ k0,

@@ -1,1 +1,1 @@
-"""Conversions between our parameter names and those of published weights."""
+"""Conversions between this package's parameter names and those of published weights."""

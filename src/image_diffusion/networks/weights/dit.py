@@ -1,11 +1,11 @@
-"""DiT weights made elsewhere: the published files, the original's training checkpoints, diffusers folders.
+"""DiT weights from other programs: published files, the original's training checkpoints, diffusers folders.
 
-Nothing in such a file is run: `.pt` and `.bin` files are read with `weights_only=True`.
+No code in such a file is run: `.pt` and `.bin` files are read with `weights_only=True`.
 
-A SiT becomes a flow here (Ma et al. 2024, arXiv:2401.08740, the linear path). It has the names and shapes of a DiT,
-which do not tell the two apart. Its time runs from noise to data, x_t = t x0 + (1 - t) eps, and it predicts dx/dt = x0
-- eps; here time runs from data to noise, and the velocity is eps - x0. Both are exact changes of weights. With
-learn_sigma, the second half of its output was never trained, and is left out.
+A SiT becomes a flow here (Ma et al. 2024, arXiv:2401.08740, the linear path). Its names and shapes equal those of a
+DiT, so that the two cannot be distinguished. Its time runs from noise to data, x_t = t x0 + (1 - t) eps, and it
+predicts dx/dt = x0 - eps; here time runs from data to noise, and the velocity is eps - x0. Both are exact changes of
+weights. With learn_sigma, the second half of its output is untrained, and is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WEIGHTS_FILE = "diffusion_pytorch_model"
 
 @dataclass(frozen=True)
 class DiTWeights:
-    """A DiT in full. tensors: float32, by the published names, exactly those that the network has."""
+    """A DiT and all of its weights. tensors: float32, by the published names, exactly those of the network."""
 
     config: DiTConfig
     spec: DataSpec
@@ -65,20 +65,20 @@ def read_dit(path: Path, num_heads: int | None = None, content: Mapping[str, Any
 
 
 def is_dit(content: Mapping[str, Any]) -> bool:
-    """True if a file's content holds a DiT: its tensors by name, or a training checkpoint with their average."""
+    """Return True if a file contains a DiT: its tensors by name, or a training checkpoint with their average."""
     average = content.get("ema")
     return "x_embedder.proj.weight" in (average if isinstance(average, Mapping) else content)
 
 
 def is_dit_folder(folder: Path) -> bool:
-    """True if a folder of diffusers holds a DiT, or has a configuration that does not say of what."""
+    """Return True if a diffusers folder contains a DiT, or has a configuration without a class."""
     classes = ("DiTTransformer2DModel", "Transformer2DModel", "DiTPipeline")
     name = class_of(folder)
     return name in classes or (name is None and (folder / "config.json").is_file())
 
 
 def class_of(folder: Path) -> str | None:
-    """Return the class of diffusers that a folder is of; None where it does not say."""
+    """Return the diffusers class of a folder; None if its configuration does not name one."""
     for name in ("model_index.json", "config.json"):
         if (folder / name).is_file():
             index = read_json(folder / name)
@@ -90,8 +90,8 @@ def load_without_code(path: Path, safe_classes: Sequence[Any], kind: str, parts:
     """Load the content of a .safetensors file, or of a torch file that holds nothing but tensors, plain data and
     objects of known classes, none of whose code is run.
 
-    kind, parts, advice: what the file should be, what it may hold, and what to do where it holds more. Raises
-    ValueError where it is damaged, or would have to run code.
+    kind, parts, advice: for messages: the expected file, its permitted content, and what to do with other content.
+    Raises ValueError if it is damaged, or would have to run code.
     """
     try:
         if path.suffix == ".safetensors":
@@ -106,7 +106,7 @@ def load_without_code(path: Path, safe_classes: Sequence[Any], kind: str, parts:
             f"{path} holds more than {parts} ({refused.partition('. ')[0]}), and is not loaded, because that would run "
             f"code from it. {advice}"
         ) from None
-    except Exception as error:  # damaged bytes make the readers fail in any way
+    except Exception as error:  # damaged bytes can cause any exception
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise ValueError(f"{path} is damaged, or not {kind}: {reason}. Copy it again.") from None
 
@@ -138,8 +138,7 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a model's folder that diffusers wrote, by name. Raises ValueError for a folder without
-    them."""
+    """Return the tensors of a model folder of diffusers, by name. Raises ValueError for a folder without tensors."""
     files = next(
         (
             files
@@ -160,8 +159,8 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
 def diffusers_names(depth: int) -> dict[str, list[str]]:
     """Return the names under which diffusers' DiTTransformer2DModel keeps each weight and bias, by the published name.
 
-    Several places hold copies of the same, as every block there has the embedders of time and label; but of
-    `blocks.i.attn.qkv` the three are the thirds.
+    Several names mean copies of the same tensor, since every block there has the embedders of time and label, except
+    for `blocks.i.attn.qkv`, whose three names are its thirds.
     """
     blocks = [f"transformer_blocks.{i}" for i in range(depth)]
     time = [f"{block}.norm1.emb.timestep_embedder" for block in blocks]
@@ -200,7 +199,7 @@ def _state_dict(content: Mapping[str, Any], path: Path) -> tuple[dict[str, Tenso
 def _from_shapes(
     tensors: Mapping[str, Tensor], path: Path, time_frequencies: Literal["diffusers", "dit"], num_heads: int | None
 ) -> DiTWeights:
-    """Return the network that tensors under the published names are of. Raises ValueError where they are of none."""
+    """Return the network whose tensors have these published names and shapes. Raises ValueError if there is none."""
     needed = ("pos_embed", "x_embedder.proj.weight", "blocks.0.mlp.fc1.weight", "final_layer.linear.weight")
     absent = [name for name in needed if name not in tensors]
     if absent:
@@ -270,7 +269,7 @@ def _read_folder(folder: Path) -> DiTWeights:
 
 
 def _published_names(theirs: Mapping[str, Tensor], config: DiTConfig, folder: Path) -> dict[str, Tensor]:
-    """Return diffusers' tensors under the published names. Raises ValueError where some are missing, unexpected or
+    """Return diffusers' tensors under the published names. Raises ValueError if some are missing, unexpected or
     unequal."""
     names = diffusers_names(config.shape.depth)
     _check(config, {name: None for places in names.values() for name in places}, theirs, folder)

@@ -1,4 +1,4 @@
-"""A DiT as diffusers knows it: the transformer, and the pipeline folder that `DiTPipeline.from_pretrained` loads."""
+"""Export of a DiT to diffusers: the transformer, and the pipeline folder that `DiTPipeline.from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
 NULL_LABEL = 1000
-"""Label that DiTPipeline takes for no label, whatever the number of classes."""
+"""Label that means no label in DiTPipeline, for any number of classes."""
 
-_TIME_ERROR = 1e-4  # largest error of the refitted time embedding, as a share of its largest value
+_TIME_ERROR = 1e-4  # maximum error of the refitted time embedding, relative to its largest value
 
 
 def check_transformer(config: DiTConfig, spec: DataSpec) -> None:
@@ -66,7 +66,7 @@ def check_transformer(config: DiTConfig, spec: DataSpec) -> None:
 
 
 def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTransformer2DModel:
-    """Return the same function as a DiTTransformer2DModel, of timesteps 0 … num_timesteps - 1.
+    """Return an equivalent DiTTransformer2DModel for timesteps 0 … num_timesteps - 1.
 
     Its label table has 1001 rows, the last for no label, as DiTPipeline asks for label 1000 then; rows between the
     classes and that one are copies of it. For a network of unlabelled data every row is zero. A network whose
@@ -174,7 +174,7 @@ def write_dit_pipeline(
     scheduler: DDIMScheduler | DPMSolverMultistepScheduler,
     classes: Sequence[str] = (),
 ) -> None:
-    """Write a folder that `DiTPipeline.from_pretrained` loads. It appears whole, in place of what was there.
+    """Write a folder that `DiTPipeline.from_pretrained` loads. It is completed before it replaces an existing one.
 
     scale: what a latent was multiplied with for the network. scheduler: `ddim_scheduler` or `flow_scheduler`.
     classes: their names, none for unlabelled data, for which the pipeline takes any label.

@@ -1,4 +1,4 @@
-"""Comparison of the tensors of a file with those that a network has."""
+"""Comparison of the tensors of a file with those of a network."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def misfits(expected: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]
 
 
 def num_blocks(names: Iterable[str], prefix: str) -> int:
-    """Return how many blocks there are under a prefix, whose names go on with a number and a dot. A number may be
-    larger than any network is deep, so the blocks are counted."""
+    """Return the number of blocks under a prefix, whose names continue with a number and a dot. Blocks are counted,
+    since a file may contain any number."""
     return len({name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)})
 
 

@@ -2,7 +2,7 @@
 
 A group of residual blocks at each resolution, twice as wide at each coarser one; maximum pooling down, nearest
 neighbours up. Its files encoder.pkl and decoder.pkl hold modules of the package `dall_e`. They are read by an unpickler
-that knows the names of these parts alone, puts inert objects in their place, and runs nothing.
+that accepts only the names of these parts, replaces them by placeholders, and runs no code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def decoder(channels: int, codebook_dim: int, hidden: int, num_groups: int, bloc
 
 
 class _Block(nn.Module):
-    """x, brought to the channels of the output, + gain times four convolutions, each after a ReLU."""
+    """Residual block: x, projected to the output channels, + gain times four convolutions, each after a ReLU."""
 
     def __init__(self, c_in: int, c_out: int, kernels: tuple[int, ...], gain: float) -> None:
         super().__init__()

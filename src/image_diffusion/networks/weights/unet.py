@@ -1,4 +1,4 @@
-"""U-Net weights of improved-diffusion and guided-diffusion: the network of a state dict, from its shapes."""
+"""U-Net weights of improved-diffusion and guided-diffusion: determine the network of a state dict from its shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A U-Net as diffusers knows it: UNet2DModel, and the folder that `DDPMPipeline.from_pretrained` loads."""
+"""Export of a U-Net to diffusers: UNet2DModel, and the folder that `DDPMPipeline.from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def ddpm_scheduler(betas: Tensor, prediction: str, variance: str) -> DDPMSchedul
 
 
 def write_ddpm_pipeline(folder: Path, unet: UNet2DModel, scheduler: DDPMScheduler) -> None:
-    """Write a folder that `DDPMPipeline.from_pretrained` loads. It appears whole, in place of an existing one."""
+    """Write a folder that `DDPMPipeline.from_pretrained` loads. It is completed before it replaces an existing one."""
     from diffusers.pipelines.ddpm.pipeline_ddpm import DDPMPipeline
 
     pipeline: Any = DDPMPipeline(unet=unet, scheduler=scheduler)
@@ -153,7 +153,7 @@ def _of_stage(ours: str, stage: nn.Module, theirs: str, k: int) -> list[tuple[st
 
 
 def _outside(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors before and behind the blocks."""
+    """Return the tensors before and after the blocks."""
     names = {
         "time_embed.0": "time_embedding.linear_1",
         "time_embed.2": "time_embedding.linear_2",

@@ -1,11 +1,10 @@
-"""An adversarial term: a discriminator learns to distinguish reconstructions from images, and the codec to make it
-fail.
+"""Adversarial term: a discriminator is trained to distinguish reconstructions from images, and the codec to deceive it.
 
 Hinge losses (Lim and Ye 2017, "Geometric GAN", arXiv:1705.02894) of a PatchGAN, as in VQGAN (Esser et al. 2021,
-arXiv:2012.09841). Both learn in one step by one optimizer: the codec's term is computed with weights of
-the discriminator that pass no gradient, the discriminator's with reconstructions that pass none, so that the gradient
-of their sum is that of two steps taken side by side. VQGAN's adaptive weight is a ratio of two gradients
-of the whole batch; here every example has its own loss, and the weight is fixed.
+arXiv:2012.09841). Both are updated in one step by one optimizer: the codec's term is computed with detached weights of
+the discriminator, and the discriminator's term with detached reconstructions, so that the gradient of their sum is that
+of two simultaneous steps. VQGAN's adaptive weight is a ratio of two gradients of the whole batch; here each example has
+its own loss, and the weight is fixed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from image_diffusion.networks.patch_discriminator import PatchDiscriminator
 from image_diffusion.objectives.codec.perceptual import Watched
 
 DISCRIMINATOR = "discriminator"
-"""Name of the discriminator in the network that is trained. Saved weights do without it."""
+"""Name of the discriminator in the network during training. Saved weights do not contain it."""
 
 
 class Adversarial(Config):
@@ -33,9 +32,9 @@ class Adversarial(Config):
     weight: float = Field(0.1, gt=0)
     """Factor by which the codec's term is multiplied before it is added to its loss."""
     start_step: int = Field(0, ge=0)
-    """Last step without the adversarial loss, so that the codec first learns to reconstruct."""
+    """Last step without the adversarial terms, so that the codec first learns to reconstruct."""
     width: int = Field(64, gt=0, multiple_of=16)
-    """Channels of the discriminator's first layer; they double with each of the next three."""
+    """Channels of the discriminator's first layer; each of the next three layers doubles them."""
     num_layers: int = Field(3, ge=1)
     """Layers of the discriminator that halve the resolution. With 3, the receptive field is 70 x 70 pixels; with 1, 16
     x 16."""
@@ -50,10 +49,8 @@ class Adversarial(Config):
 
 
 class Discriminated(Objective):
-    """A codec's objective and the two adversarial terms. Validation does without them.
-
-    Parts: "adversarial", the codec's term before its weight; "discriminator", that of the discriminator; both from the
-    step on that they begin with.
+    """A codec's objective plus the two adversarial terms. Validation omits them. Parts, from the first adversarial step
+    on: "adversarial", the unweighted term of the codec; "discriminator", the term of the discriminator.
     """
 
     def __init__(self, config: Adversarial, objective: Objective, spec: DataSpec) -> None:

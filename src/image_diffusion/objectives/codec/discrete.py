@@ -1,4 +1,4 @@
-"""A discrete VAE: reconstruct through tokens drawn at a temperature that falls (Ramesh et al. 2021, section 2.1)."""
+"""Discrete VAE: reconstruct from tokens sampled at a falling temperature (Ramesh et al. 2021, section 2.1)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TemperatureConfig(Config):
     start: float = Field(1.0, gt=0)
     """Temperature at step 0."""
     rate: float = Field(1e-6, ge=0)
-    """Rate at which it falls: to 1/e of it in 1/rate steps."""
+    """Rate of the decay: in 1/rate steps the temperature falls to 1/e."""
     final: float = Field(0.5, gt=0)
-    """Temperature below which it never falls."""
+    """Lowest temperature."""
 
     @model_validator(mode="after")
     def _falls(self) -> TemperatureConfig:
@@ -39,28 +39,28 @@ class TemperatureConfig(Config):
 
 
 class DiscreteAutoencodingConfig(Config):
-    """Costs of a reconstruction, and how the tokens are drawn."""
+    """Loss of a reconstruction, and the sampling of tokens."""
 
     reconstruction: Reconstruction = "mse"
     """Error of the normalised pixels: squared, or squared below 1 and linear above (Girshick 2015, equation 3)."""
     kl_weight: float = Field(0.0, ge=0)
-    """Weight of the divergence of the tokens' distribution from the uniform one, in nats, a mean over positions."""
+    """Weight of the KL divergence of the tokens' distribution from the uniform one, in nats, a mean over positions."""
     kl_summed_over_batch: int | None = Field(None, ge=1)
-    """Batch size for which kl_weight has the same effect as in DALLE-pytorch, where the divergence is summed over batch
-    and positions and its weight depends on the size of both. Unset: the divergence is a mean."""
+    """Batch size for which kl_weight has the same effect as in DALLE-pytorch, which sums the divergence over batch and
+    positions. Unset: the divergence is a mean."""
     temperature: TemperatureConfig = TemperatureConfig()
-    """Temperature of the choice of a token, over the steps."""
+    """Temperature of the sampling of tokens, as a function of the step."""
     commitment_weight: float = Field(0.25, ge=0)
-    """Weight of the squared distance of encodings from their codes, a mean over their elements, with vector
-    quantisation: beta of van den Oord et al. 2017, equation 3."""
+    """Weight of the commitment loss of vector quantisation, the mean squared distance of encodings from their codes:
+    beta of van den Oord et al. 2017, equation 3."""
 
     def build(self, logits_shape: tuple[int, int, int]) -> DiscreteAutoencoding:
         """Return the objective for logits [N, h, w]."""
         return DiscreteAutoencoding(self, logits_shape)
 
     def check(self, without_a_choice: str | None) -> None:
-        """Raise ValueError for a setting without effect. without_a_choice: the key of the network by which no token is
-        drawn; None: one is."""
+        """Raise ValueError for a setting without effect. without_a_choice: the network's key that makes tokens
+        deterministic; None: tokens are sampled."""
         if without_a_choice is not None:
             for name in ("kl_weight", "kl_summed_over_batch", "temperature"):
                 if self._is_set(name):
@@ -75,8 +75,7 @@ class DiscreteAutoencodingConfig(Config):
             )
 
     def without_a_choice(self, commits: bool) -> QuantisedAutoencoding:
-        """Return the objective for tokens that are not drawn. commits: whether encodings are held near to their
-        codes."""
+        """Return the objective for deterministic tokens. commits: True to add the commitment loss."""
         return QuantisedAutoencoding(self.reconstruction, self.commitment_weight if commits else None)
 
     def _is_set(self, name: str) -> bool:
@@ -84,11 +83,11 @@ class DiscreteAutoencodingConfig(Config):
 
 
 class DiscreteAutoencoding(Objective):
-    """Error of the pixels plus weighted divergence, both per example and independent of the image's size.
+    """Error of the pixels plus weighted KL divergence, both per example and independent of the image's size.
 
     Parts: "mse" of the normalised pixels; "smooth_l1", where it is the loss; "kl", nats per position; "temperature",
-    that of the batch's step, in validation too; "tokens" and "perplexity", of an image's own most probable tokens: how
-    many there are, and exp of their entropy. Over a whole data set they are found by `evaluate`.
+    that of the batch's step, in validation too; "tokens" and "perplexity", of the image's most probable tokens: the
+    number of different tokens, and exp of their entropy. `evaluate` computes both over a whole data set.
     """
 
     def __init__(self, config: DiscreteAutoencodingConfig, logits_shape: tuple[int, int, int]) -> None:
@@ -115,12 +114,12 @@ class DiscreteAutoencoding(Objective):
 
 
 class QuantisedAutoencoding(Objective):
-    """Error of the pixels, per example, through tokens that follow from the encodings: the rounded ones (Mentzer et al.
-    2024), or the nearest codes, near to which encodings are then held (van den Oord et al. 2017, equation 3, the second
-    term of which gives way to the codebook's moving averages).
+    """Error of the pixels, per example, with deterministic tokens: rounded encodings (Mentzer et al. 2024), or nearest
+    codes with a commitment loss (van den Oord et al. 2017, equation 3, in which the codebook's moving averages replace
+    the second term).
 
-    Parts: as those of `DiscreteAutoencoding`, without "kl" and "temperature"; with "commitment", before its weight.
-    commitment_weight: None for codes that do not move.
+    Parts: as of `DiscreteAutoencoding`, without "kl" and "temperature", and the unweighted "commitment".
+    commitment_weight: None for fixed codes.
     """
 
     def __init__(self, reconstruction: Reconstruction, commitment_weight: float | None) -> None:
@@ -155,11 +154,11 @@ def _errors(reconstruction: Reconstruction, output: Tensor, target: Tensor) -> d
 
 
 def token_use(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the tokens [B, P] of each row: how many different ones it has, float32 [B], and exp of their entropy,
+    """Return the number of different tokens in each row of tokens [B, P], float32 [B], and exp of their entropy,
     [B]."""
     ordered = indices.sort(dim=1).values
     first = torch.searchsorted(ordered, ordered, side="left")
-    count = torch.searchsorted(ordered, ordered, side="right") - first  # [B, P], how often a position's token is there
+    count = torch.searchsorted(ordered, ordered, side="right") - first  # [B, P], count of each position's token
     num_positions = indices.shape[1]
     entropy = math.log(num_positions) - count.float().log().mean(1)
     return (1.0 / count).sum(1), entropy.exp()

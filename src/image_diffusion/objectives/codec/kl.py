@@ -1,4 +1,4 @@
-"""A KL autoencoder: reconstruct, with the posterior near a standard normal (Kingma & Welling 2014, equation 10)."""
+"""KL autoencoder: reconstruct, with a posterior close to a standard normal (Kingma & Welling 2014, equation 10)."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from image_diffusion.core.types import Batch, Losses, Objective
 
 
 class Watched:
-    """Codec's network that remembers its last reconstruction: the first that it returns, as `images` of it gives it,
-    [B, C, H, W] in [-1, 1] where it is right."""
+    """Codec's network that stores its last reconstruction, the first output converted by its `images`: [B, C, H, W],
+    nominally in [-1, 1]."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -28,8 +28,8 @@ class Watched:
 
 
 class Perceptual(Objective):
-    """A codec's objective and `weight` times a distance of images, as in VQGAN (Esser et al. 2021, arXiv:2012.09841).
-    Part "perceptual": the distance, before its weight.
+    """A codec's objective plus `weight` times a perceptual distance of images, as in VQGAN (Esser et al. 2021,
+    arXiv:2012.09841). Part "perceptual": the unweighted distance.
 
     distance: two sets of images [B, C, H, W] in [-1, 1] -> [B].
     """

@@ -1,4 +1,4 @@
-"""Predict hidden tokens from the others: masked visual token modeling (Chang et al. 2022, MaskGIT, equation 1)."""
+"""Predict masked tokens from the others: masked visual token modeling (Chang et al. 2022, MaskGIT, equation 1)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MaskedTokens(Config):
     """Predict masked tokens from all others; the number of masked tokens is drawn for each image."""
 
     type: Literal["masked"] = "masked"
-    """Hidden tokens from all others."""
+    """Masked tokens from all others."""
     label_drop_probability: float = Field(0.1, ge=0, le=1)
-    """Probability that a class or caption is left out, for guidance. Where the data have any."""
+    """Probability that a class or caption, if the data have any, is dropped, for guidance."""
 
     causal: ClassVar[bool] = False
     """True if the network sees only the tokens before each token."""
@@ -33,10 +33,9 @@ class MaskedTokens(Config):
 
 
 class MaskedTokensObjective(Objective):
-    """A batch of tokens, x int64 [B, N] -> bits a hidden token, a mean over those of each image. Parts: "bits", the
-    same; "accuracy", of the most probable tokens.
-
-    A share cos(pi r / 2) of the tokens is hidden, r uniform in [0, 1): the cosine schedule of section 3.3.
+    """Objective on tokens x int64 [B, N]: mean bits per masked token of each image. Parts: "bits", the same;
+    "accuracy", of the most probable tokens. A share cos(pi r / 2) of the tokens is masked, r uniform in [0, 1): the
+    cosine schedule of section 3.3.
     """
 
     def __init__(self, drop_labels: LabelDropout) -> None:
@@ -50,16 +49,15 @@ class MaskedTokensObjective(Objective):
 
 
 def hide(streams: Streams, count: Tensor, places: int) -> Tensor:
-    """Draw the tokens of each image to hide: `count` of them, int64 [B], 1 at least, any as likely as any other. Bool
-    [B, places]."""
+    """Draw the masked tokens of each image uniformly: `count` tokens, int64 [B], at least 1. Bool [B, places]."""
     rank = streams.uniform("mask_order", (places,)).argsort(dim=1, stable=True).argsort(dim=1)
     hidden: Tensor = rank < count.clamp(1, places)[:, None]
     return hidden
 
 
 def hidden_bits(network: Any, tokens: Tensor, hidden: Tensor, cond: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean of -log2 p over the hidden tokens of each image, and the share of them that is most probable, [B]
-    each.
+    """Return the mean of -log2 p over the masked tokens of each image, and the share of masked tokens that are the most
+    probable, [B] each.
 
     tokens: int64 [B, N]; hidden: bool [B, N].
     """

@@ -1,4 +1,4 @@
-"""Predict each token from those before it: the cross-entropy, in bits (Ramesh et al. 2021, section 2.2)."""
+"""Predict each token from the tokens before it: the cross-entropy, in bits (Ramesh et al. 2021, section 2.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NextToken(Config):
     type: Literal["autoregressive"] = "autoregressive"
     """Each token from the tokens before it."""
     label_drop_probability: float = Field(0.1, ge=0, le=1)
-    """Probability that a class or caption is left out, for guidance. Where the data have any."""
+    """Probability that a class or caption, if the data have any, is dropped, for guidance."""
 
     causal: ClassVar[bool] = True
     """True if the network sees only the tokens before each token."""
@@ -31,8 +31,8 @@ class NextToken(Config):
 
 
 class NextTokenObjective(Objective):
-    """A batch of tokens, x int64 [B, N] -> bits a token. Parts: "bits", the same; "accuracy", of the most probable
-    tokens."""
+    """Objective on tokens x int64 [B, N]: mean bits per token. Parts: "bits", the same; "accuracy", of the most
+    probable tokens."""
 
     def __init__(self, drop_labels: LabelDropout) -> None:
         self._drop_labels = drop_labels
@@ -45,6 +45,6 @@ class NextTokenObjective(Objective):
 
 
 def bits_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """-log2 p of each token. logits: [B, N, K]; tokens: int64 [B, N]. Float32 [B, N]."""
+    """Return -log2 p of each token. logits: [B, N, K]; tokens: int64 [B, N]. Float32 [B, N]."""
     nats = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="none")
     return nats.view_as(tokens) / math.log(2)

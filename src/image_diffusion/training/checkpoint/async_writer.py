@@ -18,9 +18,9 @@ _LOOK_S = 0.02
 
 
 class Background:
-    """Writes one checkpoint after the other in a thread of its own.
+    """Writer of checkpoints, one after the other, in a background thread.
 
-    write: writes one in host memory. An error that it raises is raised in the training's next call.
+    write: writes a checkpoint in host memory. An error that it raises is raised in the training's next call.
     """
 
     def __init__(self, write: Callable[[Checkpoint], None]) -> None:
@@ -29,21 +29,20 @@ class Background:
         self._error: BaseException | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copy to the host and begin to write. Waits for the write before it if that has not finished, and raises what
-        that raised."""
+        """Copy a checkpoint to the host and begin to write it. Waits for the previous write, and raises its error."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=_on_host(checkpoint), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last one is written. Raises what that raised."""
+        """Wait for the last write. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raise the error of the last write, if it has ended with one."""
+        """Raise the error of the last write, if it failed."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -58,9 +57,9 @@ class Background:
 
 
 def appears(path: Path, limit_s: float) -> bool:
-    """Wait until another process has made a file or folder; return False if it has not within `limit_s` seconds, or
-    until this process ended or the folder around it was gone. The folder is listed because, if a server has the files,
-    what a machine knows of a name alone may be old."""
+    """Wait for another process to create a file or folder. Return False after `limit_s` seconds, or if this process
+    ends or the parent folder is removed. Lists the parent folder, since on a network file system a cached lookup of one
+    name may be outdated."""
     until = time.monotonic() + limit_s
     with suppress(FileNotFoundError):
         while path not in path.parent.iterdir():
@@ -72,8 +71,8 @@ def appears(path: Path, limit_s: float) -> bool:
 
 
 def _on_host(checkpoint: Checkpoint) -> tuple[Checkpoint, torch.cuda.Event | None]:
-    """Copy a checkpoint to host memory of its own, and return the copy and what to wait for until the copies are done:
-    one for all the tensors that lie in one vector."""
+    """Copy a checkpoint to host memory; return the copy, and the event that ends the copying (None without a GPU).
+    Tensors that share a storage are copied at once."""
     copies: dict[int, Tensor] = {}
     on_gpu = False
 

@@ -1,4 +1,4 @@
-"""The weights of a step of a training, by any average of it, from the checkpoints that are kept."""
+"""Weights of a training at any step and by any average that a stored checkpoint contains."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def weights_at(
     """Return the tensors and the model.json of a step, as training would have written them at that step.
 
     root: the folder `state` of an experiment, with a folder for each of its runs. final: the weights folder that the
-    training wrote: the run is the one that ended with those weights. step: unset, the last. average: its name, or "raw"
-    for the weights as trained; unset, the one that was written. Raises ValueError if no such run exists, or the
+    training wrote, which identifies the run. step: unset: the step of these weights. average: its name, or "raw" for
+    the weights as trained; unset: the average that was written. Raises ValueError if no such run exists, or the
     checkpoint of that step, or that average, is not kept.
     """
     tensors, model = read_weights(final)
@@ -46,12 +46,11 @@ def weights_at(
 def weights_in(
     state: Path, step: int | None = None, average: str | None = None, trained_by: Path | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the model.json of a step of a run that may still be training: nothing but its checkpoints
-    is read.
+    """Return the tensors and the model.json of a step of a run that may still be training. Reads only its checkpoints.
 
-    state: the folder of one run, or of all if it holds only one. average: unset, the only one that exists. trained_by:
-    the file train.yaml of the run, which identifies the run and names the average that will be written. Raises
-    ValueError if the choice is not clear, or no such checkpoint or average exists.
+    state: the folder of one run, or of all if it holds only one. step: unset: the last. average: unset: the only one
+    that exists. trained_by: the file train.yaml of the run, which identifies the run and names the average that will be
+    written. Raises ValueError if the choice is not clear, or no such checkpoint or average exists.
     """
     run = _only_run(state) if trained_by is None else _run_of(state, trained_by)
     if trained_by is not None and average is None:
@@ -82,7 +81,7 @@ def _only_run(state: Path) -> Path:
 
 
 def _run_of(state: Path, trained_by: Path) -> Path:
-    """Return the run that a file train.yaml describes; of several, on other data, the one that saved last."""
+    """Return the run that a file train.yaml describes; of several runs on different data, the one that saved last."""
     described = read_yaml(trained_by)
     config: dict[str, Any] = json.loads(json.dumps(TrainConfig.model_validate(described["train"]).identity()))
     wanted = {"train": config, "system": described["system"], "codec": described["codec"]}
@@ -101,8 +100,7 @@ def _run_of(state: Path, trained_by: Path) -> Path:
 
 
 def _written_by(trained_by: Path) -> str:
-    """Return the name of the average that a training of a file train.yaml writes; for `best`, of the one that is
-    validated."""
+    """Return the name of the average that the training of a train.yaml writes; for `best`, of the validated average."""
     return TrainConfig.model_validate(read_yaml(trained_by)["train"]).average or "raw"
 
 
@@ -112,7 +110,7 @@ def _steps(run: Path) -> list[Path]:
 
 
 def _named(average: str) -> str | None:
-    """Return the name of an average that a user wrote: raw, or the number of a rate or a width."""
+    """Return the name of an average that a user gave as `raw` or as the number of a rate or width."""
     if average == "raw":
         return None
     try:
@@ -122,7 +120,7 @@ def _named(average: str) -> str | None:
 
 
 def _weights(checkpoint: Checkpoint, average: str | None, identity: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the network's tensors, those that are averaged from an average. identity: of the run."""
+    """Return the network's tensors, with averaged parameters from an average. identity: the identity of the run."""
     if average is not None and average not in checkpoint.groups:
         averages = ", ".join(sorted(name for name in checkpoint.groups if name.startswith("ema-"))) or "none"
         raise ValueError(f"There is no average {average} at step {checkpoint.step:,}. Kept are: {averages}.")

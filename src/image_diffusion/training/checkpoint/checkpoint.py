@@ -1,4 +1,4 @@
-"""One checkpoint: a folder of tensors and plain data that is complete or absent, and verifies every byte.
+"""One checkpoint: a folder of tensors and plain data that is written atomically, with a checksum for every file.
 
 step-0001000/checkpoint.json    step, examples seen, what the run is, sha256 and size of every other file
 step-0001000/<group>.safetensors    network, each average, optimizer, objective, meter
@@ -47,7 +47,8 @@ class Damaged(Exception):  # noqa: N818 - no error message: the reader falls bac
 
 @contextmanager
 def undamaged(folder: Path, then: str = "train again") -> Iterator[None]:
-    """Raise ValueError where a checkpoint that is read inside is damaged. then: what to do once it is removed."""
+    """Raise ValueError if a checkpoint that is read in this context is damaged. then: advice on what to do after
+    removing it."""
     try:
         yield
     except Damaged as damage:
@@ -58,13 +59,13 @@ def undamaged(folder: Path, then: str = "train again") -> Iterator[None]:
 class Checkpoint:
     """State from which a run resumes as if it had not been interrupted.
 
-    step: updates done. examples_seen: examples they took, which is also the position in the data. reports_due: True if
-    validation and sample grid of this step are still to be made. groups: tensors by file and name. extra: plain data.
-    attempts: the ids of those that have led here, in the journal, and how many records each had written by then. split:
-    digest of which images the run trains on and which it holds out; empty where an earlier version wrote it.
+    step: updates done. examples_seen: examples in these updates, which is also the position in the data. reports_due:
+    True if validation and sample grid of this step are still due. groups: tensors by file and name. extra: plain data.
+    attempts: the journal's ids of the attempts that led to this checkpoint, each with its number of records so far.
+    split: digest of the split into training and held-out images; empty in checkpoints of earlier versions.
 
-    While it is written: rows: of tensors that processes share by rows, those of this one, part `part` of `parts`, by
-    group and name. What is read has no rows, but all tensors whole.
+    Only for writing: rows: this process's rows of tensors that are sharded by rows, by group and name; they are part
+    `part` of `parts`. A checkpoint that was read has no rows, since its tensors are complete.
     """
 
     step: int
@@ -85,8 +86,8 @@ def folder_name(step: int) -> str:
 
 
 def being_written(parent: Path, step: int, token: str) -> Path:
-    """Return the folder that a checkpoint is written to until it is complete. token: of the writer, so that no orphan
-    writes to the same folder."""
+    """Return the folder that a checkpoint is written to until it is complete. token: identifies the writer, so that no
+    other process writes to the same folder."""
     return parent / f".{folder_name(step)}.{token}.tmp"
 
 
@@ -96,13 +97,13 @@ def told_of(folder: Path, part: int) -> Path:
 
 
 def write_rows(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the rows of a process that is not the first, and say so, into the folder in which that one writes the rest.
-    Raises OSError."""
+    """Write the rows of a process other than the first, and a list of their files, into the folder in which the first
+    process writes the rest. Raises OSError."""
     files = _write_files(folder, checkpoint)
     try:
         write_json(told_of(folder, checkpoint.part), files)
     except FileNotFoundError:
-        # The first process may have seen that at once, and have given the folder its last name.
+        # The first process may have read the list already, and renamed the folder.
         if not (folder.parent / folder_name(checkpoint.step)).is_dir():
             raise
 
@@ -116,11 +117,11 @@ def write_checkpoint(
     token: str = "new",
     others: Callable[[Path, int], dict[str, Any]] | None = None,
 ) -> Path:
-    """Write a checkpoint beside the others, on disk when this returns. permit: raises if it may not appear.
+    """Write a checkpoint and flush it to disk. permit: raises an exception if the checkpoint must not be written.
 
-    identity: plain data that identifies the run. others: waits for another process's `write_rows` into a
-    folder, and returns what that says; required if the checkpoint has parts. Raises OSError, leaving nothing behind,
-    when it cannot be written.
+    identity: plain data that identifies the run. others: waits for another process's `write_rows` into a folder, and
+    returns its list of files; required if the checkpoint has parts. Raises OSError, and leaves no files behind, if it
+    cannot be written.
     """
     target = parent / folder_name(checkpoint.step)
     temporary = being_written(parent, checkpoint.step, token)
@@ -157,7 +158,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return a checkpoint and the identity of its run, every byte verified. Raises Damaged."""
+    """Return a checkpoint and the identity of its run, after verifying every file. Raises Damaged."""
     record = read_record(folder)
     groups = dict.fromkeys(_group_of(name)[0] for name in record["files"])
     checkpoint = Checkpoint(
@@ -173,8 +174,8 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 def read_group(folder: Path, record: dict[str, Any], group: str) -> dict[str, Tensor]:
-    """Return the whole tensors of a group by name, every byte verified. record: what `read_record` gives. Raises
-    Damaged."""
+    """Return the complete tensors of a group by name, after verifying its files. record: result of `read_record`.
+    Raises Damaged."""
     tensors: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
     named = {_group_of(name): name for name in record["files"]}
@@ -190,7 +191,7 @@ def read_group(folder: Path, record: dict[str, Any], group: str) -> dict[str, Te
 
 
 def _group_of(name: str) -> tuple[str, int]:
-    """Return the group that a file holds tensors of, and whose rows of them; -1: they are whole."""
+    """Return the group of a file's tensors, and the process whose rows they are; -1: they are complete."""
     stem = name.removesuffix(_SUFFIX)
     match = _ROWS.fullmatch(stem)
     return (match["group"], int(match["part"])) if match else (stem, -1)
@@ -232,7 +233,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Write what this process has of a checkpoint. Returns sha256 and size of each file, by its name."""
+    """Write this process's files of a checkpoint. Returns sha256 and size of each file, by its name."""
     part, parts = checkpoint.part, checkpoint.parts
     files = {f"{group}{_SUFFIX}": tensors for group, tensors in checkpoint.groups.items()} if part == 0 else {}
     files |= {f"{group}.{part}-of-{parts}{_SUFFIX}": tensors for group, tensors in checkpoint.rows.items()}
@@ -248,6 +249,6 @@ def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     with writing(path):
         try:
             safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-        except SafetensorError as error:  # the library's form of an error of the system
+        except SafetensorError as error:  # how the library reports an OSError
             raise OSError(str(error)) from None
         finish_file(path)

@@ -1,4 +1,4 @@
-"""The state folder of a run: its checkpoints, which process may write them, which to keep, which to resume from."""
+"""The state folder of a run: ownership by one process, writing, retention and resumption of its checkpoints."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from image_diffusion.training.config import CheckpointConfig
 from image_diffusion.training.parallel.world import HANG_S
 
 _SEEN_S = 60.0
-"""Seconds until every machine sees a file that one has written to what they share."""
+"""Seconds until every machine sees a new file on a shared file system."""
 _SHOWN_KEYS = 3
-"""Keys in which a run differs from the one before that are printed."""
+"""Number of keys that differ from the previous run to print."""
 _KEY_WIDTH = 100
-"""Characters of each at most."""
+"""Maximum number of characters of each key."""
 
 
 class NullState:
@@ -75,13 +75,13 @@ class PartWriter(Background, NullState):
 
 
 class State(Background):
-    """`<root>/<fingerprint>/`: the checkpoints of one run, which `identity`, plain data, identifies.
+    """The checkpoints of one run in `<root>/<fingerprint>/`. The run is identified by `identity`, plain data.
 
-    One process uses it, and only after `claim`. Checkpoints are written by a thread of their own. Where they have parts
-    of several processes, each of the others has a `part_writer`, and one appears when all have written theirs. Whoever
-    claims the root owns everything that a training writes beside it, whatever run it is of. num_steps: of the run;
-    checkpoints of later steps are from when it was longer, and are left alone. hang_s: seconds to wait for a part.
-    split: `Checkpoint.split`; empty: not compared.
+    Only one process uses it, after `claim`. Checkpoints are written by a background thread. If they have parts of
+    several processes, each other process has a `part_writer`, and a checkpoint is complete when all parts are written.
+    The process that claims the root also owns the outputs of the training next to it, of any run. num_steps: number of
+    steps of the run; later checkpoints, of a longer configuration of it, are ignored. hang_s: seconds to wait for a
+    part. split: `Checkpoint.split`; empty: not compared.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class State(Background):
 
     @property
     def advice(self) -> str:
-        """Name the last good checkpoint, for the end of an error message."""
+        """Return a sentence on the last undamaged checkpoint, for the end of an error message."""
         return f"State kept in {self._good}." if self._good else "There is no checkpoint yet."
 
     def claim(self) -> None:
-        """Become the one that writes here: whoever did before finds out before it next writes, and ends.
+        """Become the owner of the root. A previous owner notices before its next write, and ends.
 
-        What a killed process left half-written is removed.
+        Removes the unfinished files of killed processes.
         """
         make_folder(self.folder)
         self.token = uuid.uuid4().hex
@@ -127,11 +127,11 @@ class State(Background):
             remove_unfinished(folder)
 
     def load(self) -> Checkpoint | None:
-        """Read the newest good checkpoint; None when no good one exists. A damaged one is reported, put aside, and
+        """Read the newest undamaged checkpoint; None if there is none. Damaged checkpoints are reported, renamed and
         skipped.
 
-        Raises ValueError with the keys that differ when a checkpoint in here belongs to another configuration, or where
-        other images are held out than those that it held out.
+        Raises ValueError if the checkpoint belongs to another configuration, with the keys that differ, or to another
+        split into training and held-out images.
         """
         if later := [path.name for path in self._all() if path not in self.checkpoints()]:
             log_line(
@@ -165,8 +165,8 @@ class State(Background):
         return None
 
     def _note_another_run(self) -> None:
-        """Print what this run, of which nothing is kept, has another identity for than the last run in this root that
-        got beyond step 0, and where that one stays."""
+        """If this run has no checkpoint, print how it differs from the last run in this root that got beyond step 0,
+        and where that run is stored."""
         paths = [path for path in self._root.glob("*/step-*") if path.name != folder_name(0)]
         if self._all() or not paths:
             return
@@ -184,8 +184,8 @@ class State(Background):
         )
 
     def check_previews(self) -> None:
-        """Print which previews are damaged: nothing else reads them before the end. Without a checkpoint remove them,
-        for all are drawn again."""
+        """Print which previews are damaged; nothing else reads them before the end. Without a checkpoint, remove them,
+        since all are drawn again."""
         if self._all():
             warn_about_previews(self.previews)
         else:
@@ -199,16 +199,16 @@ class State(Background):
         return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Copy to the host and write in the background. Waits for the write before it if that has not finished.
+        """Copy a checkpoint to the host and write it in the background. Waits for the previous write.
 
-        Raises what the write before it raised: OSError, or ValueError when another process has become the owner.
+        Raises the error of the previous write: OSError, or ValueError if another process has become the owner.
         """
         self.wait()
         self.assert_owner()
         super().save(checkpoint)
 
     def _complete(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, with the parts of all processes, and remove those that are not to be kept."""
+        """Write a checkpoint, with the parts of all processes, and remove expired checkpoints."""
         step = checkpoint.step
 
         def others(folder: Path, part: int) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class State(Background):
             self._prune()
 
     def assert_owner(self) -> None:
-        """Raise ValueError when another process has become the owner: this one may write nothing any more."""
+        """Raise ValueError if another process has become the owner, so that this process must not write."""
         owner = read_json(self._root / "owner.json")
         if owner["token"] != self.token:
             raise ValueError(
@@ -241,7 +241,7 @@ class State(Background):
     def save_weights(
         self, folder: Path, tensors: dict[str, Tensor], model: dict[str, Any], carried: Mapping[str, Path]
     ) -> None:
-        """Write the weights of this run into a folder, and first the files that go with them, by name."""
+        """Write the weights of this run into a folder, after the accompanying files `carried`, by name."""
         for name, path in carried.items():
             self.assert_owner()
             write_bytes(inside(folder, name), path.read_bytes())
@@ -266,7 +266,8 @@ class State(Background):
 def part_writer(root: Path, fingerprint: str, token: str, hang_s: float = HANG_S) -> PartWriter:
     """Return the writer of this process's rows into the checkpoints that the first process of a training completes.
 
-    root, fingerprint, token: of that one's `State`. Raises ValueError if its files are not seen here.
+    root, fingerprint, token: attributes of the first process's `State`. Raises ValueError if its files are not visible
+    here.
     """
     folder, until = root / fingerprint, time.monotonic() + _SEEN_S
     while not _owns(root, token):
@@ -294,7 +295,7 @@ def part_writer(root: Path, fingerprint: str, token: str, hang_s: float = HANG_S
 def _owns(root: Path, token: str) -> bool:
     try:
         return bool(read_json(root / "owner.json")["token"] == token)
-    except ValueError:  # not there, or not yet
+    except ValueError:  # missing so far
         return False
 
 
@@ -302,8 +303,8 @@ def _owns(root: Path, token: str) -> bool:
 def _unwritten(
     step: int, folder: Path, advice: str = "", assert_owner: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Say of an error of the disk what could not be written. assert_owner: raises first where another process has
-    become the owner, for that one removes what it finds unfinished."""
+    """Name the checkpoint in the error of a disk. assert_owner: raises first if another process has become the owner,
+    which removes unfinished files."""
     try:
         yield
     except OSError as error:
@@ -315,7 +316,7 @@ def _unwritten(
 
 
 def environment() -> dict[str, str]:
-    """Describe the environment a checkpoint was written with: where numbers differ, it explains the difference."""
+    """Return the environment in which a checkpoint was written, which may explain differing numbers."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""State of a trainer's components: into the groups of a checkpoint, and back in place."""
+"""Save the state of a trainer's components in the groups of a checkpoint, and load it in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stateful(Protocol):
 
 
 def add_tensors(group: str, state: StateDict, groups: Groups, rows: Groups) -> None:
-    """Add the tensors of a state to a group, and of those that are shared by rows this process's. All processes call it
+    """Add the tensors of a state to a group, and this process's rows of sharded tensors. All processes call it
     together."""
     for name, value in state.items():
         if isinstance(value, Vector):
@@ -40,8 +40,8 @@ def add_tensors(group: str, state: StateDict, groups: Groups, rows: Groups) -> N
 
 
 def load_in_place(state: StateDict, tensors: Mapping[str, Tensor] | None, world: World) -> None:
-    """Copy the tensors of a group, which the first process gives, into those of a state, in every process. All
-    processes call it together."""
+    """Copy the tensors of a group from the first process into those of a state in every process. All processes call it
+    together."""
     for name, value in state.items():
         if isinstance(value, Vector):
             own = None

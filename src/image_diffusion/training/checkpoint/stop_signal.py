@@ -1,4 +1,4 @@
-"""Ending early and in order: a signal or the clock asks, all processes agree on the step."""
+"""Graceful stop: on a signal or a time limit, all processes agree on the step at which they save and stop."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _Interrupted(BaseException):
 
 
 class Stop:
-    """Decide when to stop. A context: inside it SIGTERM, SIGINT and SIGUSR1 only set a flag.
+    """Context manager that decides when to stop. Inside it, SIGTERM, SIGINT and SIGUSR1 only set a flag.
 
-    A second signal ends the process at once, except under torchrun, which repeats signals of its own accord and has its
-    own time limit. max_hours and save_every_s, seconds from one checkpoint to the next, are measured on a clock that
-    nobody can set. saves: True if all processes save now, since that clock asked; set by `poll`.
+    A second signal ends the process at once, except under torchrun, which repeats signals and has its own time limit.
+    max_hours and save_every_s, seconds between checkpoints, are measured by a monotonic clock. saves: True if all
+    processes are to save now because of the time; set by `poll`.
     """
 
     def __init__(self, world: World, max_hours: float | None, save_every_s: float | None = None) -> None:
@@ -61,9 +61,9 @@ class Stop:
         return "train.max_hours" if self._is_requested() else "another process"
 
     def poll(self) -> bool:
-        """Return True if all processes stop now; every process gets the same answer, and asks once a step.
+        """Return True if all processes stop now. Every process calls it once a step and gets the same answer.
 
-        The answer is to the question of the step before, so that no process waits for it.
+        The answer belongs to the call of the previous step, so that no process waits for it.
         """
         if self._world.size == 1:
             return self._take(self._question())
@@ -73,11 +73,11 @@ class Stop:
         return answer
 
     def close(self) -> None:
-        """Take in the answer that is still on its way."""
+        """Wait for the communication that is still in progress."""
         self._handle()
 
     def interruptible(self, work: Callable[[], T]) -> T | None:
-        """Do something that may be given up half-way: None when it was, because this process was asked to stop."""
+        """Do work that a request to stop interrupts. Returns its result, or None if it was interrupted."""
         try:
             try:
                 self._interrupts = True
@@ -88,7 +88,8 @@ class Stop:
             return None
 
     def _question(self) -> int:
-        """Encode the wish of this process: 1 to save, 2 to stop, which saves as well. The largest of all counts."""
+        """Return this process's request: 1 to save, 2 to stop and save, 0 for none. The largest of all processes
+        applies."""
         due = self._save_every_s is not None and time.monotonic() >= self._saved_at + self._save_every_s
         return 2 if self._is_requested() else int(due)
 

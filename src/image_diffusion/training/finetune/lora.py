@@ -1,8 +1,8 @@
-"""Low-rank adapters on the linear layers of a network that was trained before: LoRA (Hu et al. 2021, arXiv:2106.09685).
+"""Low-rank adapters on the linear layers of a pretrained network: LoRA (Hu et al. 2021, arXiv:2106.09685).
 
-While training, a layer of weight W computes with W + alpha / rank B A, of which only A [rank, in] and B [out, rank]
-learn; B begins with zeros. The layers are those of the package peft. What is written has W + alpha / rank B A for its
-weight, under the layer's own name: no stage after the training knows of adapters.
+In training, a layer of weight W computes with W + alpha / rank B A, of which only A [rank, in] and B [out, rank] are
+trained; B is initialised with zeros. The adapted layers are those of the package peft. Written weights contain W +
+alpha / rank B A under the layer's own name, so that later stages need no adapters.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weigh
 
 
 class Lora(Config):
-    """Adapters that are trained in place of the weights. Needs the package peft."""
+    """Adapters that are trained instead of the weights. Needs the package peft."""
 
     rank: int = Field(16, gt=0)
-    """Rank of what an adapter adds to a weight."""
+    """Rank of an adapter's update of a weight."""
     alpha: float = Field(16.0, gt=0)
     """The update of an adapter is multiplied by alpha / rank."""
     layers: tuple[str, ...] = Field(("*",), min_length=1)
-    """Linear layers with an adapter, by name: ["blocks.*.attn.*"]. A * stands for anything."""
+    """Linear layers with an adapter, by name: ["blocks.*.attn.*"]. * matches any characters."""
     whole: tuple[str, ...] = ()
-    """Parameters that are trained themselves, beside the adapters, by name: a table of new classes."""
+    """Parameters to train directly, in addition to the adapters, by name, such as a table of new classes."""
 
     @property
     def scale(self) -> float:
-        """Factor of the product of an adapter's two factors."""
+        """Return alpha / rank, the factor of the product B A."""
         return self.alpha / self.rank
 
 
 def check_lora(network: nn.Module, lora: Lora) -> None:
-    """Raise ValueError if the package peft is missing, or a pattern names nothing in a network without adapters."""
+    """Raise ValueError if the package peft is missing, or a pattern matches nothing in a network without adapters."""
     _layers(network, lora)
     matching(_parameters(network), lora.whole, "train.lora.whole", "parameter")
     if importlib.util.find_spec("peft") is None:
@@ -53,9 +53,10 @@ def check_lora(network: nn.Module, lora: Lora) -> None:
 
 
 def add_adapters(network: nn.Module, lora: Lora) -> None:
-    """Put adapters on a network's linear layers, on the device of its weights, and freeze all but them and `whole`.
+    """Add adapters to a network's linear layers, on the device of its weights, and freeze all other parameters but
+    `whole`.
 
-    A is drawn from PyTorch's global generator. `check_lora` has found no mistake.
+    A is drawn from PyTorch's global generator. Call `check_lora` first.
     """
     import peft  # what it imports takes seconds
 
@@ -67,8 +68,7 @@ def add_adapters(network: nn.Module, lora: Lora) -> None:
 
 
 def merged(tensors: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Tensor]:
-    """Return the tensors of a network with adapters as those of one without, under its names. lora: None: it has
-    none."""
+    """Return the tensors of a network with its adapters merged into the weights. lora: None: no adapters."""
     if lora is None:
         return dict(tensors)
     plain = {plain_name(name): tensor for name, tensor in tensors.items() if not name.endswith((_A, _B))}
@@ -82,32 +82,31 @@ def merged(tensors: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Tensor
 
 
 def written(tensors: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Tensor]:
-    """Return the tensors of a network in training as they are written: without adapters, and without the layers that
-    only its training needs."""
+    """Return the tensors of a trained network to write: adapters are merged, and layers that only training needs are
+    left out."""
     return {name: tensor for name, tensor in merged(tensors, lora).items() if not name.startswith(_ADDED)}
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter in the network without adapters; of an adapter's own, the weight that it adds
-    to."""
+    """Return the name of a parameter in the network without adapters; for an adapter's factor, the adapted weight."""
     for factor in (_A, _B):
         name = name.replace(factor, ".weight")
     return name.replace(_BASE, ".")
 
 
 def lora_of(identity: Mapping[str, Any]) -> Lora | None:
-    """Return the adapters of the training that a checkpoint is of. identity: as its record has it; that of an old one
-    does not contain adapters."""
+    """Return the adapter settings of a checkpoint's training; None without adapters. identity: from the checkpoint's
+    record, which in older versions has no adapters."""
     lora = identity.get("train", {}).get("lora")
     return None if lora is None else Lora.model_validate_json(json.dumps(lora))
 
 
 def _parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that learn; a table of fixed positions does not."""
+    """Return the trainable parameters, which a table of fixed positions is not."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
 def _layers(network: nn.Module, lora: Lora) -> Sequence[str]:
-    """Return the names of the layers that are to have adapters."""
+    """Return the names of the layers to adapt."""
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     return matching(linear, lora.layers, "train.lora.layers", "linear layer")

@@ -1,4 +1,4 @@
-"""Parts of a network by patterns of their names."""
+"""Select parts of a network by patterns of their names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 
 def matching(named: Mapping[str, Any], patterns: Iterable[str], key: str, what: str) -> list[str]:
-    """Return the names that a pattern fits, in their order. key: that the patterns are of; what: one of the parts is.
-
-    Raises ValueError for a pattern that fits none.
+    """Return the names that match a pattern, in order. key, what: configuration key and kind of part, for messages.
+    Raises ValueError for a pattern without a match.
     """
     names: set[str] = set()
     for pattern in patterns:

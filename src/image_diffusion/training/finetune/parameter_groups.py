@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_tuning(network: nn.Module, config: TrainConfig) -> None:
-    """Raise ValueError for a pattern of `config` that names nothing in the network, adapters that cannot be made,
-    rates by depth without blocks, or an optimizer with nothing to do."""
+    """Raise ValueError for a pattern of `config` that matches nothing in the network, impossible adapters, rates by
+    depth without blocks, or an optimizer without parameters."""
     parameters = dict(network.named_parameters())
     frozen = matching(parameters, config.freeze, "train.freeze", "parameter")
     config.optimizer.check(inner_matrices(network).keys() - set(frozen))
@@ -36,8 +36,8 @@ def check_tuning(network: nn.Module, config: TrainConfig) -> None:
 
 
 def tune(network: nn.Module, config: TrainConfig) -> dict[str, float]:
-    """Freeze what is not to be trained and add adapters, in place. Returns the factor of each trained parameter's
-    learning rate, by name. Raises ValueError as `check_tuning` does."""
+    """Freeze parameters and add adapters, in place. Returns the factor of each trained parameter's learning rate, by
+    name. Raises ValueError as `check_tuning` does."""
     check_tuning(network, config)
     parameters = dict(network.named_parameters())
     for name in matching(parameters, config.freeze, "train.freeze", "parameter"):
@@ -54,10 +54,10 @@ def tune(network: nn.Module, config: TrainConfig) -> dict[str, float]:
 
 def _by_depth(network: nn.Module, decay: float | None) -> dict[str, float]:
     """Return decay^(L + 1 - l) for parameters in block l = 1 … L of the network, l = 0 for those before the blocks and
-    L + 1 for those behind them (Bao et al. 2022, "BEiT"; He et al. 2022, "Masked autoencoders", util/lr_decay.py).
+    L + 1 for those after them (Bao et al. 2022, "BEiT"; He et al. 2022, "Masked autoencoders", util/lr_decay.py).
 
-    The order is that of the network's definition, except that the modules that the network names in `behind` count as
-    behind the blocks; what lies between two blocks has the depth of the one before.
+    The order is that of the network's definition, except that modules in the network's `behind` count as after the
+    blocks. Parameters between two blocks have the depth of the first of the two.
     """
     of = {parameter: i for i, block in enumerate(_members(network), 1) for parameter in block.parameters()}
     behind = {p for name in getattr(network, "behind", ()) for p in network.get_submodule(name).parameters()}

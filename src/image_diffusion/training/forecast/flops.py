@@ -1,7 +1,7 @@
-"""Operations and memory that a training takes of a device that is not present, counted and not measured.
+"""Count the operations and the memory of a training on a device that is not present.
 
-A step is run on tensors without contents (PyTorch's `FakeTensorMode`): nothing is computed and nothing is stored, but
-every operation and every piece of memory is seen, as long as it lives.
+A step is run on tensors without contents (PyTorch's `FakeTensorMode`): nothing is computed or stored, but every
+operation and every allocation is counted.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from image_diffusion.training.monitor.throughput import flops_per_example
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
-_ROUNDING = 512  # bytes: PyTorch's allocator hands out multiples
+_ROUNDING = 512  # bytes: PyTorch's allocator rounds sizes up to multiples
 
 
 @dataclass(frozen=True)
 class Counted:
-    """parameters: trainable ones. operations: floating-point ones, of the loss of one example and of its gradient, in
-    the middle of the training, for a loss may have terms that begin or end on the way.
+    """Counts of a step. parameters: trainable parameters. operations: floating-point operations of the loss of one
+    example and its gradient, in the middle of the training, since terms of the loss may begin or end during it.
 
-    Of one process, in bytes: fixed, what stays from step to step (weights, gradient, moments, averages); peak, the most
-    at any moment of the first step and of the last. What driver and libraries take for themselves comes on top;
-    compiled, a step takes less.
+    Memory of one process in bytes: fixed, persistent between steps (weights, gradient, moments, averages); peak, the
+    maximum during the first and the last step. Memory of the driver and libraries is not included. A compiled step
+    takes less.
     """
 
     parameters: int
@@ -52,8 +52,8 @@ def counted(
     processes: int,
     per_machine: int | None = None,
 ) -> Counted:
-    """Count a step of one of several processes. network: builds it; task: what is done with it. per_machine: how many
-    of them are on each machine; unset: all."""
+    """Count a step of one of several processes. network: builds the network; task: builds the task of a network.
+    per_machine: number of processes on each machine; unset: all."""
     with _without_contents(network, task, config, config.share_of(processes)) as (trainer, examples, memory):
         memory.peak = memory.live
         for step in (1, config.steps):
@@ -70,7 +70,7 @@ def counted(
 def operations_per_example(
     network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig
 ) -> int:
-    """Return the `operations` of `counted` alone, in a third of its time."""
+    """Return only the `operations` of `counted`, in a third of the time."""
     with _without_contents(network, task, config, 1) as (trainer, examples, _):
         return _operations(trainer, examples)
 
@@ -101,9 +101,9 @@ def _without_contents(
 
 
 def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_machine: int | None = None) -> int:
-    """Return the bytes that other processes keep for this one: with sharding, of the moments and the averages, and of
-    the gradient where weights are shared, too. These are here as a whole, at least now and then, for a validation; and
-    so is the gradient, beside its share, until the last microbatch of a step."""
+    """Return the bytes that sharding moves to other processes: parts of the moments and averages, and of the gradient
+    if weights are sharded. Weights count in full, since a validation gathers them. With several microbatches, so does
+    the gradient, in addition to its share, until the last one of a step."""
     own = config.share_of(processes)
     if config.sharding == "machine":
         processes = min(processes, per_machine or processes)
@@ -117,14 +117,14 @@ def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_ma
         return elsewhere + gradient * (processes - 1) // processes - waits * gradient
     rounded: set[str] = set()
     if config.precision != "float32" and config.deterministic != "strict":
-        rounded = factors(trainer.network) & trainer.flat.parameters.keys()  # which are here in half as many bytes
+        rounded = factors(trainer.network) & trainer.flat.parameters.keys()  # stored here in half as many bytes
     halves = sum(trainer.flat.parameters[name].nbytes for name in rounded) // 2
-    return elsewhere + halves - 2 * gradient // processes  # slices of the weights and of the sum come on top
+    return elsewhere + halves - 2 * gradient // processes  # plus slices of the weights and of the sum
 
 
 @contextmanager
 def _nothing_moves() -> Iterator[None]:
-    """Keep modules where they are meanwhile, for fake tensors cannot be moved in place."""
+    """Disable `nn.Module.to` in this context, since fake tensors cannot be moved in place."""
     moves, module = nn.Module.to, cast("Any", nn.Module)
     module.to = lambda self, *_, **__: self
     try:
@@ -134,8 +134,8 @@ def _nothing_moves() -> Iterator[None]:
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of all tensors that were made inside the context and still live, and their maximum. fixed: of those that
-    stay from step to step."""
+    """Bytes of all allocated tensors that were made in this context, and their maximum. fixed: bytes that persist
+    between steps."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -32,9 +32,9 @@ from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
 GIB = 2.0**30
-_PROBE, _BLOCK = 256 << 20, 8 << 20  # bytes that are written to measure a disk
+_PROBE, _BLOCK = 256 << 20, 8 << 20  # bytes written to measure a disk
 MEASURING_S = 20.0
-"""Seconds that a forecast measures, apart from the first step and whatever is under way when the time is over."""
+"""Seconds that a forecast measures, in addition to the first step and to work in progress at the end."""
 
 
 class Deadline:
@@ -51,13 +51,12 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast of one training. Times leave out what processes wait for one another; memory is that of the fullest
-    process.
+    """Forecast of one training. Times exclude waiting between processes; memory is the maximum over the processes.
 
-    parameters: trainable ones. measured_steps: how many were timed. evaluation_s: one pass of the network over one
-    image, without gradient, in the precision of the training; passes_s: the same in others, by name. not_measured:
-    these passes that the time did not allow, so that a third of a step stands for them (a backward pass takes twice the
-    operations of the forward pass).
+    parameters: number of trainable parameters. measured_steps: number of timed steps. evaluation_s: seconds of a
+    forward pass over one image, in the precision of the training; passes_s: the same in other precisions, by name.
+    not_measured: passes for which there was no time, and which are estimated as a third of a step (a backward pass
+    takes twice the operations of the forward pass).
     """
 
     device: str
@@ -93,11 +92,11 @@ def forecast(
     until: Deadline | None = None,
     per_machine: int | None = None,
 ) -> Forecast:
-    """Train the first step, the last, and `steps` from the middle, of one of `processes` processes, in this process,
-    and extrapolate. Leaves no file.
+    """Train the first step, the last, and `steps` from the middle, as one of `processes` processes, and extrapolate.
+    Leaves no files.
 
-    sampled_in: precisions in which a pass without gradient is timed as well. until: when to stop, with what is measured
-    by then; unset: MEASURING_S from now. per_machine: how many of the processes are on each machine; unset: all.
+    sampled_in: further precisions in which to time a forward pass. until: deadline of the measurements; unset:
+    MEASURING_S from now. per_machine: number of processes on each machine; unset: all.
 
     Raises ValueError if a step needs more memory than the device has.
     """
@@ -149,14 +148,14 @@ def forecast(
 
 
 def memory_limit(device_memory: bool, requested_mb: int | None) -> float:
-    """GiB that one process (on a GPU) or all processes of a machine together may use."""
+    """Return the GiB that one process (on a GPU) or all processes of a machine together may use."""
     if device_memory and torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory) / GIB
     return requested_mb / 1024 if requested_mb is not None else float(psutil.virtual_memory().total) / GIB
 
 
 def free_disk(folder: Path) -> float:
-    """GiB free where a folder is, or will be."""
+    """Return the free GiB on the file system of a folder, which may not exist yet."""
     return float(psutil.disk_usage(str(_existing(folder))).free) / GIB
 
 
@@ -172,9 +171,9 @@ def _train(trainer: Trainer, world: World, start: int, stop: int) -> None:
 
 
 def _steps(trainer: Trainer, world: World, last: int, steps: int, until: Deadline) -> tuple[float, int]:
-    """Return the seconds of a step, and how many were timed: `steps` from the middle of the training, or as many as the
-    time allows, or the one that was done. The first and the last one warm up (a second one can still allocate), so that
-    terms of the loss that begin or end during the training have had their memory."""
+    """Return the seconds of a step, and the number of timed steps: `steps` from the middle of the training, fewer if
+    time is short, at least one. The first and the last step warm up (a second step can still allocate), and include the
+    memory of terms of the loss that begin or end during the training."""
 
     def timed(start: int, stop: int) -> float:
         started = time.perf_counter()
@@ -192,8 +191,8 @@ def _steps(trainer: Trainer, world: World, last: int, steps: int, until: Deadlin
 def _passes(
     trainer: Trainer, world: World, reckoned_s: float, sampled_in: Sequence[SampledIn], until: Deadline
 ) -> tuple[dict[SampledIn | None, float], tuple[str, ...]]:
-    """Return the seconds of one image in a pass without gradient, by precision, None for that of the training; and the
-    precisions for which `reckoned_s` is used, for want of time."""
+    """Return the seconds of one image in a forward pass, by precision (None: the training's), and the precisions for
+    which there was no time and `reckoned_s` is used."""
     seconds: dict[SampledIn | None, float] = {}
     not_measured = []
     for precision in (None, *sampled_in):
@@ -208,7 +207,7 @@ def _passes(
 
 
 def _pass(trainer: Trainer, world: World, precision: SampledIn, until: Deadline) -> float:
-    """Return the seconds of one image in a pass of the network in another precision."""
+    """Return the seconds of one image in a forward pass in another precision."""
     trained_in = trainer.precision
     trainer.precision = Precision("bf16" if precision == "bf16" else "float32", world.device)
     try:
@@ -219,8 +218,8 @@ def _pass(trainer: Trainer, world: World, precision: SampledIn, until: Deadline)
 
 
 def _evaluation(trainer: Trainer, world: World, until: Deadline) -> float:
-    """Return the seconds of one image in the loss of a chunk of the validation, from the second time that it is
-    computed if the time allows two."""
+    """Return the seconds of one image in the loss of a validation chunk: of the second run, if there is time for
+    two."""
     data, config = trainer.task.validation or trainer.task.data, trainer.config
     chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch, data.num_samples)
     seconds = 0.0
@@ -236,9 +235,8 @@ def _evaluation(trainer: Trainer, world: World, until: Deadline) -> float:
 
 
 def _memory(device: torch.device, checkpoint: int) -> int:
-    """Return the peak memory in bytes: on a GPU the most that PyTorch took, and what the driver, libraries and other
-    programs take; on a CPU the most that this process has ever had in use, and the copy of which a checkpoint is
-    written."""
+    """Return the peak memory in bytes: on a GPU the maximum that PyTorch reserved, plus the driver, libraries and other
+    programs; on a CPU the peak of this process, plus the copy from which a checkpoint is written."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(torch.cuda.max_memory_reserved(device)) + total - free - torch.cuda.memory_reserved(device)
@@ -246,7 +244,7 @@ def _memory(device: torch.device, checkpoint: int) -> int:
 
 
 def _most_in_use() -> int:
-    """Return the bytes of memory that this process has had at most."""
+    """Return the peak memory of this process in bytes."""
     status = Path("/proc/self/status")
     if status.exists():  # Linux: of this program alone, where getrusage also counts what started it
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
@@ -255,17 +253,17 @@ def _most_in_use() -> int:
 
 
 def _checkpoints_at_most(config: TrainConfig) -> int:
-    """Checkpoints on disk at the fullest: the last ones, one that is being written, and those kept for good."""
+    """Return the maximum number of checkpoints on disk: the last ones, the one being written, and permanent ones."""
     saves = -(-config.steps // config.checkpoint.every_steps)
     for_good = config.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
     return min(config.checkpoint.keep_last + 1, saves) + for_good
 
 
 def seconds_to_save(size: int, folder: Path) -> float:
-    """Return the seconds that a checkpoint of a number of bytes takes in a folder, which may not exist yet: written, on
-    the disk, and hashed, as `training.checkpoint` does it. Up to 256 MiB are written and removed. Raises OSError."""
+    """Return the seconds to write, flush and hash a checkpoint of `size` bytes in a folder, which may not exist yet.
+    Writes and removes up to 256 MiB. Raises OSError."""
     probe = max(_BLOCK, min(size, _PROBE))
-    block = os.urandom(_BLOCK)  # what a file system could not make smaller
+    block = os.urandom(_BLOCK)  # incompressible
     with tempfile.NamedTemporaryFile(dir=_existing(folder), prefix=".doctor-") as file:
         started = time.perf_counter()
         for _ in range(0, probe, _BLOCK):

@@ -18,8 +18,8 @@ _QUARTILES = 4
 
 
 def sums_of(losses: Losses) -> dict[str, Tensor]:
-    """Float64 [2, 5] for the loss and each part: the sum over all examples and over each quartile of the time, and how
-    many they are."""
+    """Return float64 [2, 5] for the loss and each part: sums over all examples and over each quartile of the time, and
+    the numbers of these examples."""
     rows = torch.stack([losses.loss.detach().double(), *(part.detach().double() for part in losses.parts.values())])
     weights = rows.new_zeros(rows.shape[1], 1 + _QUARTILES)
     weights[:, 0] = 1
@@ -33,7 +33,7 @@ def sums_of(losses: Losses) -> dict[str, Tensor]:
 
 
 def means_of(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Sums -> means: "loss", "loss_q0" … "loss_q3" where a quartile has examples, and the same for each part."""
+    """Return means from sums: "loss", "loss_q0" … "loss_q3" for quartiles with examples, and the same for each part."""
     values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
     means = {}
     for key, (totals, counts) in values.items():
@@ -44,10 +44,11 @@ def means_of(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 class Meter:
-    """Means since the last log: of the loss and its parts, by quartile of the noise scale too, and the gradient's norm.
+    """Means of the loss and its parts, also by quartile of the noise scale, and of the gradient's norm since the last
+    log.
 
-    Sums are float64 and stay on the device; only `take` waits for it. strict: True if `add` is given the losses of all
-    processes, in every process.
+    Sums are float64 on the device; only `take` waits for it. strict: True if `add` gets the losses of all processes in
+    every process.
     """
 
     def __init__(self, world: World, strict: bool) -> None:
@@ -56,7 +57,7 @@ class Meter:
         self._norm = torch.zeros(2, dtype=torch.float64, device=world.device)
 
     def add(self, losses: Losses, norm: Tensor) -> None:
-        """Count the losses of a step and its gradient's norm; a norm that overflowed is left out."""
+        """Add the losses of a step and its gradient's norm, unless the norm overflowed."""
         for key, total in sums_of(losses).items():
             self._sums[key] = self._sums[key] + total if key in self._sums else total
         finite = torch.isfinite(norm)
@@ -64,13 +65,13 @@ class Meter:
 
     @property
     def parts(self) -> set[str]:
-        """Return "loss" and the names of its parts since the last log; nothing where there was no step."""
+        """Return "loss" and the names of its parts since the last log; empty before the first step."""
         return set(self._sums)
 
     def take(self) -> dict[str, float]:
-        """Return the means by name, "grad_norm" among them, in every process. Starts anew."""
+        """Return the means by name, including "grad_norm", in every process, and reset the meter."""
         if self._world.size > 1 and not self._strict:
-            for key in sorted(self._sums):  # in one order: what was loaded comes in any
+            for key in sorted(self._sums):  # in a fixed order: loaded sums are in any order
                 dist.all_reduce(self._sums[key])
         means = means_of(self._sums)
         norm, steps = self._norm.tolist()
@@ -79,14 +80,14 @@ class Meter:
         return means | ({"grad_norm": norm / steps} if steps else {})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums of every process, [size, …] each; of a strict meter [1, …], since they are the same in every
-        process. All processes call it together."""
+        """Return the sums of every process, [size, …] each; for a strict meter [1, …], since all processes have the
+        same sums. All processes call it together."""
         gather = partial(torch.unsqueeze, dim=0) if self._strict else self._world.gather
         return {key: gather(total) for key, total in sorted([*self._sums.items(), ("norm", self._norm)])}
 
     def load_state_dict(self, rows: dict[str, Tensor]) -> None:
-        """Resume from what `state_dict` returned, in a world of this size or another."""
-        if "count" in rows:  # in a checkpoint of before, of all sums: a part may have begun or ended among them
+        """Load the result of `state_dict`, also from a world of another size."""
+        if "count" in rows:  # older checkpoints have one count for all sums, although a part may have begun or ended
             count = rows["count"]
             sums = {key: torch.stack([row, count], 1) for key, row in rows.items() if key not in ("count", "norm")}
             rows = {"norm": rows["norm"], **sums}
@@ -103,7 +104,7 @@ class Meter:
 
 
 class Health:
-    """Finds the first step whose loss or gradient is not finite, without asking the device in between."""
+    """Detects the first step whose loss or gradient is not finite, without waiting for the device at each step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -111,7 +112,7 @@ class Health:
         self._record = torch.tensor([0.0, 0.0, math.nan, 0.0], dtype=torch.float64, device=world.device)
 
     def watch(self, step: int, loss: Tensor, norm: Tensor, norm_may_overflow: bool) -> None:
-        """Take in the mean loss of a step and its gradient's norm."""
+        """Record the mean loss of a step and its gradient's norm."""
         bad_norm = torch.zeros_like(norm, dtype=torch.bool) if norm_may_overflow else ~torch.isfinite(norm)
         failure = torch.where(torch.isfinite(loss), torch.where(bad_norm, 2.0, 0.0), 1.0).double()
         at = torch.full_like(failure, step)
@@ -121,8 +122,8 @@ class Health:
         self._record = torch.where(self._record[0] > 0, self._record, now)
 
     def check(self, advice: Callable[[], str], waited_s: float = 0.0) -> list[float]:
-        """Raise ValueError in every process if any of them failed; `advice` gives the end of the message. waited_s: a
-        number of this process. Returns that of every process."""
+        """Raise ValueError in every process if any process failed; `advice` gives the end of the message. Returns
+        `waited_s` of every process."""
         records = self._world.gather(torch.cat([self._record, self._record.new_tensor([waited_s])])).tolist()
         failed = [(int(record[0]), rank) for rank, record in enumerate(records) if record[0] > 0]
         if failed:
@@ -137,8 +138,8 @@ class Health:
 
 
 class Waits:
-    """Measure the time this process waits for others, as a context around the waiting. On a GPU the GPU's time is
-    taken, and the host continues."""
+    """Context manager that measures the time this process waits for others. On a GPU, it measures the GPU's time
+    without blocking the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,7 +153,7 @@ class Waits:
         self._mark(1.0)
 
     def take_s(self) -> float:
-        """Return the seconds since they were taken the last time. Waits for the device."""
+        """Return the seconds waited since the last call. Waits for the device."""
         seconds = self._seconds
         for begun, ended in zip(self._events[::2], self._events[1::2], strict=True):
             ended.synchronize()

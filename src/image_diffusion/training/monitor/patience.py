@@ -7,11 +7,10 @@ from typing import Any
 
 
 class Patience:
-    """The smallest validation loss of a run, and the step at which the run ends because of it.
+    """Early stopping: the smallest validation loss of a run, and the step at which the run ends early.
 
-    steps: of the run. share: of them, after which a run without improvement ends; None: it does not end early. loss,
-    step: of the smallest loss; step 0 before any validation. ended_at: the step of the early end; None where there is
-    none, or none yet.
+    steps: steps of the run. share: share of the steps after which a run without improvement ends; None: never. loss,
+    step: smallest loss and its step; step 0 before any validation. ended_at: step of the early end; None so far.
     """
 
     def __init__(self, steps: int, share: float | None) -> None:
@@ -20,7 +19,7 @@ class Patience:
         self.ended_at: int | None = None
 
     def observe(self, step: int, loss: float) -> None:
-        """Take in the loss of a validation, which is the same in every process."""
+        """Record the loss of a validation, which is the same in every process."""
         if self._share is None:
             return
         if not self.step or loss < self.loss:
@@ -29,9 +28,9 @@ class Patience:
             self.ended_at = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data; empty before the first validation, and where no run ends early."""
+        """Return plain data; empty before the first validation, and without early stopping."""
         return {"loss": self.loss, "step": self.step, "ended_at": self.ended_at} if self.step else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume with the data of `state_dict`."""
+        """Load the result of `state_dict`."""
         self.loss, self.step, self.ended_at = state["loss"], state["step"], state["ended_at"]

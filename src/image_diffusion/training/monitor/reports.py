@@ -1,4 +1,4 @@
-"""Output of a run beside the steps: log lines, validation, pictures, checkpoints."""
+"""Reports of a run between its steps: log lines, validation, previews, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from image_diffusion.training.trainer import Trainer
 
 VALIDATION_CHUNK = 64
 _LEAST_SCALE = 2.0**-40
-"""Smallest scale of a loss in fp16: what overflows below is no large gradient, but one that is not finite."""
+"""Smallest loss scale in fp16: a gradient that overflows at a smaller scale is not large, but not finite."""
 
 
 class Reports:
-    """Everything here is done by all processes together, between two steps; files are written by the first.
+    """Reports of a training. All processes call each method together, between two steps; the first writes the files.
 
-    step: updates done. pending: True if the reports of that step were interrupted, and are still to be made.
+    step: updates done. pending: True if the reports of that step were interrupted, and are still due.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Reports:
         self._waited_s = self._away_s = 0.0
 
     def timed(self, batches: Iterator[Examples]) -> Generator[Examples, None, None]:
-        """Yield the batches unchanged; the time each is waited for is counted, and shown as a step."""
+        """Yield the batches unchanged, measure the time of waiting for them, and count each in the progress."""
         started = time.monotonic()
         for examples in batches:
             self._waited_s += time.monotonic() - started
@@ -63,16 +63,16 @@ class Reports:
             started = time.monotonic()
 
     def should_log(self, step: int) -> bool:
-        """True if a log line belongs to this step."""
+        """Return True if a log line is due after this step."""
         config = self._trainer.config
         return step % config.log_every_steps == 0 or step == config.steps
 
     def should_report(self, step: int) -> bool:
-        """True if a validation or previews belong to this step."""
+        """Return True if a validation or previews are due after this step."""
         return self._validates(step) or self._draws(step)
 
     def should_save(self, step: int) -> bool:
-        """True if a checkpoint belongs to this step, also because its reports were interrupted."""
+        """Return True if a checkpoint is due after this step, also because its reports were interrupted."""
         config = self._trainer.config
         is_last = step == self._trainer.last_step
         return step % config.checkpoint.every_steps == 0 or is_last or self.pending
@@ -106,8 +106,8 @@ class Reports:
         self._progress.advance(0, f"loss {means['loss']:.4f}{words}")
 
     def report(self, step: int) -> None:
-        """Validate and draw previews. They are pending, in every process, if they were given up because the run was
-        asked to stop. If the validation ends the run, what was not logged yet is."""
+        """Validate and draw previews. They are pending, in every process, if a request to stop interrupted them. If the
+        validation ends the run, the steps since the last log are logged."""
         started = time.monotonic()
         validated = not self._validates(step) or self._validate(step)
         self.pending = not (validated and (not self._draws(step) or self._draw(step)))
@@ -116,7 +116,7 @@ class Reports:
             self.log(step, self._trainer.set_learning_rate(step))
 
     def save(self, step: int) -> None:
-        """Save a checkpoint, never one that is not finite."""
+        """Save a checkpoint, after checking that losses and gradients are finite."""
         started = time.monotonic()
         self._check_health()
         checkpoint = self._trainer.capture(step, self.pending)
@@ -126,7 +126,7 @@ class Reports:
         self._away_s += time.monotonic() - started
 
     def close(self) -> None:
-        """Wait until what this process writes of the last checkpoint is on disk; in the first, all of it."""
+        """Wait until this process's part of the last checkpoint is on disk; in the first process, all parts."""
         self._state.wait()
         self._progress.close()
 
@@ -145,8 +145,8 @@ class Reports:
         return waits
 
     def _slowest(self, waited_s: list[float], elapsed: float) -> tuple[dict[str, float], str]:
-        """Name the process that the others wait for: numbers for the journal and a sentence for the log, if the waiting
-        times of several processes are known. waited_s: seconds that each has waited for sums, out of `elapsed`."""
+        """Return the slowest process, as numbers for the journal and a phrase for the log; empty without waiting times
+        of several processes. waited_s: seconds that each process waited for sums, out of `elapsed`."""
         world = self._trainer.world
         if world.size == 1 or self._trainer.flat.sums_gradients:
             return {}, ""
@@ -183,7 +183,7 @@ class Reports:
         assert sums is not None
         if trainer.world.size > 1:
             for rows in sums.values():
-                dist.all_reduce(rows)  # every row is one process's and zero elsewhere: no rounding
+                dist.all_reduce(rows)  # every row is zero in all processes but one: no rounding
         means = means_of({key: rows.sum(0) for key, rows in sums.items()})
         values = {f"validation/{key}": value for key, value in means.items()}
         self._journal.metrics(values, step, step * config.global_batch)
@@ -207,9 +207,9 @@ class Reports:
                 numbers[f"validation/{key}"] = value
         if numbers:
             self._journal.metrics(numbers, step, step * self._trainer.config.global_batch)
-        return not world.any(previews is None, patient=True)  # while the first process draws, the others wait here
+        return not world.any(previews is None, patient=True)  # the others wait here while the first process draws
 
 
 def _at(step: int, every: int | None, steps: int) -> bool:
-    """True if something that happens at an interval of steps, and at the end, happens after this step."""
+    """Return True if an event at an interval of steps, and at the end, is due after this step."""
     return every is not None and step > 0 and (step % every == 0 or step == steps)

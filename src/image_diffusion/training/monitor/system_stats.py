@@ -1,4 +1,4 @@
-"""Load of the machine that a training runs on, for the journal: read between two steps, in microseconds."""
+"""Load of the machine of a training, for the journal. A reading between two steps takes microseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Machine:
         self.readings()  # from here on the first means are taken
 
     def readings(self) -> dict[str, float]:
-        """Return the readings by the names that MLflow groups as system metrics."""
+        """Return the readings under the names that MLflow groups as system metrics."""
         memory = psutil.virtual_memory()
         values = {
             "system/cpu_utilization_percentage": psutil.cpu_percent(),

@@ -1,4 +1,4 @@
-"""Utilization of a device by a training: operations, counted, over those of a large product."""
+"""Utilization of a device by a training: operations per second, relative to those of a large matrix product."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from image_diffusion.nn.linear import linear, register_operations
 from image_diffusion.training.parallel.world import World
 
 LossesOf = Callable[[Examples, int], Losses]
-"""Examples and a number that no other part of the step has -> their losses."""
+"""Function of examples, and of a number unique to this part of the step, that returns their losses."""
 
 _aten = torch.ops.aten
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-"""Attention on a CPU, which has no formula in versions of PyTorch before 2.15, and what has the same operations."""
+"""Attention on a CPU, which has no formula before PyTorch 2.15, and the operation whose formula is used."""
 _SIDES = {"cuda": 8192, "cpu": 512}
 
 
 class Speed:
-    """The rate of a training as a share of its devices'. dtype: of the factors of its matrix products."""
+    """Rate of a training as a share of its devices' rate. dtype: dtype of the factors of its matrix products."""
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         self._world, self._dtype = world, dtype
@@ -36,9 +36,9 @@ class Speed:
     def values(
         self, examples_per_second: float, examples: Examples, losses_of: LossesOf, parts: set[str]
     ) -> dict[str, float]:
-        """Return the values for the journal, in every process. examples: some of any step. parts: of the loss, "loss"
-        among them: a call with others than the one before uses an example, leaves its gradient in the network's, and
-        waits for the device."""
+        """Return the values for the journal, in every process. examples: examples of any step. parts: names of the
+        parts of the loss, with "loss". If they differ from the previous call, counts the operations of one example,
+        whose gradient is added to the network's, and waits for the device."""
         if parts != self._parts:
             self._parts, self._flops = parts, flops_per_example(examples, losses_of)
             self._peak = self._peak or product_rate(self._world.device, self._dtype)
@@ -47,7 +47,7 @@ class Speed:
 
 
 def flops_per_example(examples: Examples, losses_of: LossesOf) -> int:
-    """Floating-point operations of the loss of one example and of its gradient; what is recomputed counts as well."""
+    """Return the floating-point operations of the loss of one example and of its gradient, including recomputation."""
     counter = _Operations()
     with counter:
         losses_of(examples.split(1)[0], 0).loss.sum().backward()
@@ -55,8 +55,8 @@ def flops_per_example(examples: Examples, losses_of: LossesOf) -> int:
 
 
 class _Operations(TorchDispatchMode):
-    """Adds up the operations of what is computed inside. (PyTorch's `FlopCounterMode` also follows modules, with hooks
-    that fail where a network runs without gradient.)"""
+    """Counts the operations in this context. (PyTorch's `FlopCounterMode` also tracks modules, with hooks that fail if
+    a network runs without gradient.)"""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,15 +76,15 @@ class _Operations(TorchDispatchMode):
 
 @torch.no_grad()
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large matrix product: the best of three."""
+    """Return the operations per second of a large matrix product, the best of three."""
     side = _SIDES[device.type]
-    draw = torch.Generator(device).manual_seed(0)  # numbers that are all alike would draw less power, and run faster
+    draw = torch.Generator(device).manual_seed(0)  # equal numbers would draw less power, and run faster
     left, right = (torch.randn(side, side, generator=draw, device=device).to(dtype) for _ in range(2))
     return 2.0 * side**3 / seconds_of(lambda: linear(left, right, None), device, 3)
 
 
 def seconds_of(compute: Callable[[], object], device: torch.device, times: int) -> float:
-    """Return the least seconds of `times` runs, each with a synchronisation of the device."""
+    """Return the minimum seconds of `times` runs, each with a synchronisation of the device."""
     seconds = []
     for _ in range(1 + times):  # one to warm up
         _wait(device)

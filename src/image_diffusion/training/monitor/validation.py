@@ -1,4 +1,4 @@
-"""The loss on samples that are never trained on, always with the same noise and timesteps."""
+"""The loss on held-out samples, always with the same noise and timesteps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from image_diffusion.data.shards.reader import Shards
 from image_diffusion.training.monitor.meter import sums_of
 from image_diffusion.training.parallel.world import World
 
-_EPOCH = 2**31 - 1  # no pass over the training data gets this number
+_EPOCH = 2**31 - 1  # no pass over the training data has this number
 
 
 def validation_sums(
     data: Shards, num_samples: int, chunk: int, world: World, losses_of: Callable[[Examples, int], Losses]
 ) -> dict[str, Tensor]:
-    """Return the sums of the losses over the first samples of a split: [chunks, 2, 5] by name, of which `sums_of`
-    has one row each, zero for the chunks of other processes.
+    """Return the sums of the losses over the first samples of a split: [chunks, 2, 5] by name, one result of `sums_of`
+    for each chunk, zero for the chunks of other processes.
 
-    Chunks have a fixed size and lie round-robin, so that no result depends on the number of processes.
+    Chunks have a fixed size and are assigned round-robin, so that no result depends on the number of processes.
     """
     total = min(num_samples, data.num_samples)
     starts = list(range(0, total, chunk))

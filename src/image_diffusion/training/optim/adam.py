@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamBase(OptimizerConfig):
-    """Settings that every Adam has."""
+    """Settings that all variants of Adam share."""
 
     lr: float = Field(1e-4, gt=0, le=10)
     """Learning rate, before the schedule."""
@@ -30,14 +30,14 @@ class AdamBase(OptimizerConfig):
 
 
 class AdamW(AdamBase):
-    """Adam with weight decay apart from the gradient (Loshchilov and Hutter 2019)."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     type: Literal["adamw"] = "adamw"
     """Adam with decoupled weight decay."""
     weight_decay: float = Field(0.0, ge=0, le=1)
-    """Share of the weights, times the learning rate, that is taken away in each step."""
+    """Decoupled weight decay: in each step the weights lose this share, times the learning rate."""
     decay_vectors: bool = False
-    """True if biases and gains decay as well."""
+    """Also apply the weight decay to biases and gains."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
         return self._fused(torch.optim.AdamW, flat, pieces(flat, factors, self.weight_decay, self.decay_vectors))

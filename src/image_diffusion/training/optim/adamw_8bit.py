@@ -1,5 +1,5 @@
-"""AdamW with moments of 8 bits (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization",
-arXiv:2110.02861), through the kernels of bitsandbytes."""
+"""AdamW with 8-bit moments (Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861), by
+the kernels of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ BLOCK = 256  # numbers that share a scale: the size that the library's kernels h
 
 
 class AdamW8bit(AdamW):
-    """AdamW whose moments take a byte for each weight instead of four. Weights, gradients and averages stay in
-    float32."""
+    """AdamW whose moments take one byte per weight instead of four. Weights, gradients and averages stay in float32."""
 
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("optimizer", "full", "machine"), "keeps the scales of its moments whole in every process"
     )
 
     type: Literal["adamw_8bit"] = "adamw_8bit"  # type: ignore[assignment]
-    """AdamW with moments of 8 bits, through the package bitsandbytes."""
+    """AdamW with 8-bit moments. Needs the package bitsandbytes."""
     looks_inside: ClassVar[bool] = True
 
     def check(self, trained: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer of PyTorch's kind on parts of the flat vectors: what every optimizer of this folder has in common."""
+"""Base of all optimizers in this folder: a PyTorch optimizer on parts of the flat vectors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class OptimizerConfig(Config, ABC):
     """Interface of every optimizer's configuration."""
 
     conflicts: ClassVar[Mapping[str, str]] = {}
-    """Values of `train.sharding` that it does not go with, and what it needs or keeps that they divide."""
+    """Values of `train.sharding` that this optimizer does not support, each with the reason."""
 
     looks_inside: ClassVar[bool] = False
-    """True if it has something to `check`."""
+    """True if this optimizer implements `check`."""
 
     def check(self, trained: Collection[str]) -> None:
         """Raise ValueError if this optimizer has nothing to update, or lacks a package. trained: weights that
@@ -39,8 +39,9 @@ class OptimizerConfig(Config, ABC):
 
 
 class Piece(NamedTuple):
-    """Neighbours of the flat layout, start … stop, that are treated alike: learning rate, decay, and if they are
-    matrices. name: of the first. An empty piece counts, so that the number of pieces is always the same."""
+    """Consecutive parameters of the flat layout, start … stop, with the same learning rate and weight decay, all
+    matrices or none. name: of the first parameter. A piece may be empty, so that the number of pieces is always the
+    same."""
 
     name: str
     start: int
@@ -57,8 +58,8 @@ def pieces(
     decay_vectors: bool = False,
     alone: Container[str] = (),
 ) -> list[Piece]:
-    """Return the layout cut where the factors of neighbours differ. decay: of matrices, and of the rest if
-    `decay_vectors`. alone: parameters that are a piece of their own, by name."""
+    """Return the layout, cut where the factors of neighbours differ. decay: weight decay of matrices, and of the rest
+    if `decay_vectors`. alone: names of parameters that are each a separate piece."""
     factors = factors or {slot.name: 1.0 for slot in flat.slots}
     cuts = {
         b.start
@@ -109,7 +110,7 @@ class FlatOptimizer:
         for i, (first, start, stop, factor, decay, is_matrix) in enumerate(cut):
             if start == stop:
                 continue
-            begin, end = flat.place(start), flat.place(stop)  # nothing, perhaps, of this process: the step counts
+            begin, end = flat.place(start), flat.place(stop)  # may be empty in this process; the step counts
             part = nn.Parameter(flat.values[begin:end])
             part.grad = flat.gradient[begin:end]
             groups.append({"params": [part], "weight_decay": decay, "factor": factor, "is_matrix": is_matrix})

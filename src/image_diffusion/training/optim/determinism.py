@@ -1,14 +1,14 @@
-"""Modes in which a training repeats the same bytes, and the settings of PyTorch for them.
+"""Modes of bit-identical training, and the PyTorch settings for them.
 
-off: whatever kernels are fastest. On a GPU two starts may differ in last bits: cuDNN tries algorithms and takes the one
-that was fastest this time, and the backward pass of attention adds in whatever order its blocks end.
+off: the fastest kernels. On a GPU two starts may differ in the last bits: cuDNN benchmarks algorithms and takes the one
+that was fastest, and the backward pass of attention adds in the order in which its blocks end.
 
-run: the same bytes on the same kind of machine with the same number of processes and threads, however often it is
-killed. No algorithm is tried out, neither by cuDNN nor by torch.compile, and only kernels with a fixed order of sums
-are used: flash and memory-efficient attention have one for their backward passes, cuDNN's attention has none and is
-left out (PyTorch's aten/src/ATen/native/transformers/cuda/attention_backward.cu and sdp_utils.cpp).
+run: the same bytes on the same kind of machine with the same number of processes and threads, also after interruptions.
+Neither cuDNN nor torch.compile benchmarks algorithms, and only kernels with a fixed order of sums are used: flash and
+memory-efficient attention have such kernels for their backward passes; cuDNN's attention has none and is disabled
+(PyTorch's aten/src/ATen/native/transformers/cuda/attention_backward.cu and sdp_utils.cpp).
 
-strict: the same for any number of processes, by adding up chunks of the global batch in their order, on one CPU thread
+strict: the same bytes for any number of processes, by adding up chunks of the global batch in order, on one CPU thread
 (`gradients.Ordered`).
 """
 
@@ -33,9 +33,9 @@ def switches(deterministic: Mode, allow_tf32: bool, compiled: bool) -> Iterator[
     """Set PyTorch's global flags for a training, and restore them afterwards. Enter it before the first product on a
     GPU, when cuBLAS chooses its workspaces.
 
-    allow_tf32: True if float32 products on a GPU may use TF32. compiled: True if the training uses torch.compile.
-    Raises ValueError for an operation that only has kernels without a fixed order, or for a PyTorch that cannot fix
-    those that it compiles, in the modes that need a fixed order.
+    allow_tf32: True if float32 products on a GPU may use TF32. compiled: True if the training uses torch.compile. In
+    the modes that need a fixed order, raises ValueError for an operation without a kernel of fixed order, or for a
+    version of PyTorch that cannot fix the order of compiled kernels.
     """
     fixed = deterministic != "off"
     with ExitStack() as restored:
@@ -72,7 +72,7 @@ def switches(deterministic: Mode, allow_tf32: bool, compiled: bool) -> Iterator[
 
 
 def _keep_flags(restored: ExitStack) -> None:
-    """Put PyTorch's flags back in the end."""
+    """Restore PyTorch's flags at the end."""
     restored.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     memory = torch.utils.deterministic
     restored.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Running averages of the weights, several at once, each one operation on one vector."""
+"""Running averages of the weights. Each average is updated by one operation on one vector."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Width = Annotated[float, Field(gt=0, lt=0.28)]
 
 
 class Warmup(Config):
-    """An average that follows the weights at first: decay(e) = 1 - (1 + e / inv_gamma)^-power (ema_pytorch 0.8)."""
+    """Warmup of an average by a decay that rises: decay(e) = 1 - (1 + e / inv_gamma)^-power (ema_pytorch 0.8)."""
 
     type: Literal["inverse_power"] = "inverse_power"
-    """The decay rises as 1 - (1 + steps / inv_gamma)^-power, as ema_pytorch has it."""
+    """The decay rises as 1 - (1 + steps / inv_gamma)^-power, as in ema_pytorch."""
     update_after_step: int = Field(100, ge=0)
-    """Steps in which the average is a copy of the weights."""
+    """Number of steps for which the average is a copy of the weights."""
     inv_gamma: float = Field(1.0, gt=0)
     """Steps in which the decay rises to 1 - 2^-power."""
     power: float = Field(2 / 3, gt=0, le=1)
-    """Warmup of the decay towards its rate."""
+    """Exponent of the rise of the decay towards its rate."""
     min_decay: float = Field(0.0, ge=0, lt=1)
     """The smallest decay."""
 
@@ -39,14 +39,13 @@ class Warmup(Config):
 
 
 class RampUp(Config):
-    """An average over a share of the training so far, until that is as long as its rate makes it.
-
-    The half-life, in steps, is at most ratio times the steps done (EDM, Karras et al. 2022: `ema_rampup_ratio` of its
-    training, 0.05). So the average is of use after any number of steps, and nothing is left of the initial weights.
+    """Warmup of an average by a half-life of at most `ratio` times the steps done (EDM, Karras et al. 2022:
+    `ema_rampup_ratio` of its training, 0.05). So the average is useful after any number of steps, and contains nothing
+    of the initial weights.
     """
 
     type: Literal["ramp_up"] = "ramp_up"
-    """The half-life is at most a share of the steps done, as EDM trains."""
+    """The half-life is at most a share of the steps done, as in EDM."""
     ratio: float = Field(0.05, gt=0, le=1)
     """Largest half-life as a share of the steps done."""
 
@@ -61,12 +60,12 @@ class ExponentialEma(Config):
     type: Literal["exponential"] = "exponential"
     """Exponential averages."""
     rates: tuple[Rate, ...] = (0.9999,)
-    """Rates of the averages, one each; the first average is written as the weights, unless `train.weights` names
-    another. None: no average."""
+    """Rates of the averages. The first average is written as the weights, unless `train.weights` names another. Empty:
+    no average."""
     warmup: Annotated[Warmup | RampUp, Field(discriminator="type")] | None = None
-    """Let the averages follow the weights at first; unset: `rate` from the first step."""
+    """Warmup of the averages; unset: the full rate from the first step."""
     update_every: int = Field(1, gt=0)
-    """Steps from one update of the averages to the next."""
+    """Number of steps between updates of the averages."""
 
     @model_validator(mode="after")
     def _told_apart(self) -> ExponentialEma:
@@ -86,31 +85,31 @@ class ExponentialEma(Config):
         return [self.warmup.decay(step, rate, every) if self.warmup else rate for rate in self.rates]
 
     def initial_share(self, name: str, steps: int) -> float:
-        """Return the share of the initial weights of the training in an average after some steps."""
-        if self.warmup is not None:  # its first update is all but a copy
+        """Return the share of the initial weights in an average after a number of steps."""
+        if self.warmup is not None:  # its first update is almost a copy
             return 0.0
         return math.pow(self.rates[self.names.index(name)], -(-steps // self.update_every))
 
     def fitting_rate(self, steps: int, share: float) -> float:
-        """Return the largest rate, to one digit of 1 - rate, of which at most a share is the initial weights after
-        steps."""
+        """Return the largest rate, to one digit of 1 - rate, whose average contains at most a share of the initial
+        weights."""
         left = 1.0 - math.pow(share, 1.0 / -(-steps // self.update_every))
         digit = 10.0 ** math.floor(math.log10(left))
         return round(1.0 - math.ceil(left / digit - 1e-9) * digit, 15)
 
 
 class PowerEma(Config):
-    """Averages whose memory grows with training: beta(t) = (1 - 1/t)^(gamma + 1) (Karras et al. 2024, section 3.1).
+    """Averages whose length grows with training: beta(t) = (1 - 1/t)^(gamma + 1) (Karras et al. 2024, section 3.1).
 
-    Two of them in checkpoints kept on the way (`checkpoint.keep_every`) give the average of any width afterwards:
-    `python -m image_diffusion ema`.
+    From two of them in permanent checkpoints (`checkpoint.keep_every`), `python -m image_diffusion ema` reconstructs
+    the average of any width after training.
     """
 
     type: Literal["power"] = "power"
     """Power-function averages."""
     widths: tuple[Width, ...] = Field((0.05, 0.1), min_length=1)
-    """Relative widths sigma_rel of the averages, one each; the first average is written as the weights, unless
-    `train.weights` names another."""
+    """Relative widths sigma_rel of the averages. The first average is written as the weights, unless `train.weights`
+    names another."""
 
     @model_validator(mode="after")
     def _told_apart(self) -> PowerEma:
@@ -162,7 +161,7 @@ def power_of_width(width: float) -> float:
 
 
 class Averages:
-    """The averages of one vector of weights. vectors: one of the same layout for each, by name."""
+    """The averages of one vector of weights. vectors: the averages by name, in the layout of the weights."""
 
     def __init__(self, config: ExponentialEma | PowerEma, values: Tensor) -> None:
         self._config, self._values = config, values
@@ -170,7 +169,7 @@ class Averages:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after update number `step`, counted from 1."""
+        """Update the averages with the weights after update number `step`, counted from 1."""
         for vector, decay in zip(self.vectors.values(), self._config.decays(step), strict=True):
             if decay == 0.0:
                 vector.copy_(self._values)

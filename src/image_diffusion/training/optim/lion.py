@@ -13,21 +13,21 @@ from image_diffusion.training.parallel.flat_parameters import Flat
 
 
 class Lion(OptimizerConfig):
-    """Lion: each weight moves by the learning rate, in the direction of its mean gradient's sign: one moment, not two.
-
-    The authors' rates are 3 to 10 times smaller than AdamW's, their weight decay as much larger (section 5).
+    """Lion: each weight moves by the learning rate in the direction of the sign of its mean gradient, with one moment
+    instead of two. The authors recommend rates 3 to 10 times smaller than those of AdamW, and a weight decay larger by
+    the same factor (section 5).
     """
 
     type: Literal["lion"] = "lion"
     """The sign of an interpolation between gradient and momentum."""
     lr: float = Field(1e-5, gt=0, le=10)
-    """Learning rate, before the schedule: how far every weight moves. About a tenth of AdamW's."""
+    """Learning rate, before the schedule: the distance that every weight moves. About a tenth of AdamW's."""
     betas: tuple[Probability, Probability] = (0.9, 0.99)
-    """Share of the momentum in an update, and share of it that stays."""
+    """Weight of the momentum in an update, and decay of the momentum."""
     weight_decay: float = Field(0.0, ge=0, le=10)
-    """Share of the weights, times the learning rate, that is taken away in each step."""
+    """Decoupled weight decay: in each step the weights lose this share, times the learning rate."""
     decay_vectors: bool = False
-    """True if biases and gains decay as well."""
+    """Also apply the weight decay to biases and gains."""
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
         cut = pieces(flat, factors, self.weight_decay, self.decay_vectors)

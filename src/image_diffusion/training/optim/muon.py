@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), through PyTorch's, with AdamW for all other parameters
-than matrices.
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) by PyTorch's implementation, with AdamW for all
+parameters that are not matrices.
 
-A matrix moves along its momentum with all singular values made about one, by five steps of Newton and Schulz. Layers
-that several maps share are taken apart first, which "CMuon" (arXiv:2608.02502) found to be needed in long trainings.
+A matrix moves along its momentum, whose singular values five Newton-Schulz steps bring close to one. Layers that hold
+several maps are split first, which "CMuon" (arXiv:2608.02502) found to be necessary in long trainings.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
 
 
 class Rest(Config):
-    """AdamW for what Muon leaves."""
+    """AdamW for the parameters that Muon does not update."""
 
     lr: float | None = Field(None, gt=0, le=10)
-    """Learning rate, before the schedule; unset: that of the matrices."""
+    """Learning rate, before the schedule; unset: the learning rate of the matrices."""
     betas: tuple[Probability, Probability] = (0.9, 0.999)
     """Decay of the running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0, le=1)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.0, ge=0, le=1)
-    """Share of the weights, times the learning rate, that is taken away in each step; not of biases and gains."""
+    """Decoupled weight decay: in each step weights other than biases and gains lose this share, times the learning
+    rate."""
 
 
 class Muon(OptimizerConfig):
     """Orthogonalised momentum for the linear and convolutional layers in and between the network's blocks, AdamW for
-    all else: the layers before and behind the blocks, embeddings, biases and gains."""
+    all other parameters: the layers before and after the blocks, embeddings, biases and gains."""
 
     looks_inside: ClassVar[bool] = True
     conflicts: ClassVar[Mapping[str, str]] = {"optimizer": "needs each parameter whole"}
@@ -48,15 +49,15 @@ class Muon(OptimizerConfig):
     lr: float = Field(1e-4, gt=0, le=10)
     """Learning rate, before the schedule."""
     momentum: Probability = 0.95
-    """Share of the mean gradient that stays in each step."""
+    """Decay of the running mean of the gradient."""
     nesterov: bool = True
-    """Orthogonalise a mixture of mean and gradient, as if one step ahead, and not the mean."""
+    """Use Nesterov momentum: orthogonalise a mixture of mean and gradient instead of the mean."""
     weight_decay: float = Field(0.0, ge=0, le=1)
-    """Share of the matrices, times the learning rate, that is taken away in each step."""
+    """Decoupled weight decay: in each step the matrices lose this share, times the learning rate."""
     scale: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
-    """Factor of the update of a matrix of m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), so that the rates
-    of AdamW fit (Liu et al. 2025, arXiv:2502.16982); original: sqrt(max(1, m / n)), of which rates are many times
-    larger; spectral_unclamped: sqrt(m / n)."""
+    """Factor of the update of a matrix of m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), so that learning
+    rates of AdamW are suitable (Liu et al. 2025, arXiv:2502.16982); original: sqrt(max(1, m / n)), which needs learning
+    rates many times larger; spectral_unclamped: sqrt(m / n)."""
     adamw: Rest = Rest()
     """Settings of AdamW for all parameters other than the matrices of a block."""
 
@@ -83,8 +84,8 @@ class Muon(OptimizerConfig):
 
 
 class _FlatMuon(FlatOptimizer):
-    """Muon and AdamW on the vectors of one layout: the momentum of a matrix lies where AdamW has its first moment, and
-    only the rest has a second one."""
+    """Muon and AdamW on the vectors of one layout. The momentum of a matrix is stored in place of AdamW's first moment,
+    and only parameters of AdamW have a second moment."""
 
     def __init__(self, flat: Flat, config: Muon, factors: Mapping[str, float] | None) -> None:
         rest, inner = config.adamw, {slot.start: slot for slot in flat.slots if slot.name in flat.inner}
@@ -106,7 +107,7 @@ Matrices = Sequence[tuple[Slot, float]]
 
 
 class _Whole(torch.optim.Muon):
-    """Muon on matrices that lie whole in the vectors."""
+    """Muon on matrices that each process holds completely."""
 
     def __init__(self, flat: Flat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
         groups: list[dict[str, Any]] = []
@@ -122,8 +123,8 @@ class _Whole(torch.optim.Muon):
 
 
 class _Shared(torch.optim.Optimizer):
-    """Muon on matrices of which each process has rows: one after the other is gathered, moved in every process, and
-    each keeps its rows."""
+    """Muon on matrices whose rows are sharded. Matrix by matrix, all processes gather it, update it, and keep their
+    rows."""
 
     def __init__(self, flat: ShardedFlat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
         self._flat, self._momentum, self._config = flat, momentum, config
@@ -156,8 +157,8 @@ def _settings(config: Muon) -> dict[str, Any]:
 
 
 def _parts(matrices: Sequence[Tensor], count: int) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the parts of a matrix that are maps of their own, each with its gradient, and their momentum as Muon keeps
-    it. matrices: values, gradient and momentum, with a row an output."""
+    """Return the separate maps in a matrix, each with its gradient and its momentum as Muon keeps it. matrices: values,
+    gradient and momentum, with one row for each output."""
     states: dict[Tensor, dict[str, Tensor]] = {}
     for values, gradient, momentum in zip(*(matrix.chunk(count) for matrix in matrices), strict=True):
         part = nn.Parameter(values)
@@ -167,18 +168,18 @@ def _parts(matrices: Sequence[Tensor], count: int) -> dict[Tensor, dict[str, Ten
 
 
 def _rows(vector: Tensor, slot: Slot) -> Tensor:
-    """Return a weight as a matrix, a row an output. The columns are in the order of the memory, which Muon does not
-    see."""
+    """Return a weight as a matrix with one row for each output. The columns are in memory order, which does not matter
+    to Muon."""
     return vector[slot.start : slot.start + math.prod(slot.shape)].view(slot.shape[0], -1)
 
 
 def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """AdamW; of nothing, where adapters alone are trained."""
+    """AdamW; without parameters if only adapters are trained."""
     return torch.optim.AdamW(groups or [{"params": [], "factor": 1.0}], fused=True, **settings)
 
 
 class _Both(torch.optim.Optimizer):
-    """Two optimizers as one, so that a step that overflowed is left out of both."""
+    """Two optimizers as one, so that both skip a step that overflowed."""
 
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         self._members = members

@@ -1,7 +1,8 @@
-"""An average of any width after training, from averages of a few widths kept on the way.
+"""Reconstruct an average of any width after training from stored averages of a few widths.
 
-Karras et al. 2024, section 3.2: each kept average is an integral of the weights over time with a known profile, so a
-linear combination of them has the combination of the profiles, and least squares brings that close to any other one.
+Karras et al. 2024, section 3.2: each stored average is an integral of the weights over time with a known profile. A
+linear combination of averages has the same combination of their profiles, which least squares fits to the wanted
+profile.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _THEN = "run this again"  # without a damaged checkpoint there are others to com
 
 @dataclass(frozen=True)
 class KeptAverage:
-    """A kept average: the checkpoint that it lies in, that checkpoint's record, its name in the checkpoint, and its
-    exponent gamma."""
+    """A stored average: its checkpoint, the record of the checkpoint, its name in the checkpoint, and its exponent
+    gamma."""
 
     folder: Path
     record: dict[str, Any]
@@ -41,8 +42,8 @@ def inner_products(times: Profiles, gammas: Profiles, other_times: Profiles, oth
     """Compute the inner products of the profiles p(s) = (gamma + 1) s^gamma / t^(gamma + 1), 0 <= s <= t: [n], [n],
     [m], [m] -> [n, m].
 
-    The integral of the product over the time both have is
-    (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g + 1) u^(h + 1)), computed in logarithms.
+    The integral of the product over their common time is (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g +
+    1) u^(h + 1)), computed in logarithms.
     """
     t, g = times[:, None], gammas[:, None]
     u, h = other_times[None, :], other_gammas[None, :]
@@ -60,8 +61,8 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
 
 
 def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage]:
-    """Return the averages in the checkpoints of a run's state folder, up to a step: later ones are from when the run
-    was longer. Raises ValueError if it holds none to combine."""
+    """Return the averages in the checkpoints of a run's state folder, up to a step: later checkpoints are of a longer
+    configuration of the run. Raises ValueError if there are none."""
     averages = []
     for folder in sorted(state.glob("step-*")):
         if int(folder.name.removeprefix("step-")) > last_step:
@@ -83,9 +84,8 @@ def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage
 
 
 def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
-    """Return the weights averaged with a relative width, and the step they are of, the last one kept up to `last_step`.
-
-    Float64 sums over one average at a time. Raises ValueError as `kept_averages` does.
+    """Return the weights averaged with a relative width, and their step, the last stored step up to `last_step`. Sums
+    are float64, with one average in memory at a time. Raises ValueError as `kept_averages` does.
     """
     kept = kept_averages(state, last_step)
     steps = [int(average.record["step"]) for average in kept]

@@ -1,4 +1,4 @@
-"""Precision that a step computes in. Weights, gradients, moments and averages are kept in float32 always."""
+"""Precision of the computations of a step. Weights, gradients, moments and averages are always float32."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(name: Name) -> torch.dtype:
-    """Return the type of numbers of a precision."""
+    """Return the dtype of a precision."""
     return _DTYPES.get(name, torch.float32)
 
 
 class Precision:
-    """Autocast and, for fp16, a loss scale that adapts itself without asking the device.
+    """Autocast and, for fp16, an adaptive loss scale that does not wait for the device.
 
-    dtype: of the factors of a matrix product. scaler: of the loss; it does nothing in other precisions than fp16.
-    sees_all: True if the gradient that a process sees is that of all parameters; if False, processes inform one another
-    of overflows. keeps_weights: True if the network has the same weights from pass to pass. Where they are gathered
-    anew, autocast caches no rounded weights, which would stay when the weights are freed.
+    dtype: dtype of the factors of a matrix product. scaler: scaler of the loss, disabled in precisions other than fp16.
+    sees_all: True if each process has the gradient of all parameters; if False, processes exchange overflows.
+    keeps_weights: True if the network keeps its weights in memory between passes. If they are gathered for each pass,
+    autocast does not cache rounded weights, which would remain in memory after the weights are freed.
     """
 
     def __init__(self, name: Name, device: torch.device, sees_all: bool = True, keeps_weights: bool = True) -> None:
@@ -48,7 +48,7 @@ class Precision:
 
     @property
     def skips_overflow(self) -> bool:
-        """True if a gradient that is not finite is an overflow, whose step is left out, instead of a failure."""
+        """True if a step whose gradient is not finite is skipped as an overflow, instead of failing."""
         return self.scaler.is_enabled()
 
 
@@ -63,8 +63,8 @@ def _cache_keeps_gradients() -> bool:
 
 
 class _Agreeing(torch.amp.GradScaler):
-    """An overflow in one process is one of all. (PyTorch's `ShardedGradScaler` for this fails with fused Adam, whose
-    count of steps has no dimension.)"""
+    """Gradient scaler that shares overflows among all processes. (PyTorch's `ShardedGradScaler` fails with fused Adam,
+    whose step count has no dimension.)"""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the scale. All processes do so together."""
@@ -75,8 +75,9 @@ class _Agreeing(torch.amp.GradScaler):
 
 
 def on_hardware(config: TrainConfig, world: World) -> TrainConfig:
-    """Return the configuration with a precision that the GPU of every process has, and print a change: in place of bf16
-    it is fp16, or float32 where no loss is scaled (sharding: full). All processes call it together."""
+    """Return the configuration with a precision that the GPU of every process supports, and print a change: fp16
+    instead of bf16, or float32 if the weights are sharded, since then no loss is scaled. All processes call it
+    together."""
     if config.precision != "bf16" or not world.any(not has_bf16(world.device)):
         return config
     chosen: Name = "float32" if config.spreads_weights else "fp16"
@@ -86,9 +87,9 @@ def on_hardware(config: TrainConfig, world: World) -> TrainConfig:
 
 
 def faster_in_bf16(name: Name, device: torch.device) -> str | None:
-    """Return a line that says what a float32 training on this GPU would gain from bf16; None without a gain.
+    """Return a line on the speed that a float32 training on this GPU would gain from bf16; None without a gain.
 
-    Measures a large product in both: a tenth of a second.
+    Measures a large matrix product in both precisions, which takes a tenth of a second.
     """
     if name != "float32" or device.type != "cuda" or not has_bf16(device):
         return None

@@ -13,13 +13,13 @@ from image_diffusion.core.config.base import Config
 
 class _Schedule(Config):
     has_horizon: ClassVar[bool] = False
-    """True if the learning rate depends on the number of steps in all."""
+    """True if the learning rate depends on the total number of steps."""
 
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly from zero, whatever it does afterwards."""
+    """Number of steps over which the learning rate first rises linearly from zero."""
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor of the learning rate in the update after `step` updates, of `steps` in all."""
+        """Return the factor of the learning rate for the update that follows `step` of `steps` updates."""
         warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         return warmup * self._after_warmup(step, steps)
 
@@ -38,12 +38,12 @@ class Constant(_Schedule):
 
 
 class Linear(_Schedule):
-    """Straight down to `final` at the last step (Nichol and Dhariwal's lr_anneal_steps)."""
+    """Linear decay to `final` at the last step (Nichol and Dhariwal's lr_anneal_steps)."""
 
     has_horizon: ClassVar[bool] = True
 
     type: Literal["linear"] = "linear"
-    """Straight down to `final` at the last step."""
+    """Linear decay to `final` at the last step."""
     final: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step."""
 
@@ -52,12 +52,12 @@ class Linear(_Schedule):
 
 
 class Cosine(_Schedule):
-    """Half a cosine down to `final` at the last step (Loshchilov and Hutter 2017, equation 5, without restarts)."""
+    """Cosine decay to `final` at the last step (Loshchilov and Hutter 2017, equation 5, without restarts)."""
 
     has_horizon: ClassVar[bool] = True
 
     type: Literal["cosine"] = "cosine"
-    """Half a cosine down to `final` at the last step."""
+    """Cosine decay to `final` at the last step."""
     final: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step."""
 
@@ -73,24 +73,24 @@ class Exponential(_Schedule):
     decay: float = Field(0.98, gt=0, le=1)
     """Share of the learning rate that is left after `every_steps` steps."""
     every_steps: int = Field(1000, gt=0)
-    """Steps in which the learning rate falls to `decay` of what it was."""
+    """Number of steps in which the learning rate is multiplied by `decay`."""
 
     def _after_warmup(self, step: int, steps: int) -> float:
         return float(self.decay ** (step / self.every_steps))
 
 
 class Wsd(_Schedule):
-    """Warm up, stay, and fall at the end (Hu et al. 2024, "MiniCPM", arXiv:2404.06395; the shapes: Hägele et al. 2024,
-    "Scaling laws and compute-optimal training beyond fixed training durations", arXiv:2405.18392)."""
+    """Warmup, constant rate, and decay at the end (WSD; Hu et al. 2024, "MiniCPM", arXiv:2404.06395; the shapes: Hägele
+    et al. 2024, "Scaling laws and compute-optimal training beyond fixed training durations", arXiv:2405.18392)."""
 
     has_horizon: ClassVar[bool] = True
 
     type: Literal["wsd"] = "wsd"
-    """Warm up, stay, and fall at the end."""
+    """Warmup, constant rate, and decay at the end."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
-    """Share of all steps, the last ones, in which the learning rate falls."""
+    """Share of the steps, at the end, in which the learning rate decays."""
     shape: Literal["1-sqrt", "linear"] = "1-sqrt"
-    """Shape of the fall, x being 0 where it begins and 1 at the last step: as 1 - sqrt(x), or as 1 - x."""
+    """Shape of the decay, 1 - sqrt(x) or 1 - x, where x is 0 at its start and 1 at the last step."""
     final: float = Field(0.0, ge=0, le=1)
     """Share of the learning rate that is left at the last step."""
 
@@ -101,15 +101,15 @@ class Wsd(_Schedule):
 
 
 class Power(_Schedule):
-    """Constant for `constant_steps`, then falling with a power of the steps, without an end in sight (Karras et al.
-    2024, "Analyzing and improving the training dynamics of diffusion models": the inverse square root)."""
+    """Constant for `constant_steps`, then decaying as a power of the step, without a fixed end (Karras et al. 2024,
+    "Analyzing and improving the training dynamics of diffusion models": the inverse square root)."""
 
     type: Literal["power"] = "power"
-    """Constant at first, then falling with a power of the steps."""
+    """Constant at first, then decaying as a power of the step."""
     constant_steps: int = Field(70_000, gt=0)
-    """Steps before it begins to fall: t_ref."""
+    """Number of steps before the decay begins: t_ref."""
     exponent: float = Field(0.5, gt=0, le=2)
-    """Exponent of the fall: at step t the learning rate is multiplied with (constant_steps / t) to this power."""
+    """Exponent of the decay: at step t the learning rate is multiplied by (constant_steps / t) to this power."""
 
     def _after_warmup(self, step: int, steps: int) -> float:
         return float(max(step / self.constant_steps, 1.0) ** -self.exponent)

@@ -1,8 +1,8 @@
-"""A network's parameters laid end to end in one vector, and their gradients in another.
+"""All parameters of a network in one contiguous vector, and their gradients in another.
 
-Every parameter becomes a view of the vector, and its gradient a view of the gradient's vector. What is done to all of
-them (sum over processes, norm, clipping, Adam, averages, copies to the host) is then one operation on one tensor, in
-one order that nothing at run time can change.
+Every parameter becomes a view of the vector, and its gradient a view of the gradient's vector. Operations on all
+parameters (sum over processes, norm, clipping, Adam, averages, copies to the host) are then one operation on one
+tensor, in an order that is always the same.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _PIECE = 8 * 1024 * 1024  # elements summed at once: 32 MiB
 
 
 class Work(Protocol):
-    """Something that processes do together and have begun."""
+    """Handle of a collective operation in progress."""
 
     def wait(self) -> object:
-        """Return when it is done; on a GPU, let all later work wait for it."""
+        """Wait for the operation; on a GPU, make all later kernels wait for it."""
         ...
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum that processes have begun to make. into: the destination of the result, of another type perhaps."""
+    """Sum over processes in progress. into: the destination of the result, possibly of another dtype."""
 
     work: Work
     made: Tensor
     into: Tensor
 
     def wait(self) -> None:
-        """Return when it has arrived."""
+        """Wait for the result."""
         self.work.wait()
         if self.made.dtype != self.into.dtype:
             self.into.copy_(self.made)
@@ -56,15 +56,15 @@ class Slot:
     stride: tuple[int, ...]
 
     def within(self, vector: Tensor, start: int = 0) -> Tensor:
-        """Return the part of a vector that begins at `start` of the layout, in the parameter's shape."""
+        """Return the parameter in a vector that begins at `start` of the layout, in the parameter's shape."""
         return vector.as_strided(self.shape, self.stride, vector.storage_offset() + self.start - start)
 
 
 class Layout:
-    """Tensors end to end in a vector, gaps between them zero, in the order given. size: of the vector.
+    """Positions of tensors in one vector, in the given order, with gaps of zeros. size: elements of the vector.
 
-    align: elements of which every tensor's start is a multiple. Matrices (`is_matrix`) lie in 0 … matrices_end where
-    they are given first; vectors and scalars behind them, so that weight decay can leave them out.
+    align: every tensor starts at a multiple of this number of elements. Matrices (`is_matrix`), if they are given
+    first, are in 0 … matrices_end, followed by vectors and scalars, so that weight decay can exclude these.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], align: int = ALIGN) -> None:
@@ -79,11 +79,11 @@ class Layout:
         self.size = end
 
     def place(self, start: int) -> int:
-        """Return the position in this process's vectors of what begins at `start` of the layout, or else behind it."""
+        """Return the position in this process's vectors of its first element at or after `start` of the layout."""
         return start
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """Return the parts of a vector of this layout, one a tensor, in the tensors' shapes."""
+        """Return the tensors in a vector of this layout as views."""
         return [slot.within(vector) for slot in self.slots]
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
@@ -91,12 +91,12 @@ class Layout:
         return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
 
     def checkpoint_tensors(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what a checkpoint keeps of a vector, by name: whole tensors in the first process, and this process's
-        rows of such as are shared by rows. All processes call it together."""
+        """Return a checkpoint's tensors of a vector, by name: complete tensors in the first process, and this process's
+        rows of sharded tensors. All processes call it together."""
         return self.named(vector), {}
 
     def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
-        """Copy tensors of these names, which the first process gives, into a vector of this layout in every process."""
+        """Copy tensors by name from the first process into a vector of this layout in every process."""
         if tensors is not None:
             for slot, view in zip(self.slots, self.views(vector), strict=True):
                 view.copy_(tensors[slot.name])
@@ -111,12 +111,12 @@ class Vector(NamedTuple):
 
 
 class Flat(Layout):
-    """The trainable parameters of a network, matrices first. values, gradient: float32 [size]. inner: the weights that
-    are matrices to `nn.blocks.inner_matrices`.
+    """The trainable parameters of a network, matrices first. values, gradient: float32 [size]. inner: the result of
+    `nn.blocks.inner_matrices`.
 
-    reduce: in what processes send one another what is added up. local: what the backward pass fills, the gradient of
-    this process's own examples, of the whole layout, in `pieces` (start, stop) from its end to its start. What becomes
-    of it in all processes is `gradient`.
+    reduce: dtype in which gradients are summed over processes. local: gradient of this process's examples, which the
+    backward pass fills, for the whole layout, in `pieces` (start, stop) from its end to its start. Its sum over all
+    processes is `gradient`.
 
     Raises ValueError when nothing is trainable or a parameter is not float32.
     """
@@ -124,9 +124,9 @@ class Flat(Layout):
     sums_gradients = False
     """True if the backward pass already adds up the gradients of all processes."""
     is_whole = True
-    """True if each process has all of every parameter."""
+    """True if each process stores every parameter completely."""
     writers = 1
-    """Number of processes that write a checkpoint, the first ones."""
+    """Number of processes that write a checkpoint; these are the first ones."""
 
     def __init__(self, network: nn.Module, reduce: torch.dtype = torch.float32) -> None:
         self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce
@@ -143,7 +143,7 @@ class Flat(Layout):
         self.local.zero_()
 
     def before_pass(self, last: bool) -> None:
-        """Prepare for each backward pass. last: of the step. Nothing to do: `begin_sum` says when to add up."""
+        """Prepare for each backward pass. last: of the step. Nothing to do: `begin_sum` sums the gradients."""
 
     def finish(self) -> None:
         """Finish the backward passes of a step. Nothing to do: a gradient that no backward pass reached is zero."""
@@ -155,12 +155,12 @@ class Flat(Layout):
         return Sum(cast("Work", dist.all_reduce(rounded, async_op=True)), rounded, piece)
 
     def take(self, share: Tensor, world: World) -> None:
-        """Let the gradient be one of which each process has a share, equal parts of the layout one after the other,
-        with anything behind its end. All processes call it together."""
+        """Set the gradient from the shares of all processes: consecutive parts of equal size of the layout, with
+        padding at the end. All processes call it together."""
         self.gradient.copy_(world.gather(share).flatten()[: self.size])
 
     def _lay_out(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """A slot for a tensor like each of these, in this order, and the two vectors, of zeros, on a device."""
+        """Lay out tensors in this order, and create the vectors `values` and `gradient` of zeros on a device."""
         super().__init__(tensors)
         self.values = torch.zeros(self.size, device=device)
         self.gradient = torch.zeros_like(self.values)
@@ -176,12 +176,12 @@ class Flat(Layout):
         return norm
 
     def show(self) -> None:
-        """Let the network compute with `values`, after they were changed. Nothing to do: parameters are views of it."""
+        """Update the network's weights after a change of `values`. Nothing to do: parameters are views of it."""
 
     @contextmanager
     def holding(self, vector: Tensor) -> Iterator[None]:
-        """Let the network have a vector of this layout for its weights meanwhile, whole in every process, so that each
-        may compute without the others. All processes begin it together."""
+        """Give the network the weights of a vector of this layout in this context, complete in every process, so that
+        each can compute without the others. All processes enter it together."""
         kept = self.values.clone()
         self.values.copy_(vector)
         try:
@@ -191,8 +191,8 @@ class Flat(Layout):
 
 
 def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
-    """Pieces of a layout, start … stop, from its end to its start, as a backward pass comes to them; vectors last.
-    apart: matrices that are in no piece with others, by name."""
+    """Return the pieces of a layout, start … stop, in the order of a backward pass, from the end to the start; vectors
+    last. apart: names of matrices that share no piece with other parameters."""
     pieces, stop = [], layout.matrices_end
     matrices = [slot for slot in layout.slots if slot.start < layout.matrices_end]
     for before, slot in zip([None, *matrices][:-1][::-1], matrices[::-1], strict=True):
@@ -206,12 +206,12 @@ def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
 
 
 def is_matrix(name: str, tensor: Tensor) -> bool:
-    """Return True for two dimensions or more, except for gains of heads: those of RIN are [heads, 1, d]."""
+    """Return True for two dimensions or more, except for the gains of RIN's heads, [heads, 1, d]."""
     return tensor.ndim >= 2 and not name.endswith(("q_norm.gamma", "k_norm.gamma"))
 
 
 def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters with a gradient by name, matrices first. Raises ValueError if `Flat` says so."""
+    """Return the parameters with a gradient by name, matrices first. Raises ValueError as `Flat` does."""
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("The network has no trainable parameter. Train one that has.")

@@ -1,8 +1,9 @@
-"""A network's parameters, their gradients and all that is laid out like them, spread over the processes.
+"""Sharding of a network's parameters, gradients, moments and averages over the processes (FSDP).
 
-Each process keeps its rows of every parameter, and the vectors hold those: weights, gradient, moments and averages take
-1 / world size of their memory. The network gathers the rows of one block after the other, in the forward pass and again
-in the backward pass, which adds up the gradients and leaves each process those of its rows: PyTorch's `fully_shard`.
+Each process stores only its rows of every parameter in the vectors: weights, gradient, moments and averages take 1 /
+world size of their memory. The network gathers the rows of one block after the other, in the forward pass and again in
+the backward pass, which adds up the gradients and leaves each process the gradients of its rows (PyTorch's
+`fully_shard`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from image_diffusion.training.parallel.world import World
 
 
 class Shares(Layout):
-    """Rows of one process. A tensor of n rows has ceil(n / world size) in every process, the last ones padded with
-    zeros, so that the layout is the same in all of them.
+    """Layout of the rows of one process. A tensor of n rows has ceil(n / world size) rows in every process, the last
+    ones padded with zeros, so that the layout is the same in all processes.
 
-    shares: the tensors' rows, by name. rows: how many the whole tensors have, by name.
+    shares: this process's rows of the tensors, by name. rows: numbers of rows of the complete tensors, by name.
     """
 
     def __init__(self, shares: Mapping[str, Tensor], rows: Mapping[str, int], world: World) -> None:
@@ -35,7 +36,7 @@ class Shares(Layout):
         self._rows, self._world = rows, world
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Whole tensors by name, gathered one after the other in the first process, on the CPU; elsewhere none."""
+        """Return complete tensors by name, gathered one by one, in the first process, on the CPU; elsewhere none."""
         whole = {}
         for slot in self.slots:
             rows = self.gathered(vector, slot)
@@ -44,11 +45,11 @@ class Shares(Layout):
         return whole
 
     def checkpoint_tensors(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what a checkpoint keeps of a vector: no whole tensors, but this process's rows, by name."""
+        """Return a checkpoint's tensors of a vector: no complete tensors, and this process's rows, by name."""
         return {}, {slot.name: self.own(vector, slot) for slot in self.slots}
 
     def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
-        """Give every process its rows of tensors of these names, which the first process has."""
+        """Distribute tensors of the first process: every process receives its rows. tensors: by name."""
         for slot in self.slots:
             whole = torch.empty(self._rows[slot.name], *slot.shape[1:], device=vector.device)
             if tensors is not None:
@@ -57,29 +58,30 @@ class Shares(Layout):
             self.keep(vector, slot, whole)
 
     def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
-        """Return one tensor of a vector of this layout, whole in every process. All processes call it together."""
+        """Return one complete tensor of a vector of this layout in every process. All processes call it together."""
         return self._world.gather(slot.within(vector)).flatten(0, 1)[: self._rows[slot.name]]
 
     def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:
-        """Copy this process's rows of such a tensor into the vector."""
+        """Copy this process's rows of a complete tensor into the vector."""
         own = self.own(vector, slot)
         own.copy_(whole[self._world.rank * slot.shape[0] :][: len(own)])
 
     def own(self, vector: Tensor, slot: Slot) -> Tensor:
-        """Return this process's rows of a tensor, without the zeros behind the last ones."""
+        """Return this process's rows of a tensor, without the padding."""
         return slot.within(vector)[: max(0, self._rows[slot.name] - self._world.rank * slot.shape[0])]
 
 
 class ShardedFlat(Shares, Flat):
-    """The rows of one process of a network's parameters. by_machine: the processes of each machine share all of them,
-    and the machines add up their gradients (HSDP); otherwise all processes do.
+    """One process's rows of a network's parameters. by_machine: rows are sharded within each machine, and gradients are
+    summed over the machines (HSDP); otherwise rows are sharded over all processes.
 
-    computes_in: what autocast rounds the factors of products to. The weights of linear and convolutional layers are
-    gathered in that, and autocast has nothing left to round; all else is gathered in float32, in which everything is
-    kept. (PyTorch before 2.15 cannot tell the parameters of a block apart: it gathers all in float32.)
+    computes_in: dtype to which autocast rounds the factors of products. The weights of linear and convolutional layers
+    are gathered in this dtype; all others are gathered in float32, in which all weights are stored. (PyTorch before
+    2.15 supports only one dtype per block: it gathers all weights in float32.)
 
-    What is gathered together, and freed again: each block, a member of the network's outermost lists of modules; and
-    all else, which stays through forward and backward pass. Parameters without gradient are whole everywhere.
+    Each block, a member of the network's outermost lists of modules, is gathered and freed as a unit. All other
+    parameters are a further unit, which is gathered from the forward to the end of the backward pass. Parameters
+    without gradient are complete in every process.
     """
 
     sums_gradients = True
@@ -129,9 +131,9 @@ class ShardedFlat(Shares, Flat):
         return Shares(shares, self._rows, self._world)
 
     def before_pass(self, last: bool) -> None:
-        """Prepare for each backward pass. The last one of a step adds up the gradients over all processes; until then
-        each has its own, whole and in float32. (PyTorch would keep it in the dtype that is sent: with fewer bits all
-        passes add up.)
+        """Prepare for each backward pass. The last pass of a step adds up the gradients over all processes; until then
+        each process has its own complete gradient in float32. (PyTorch stores unsummed gradients in the dtype of
+        communication: if that has fewer bits, every pass sums.)
         """
         self._root.set_requires_gradient_sync(last or self._sums_each)
         self._root.set_is_last_backward(last)
@@ -145,9 +147,9 @@ class ShardedFlat(Shares, Flat):
 
     @contextmanager
     def holding(self, vector: Tensor) -> Iterator[None]:
-        """Hold the whole network in every process meanwhile, with a vector of this layout for its weights, all of them
-        in float32, whatever a step gathers them in. After a forward pass that was given up half-way, as where a run is
-        asked to stop, no other forward pass may follow."""
+        """Give the network the weights of a vector of this layout in this context, complete in every process and in
+        float32 in any precision. After a forward pass that was interrupted by a request to stop, no other forward pass
+        may follow."""
         self._give(vector)
         self._keep_whole(True)
         try:
@@ -166,7 +168,7 @@ class ShardedFlat(Shares, Flat):
             block.set_reshard_after_forward(not whole, recurse=False)
 
     def _show_exact(self, vector: Tensor) -> None:
-        """Replace the weights that were gathered in fewer bits by exact ones, until those are given back."""
+        """Replace the weights that were gathered in fewer bits by exact ones, until the weights are freed."""
         exact = {
             self._network.get_parameter(slot.name): nn.Parameter(self.gathered(vector, slot), requires_grad=False)
             for slot in self.slots
@@ -182,7 +184,7 @@ class ShardedFlat(Shares, Flat):
             torch._foreach_copy_(self._shards(), self._all_own(vector))
 
     def _shards(self) -> list[Tensor]:
-        """Return this process's rows of each parameter, from which the network gathers them."""
+        """Return this process's rows of each parameter, as the network stores them."""
         return [cast("DTensor", parameter).to_local().detach() for parameter in self.parameters.values()]
 
     def _all_own(self, vector: Tensor) -> list[Tensor]:
@@ -190,8 +192,8 @@ class ShardedFlat(Shares, Flat):
 
 
 def _policy(products: Collection[nn.Parameter], computes_in: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
-    """Return the policy by which parameters are gathered, these in the dtype the network computes in, and gradients
-    added up."""
+    """Return the policy of dtypes in which parameters are gathered and gradients summed. products: the parameters
+    gathered in the dtype `computes_in`."""
     policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
     if not products or not hasattr(policy, "param_dtype_override_fn"):
         return policy
@@ -204,7 +206,7 @@ def _policy(products: Collection[nn.Parameter], computes_in: torch.dtype, reduce
 
 
 def _sharing(world: World, by_machine: bool) -> tuple[DeviceMesh, World]:
-    """Return the processes in the form PyTorch expects, and those among which the rows are shared."""
+    """Return the mesh of all processes, and the world of those over which the rows are sharded."""
     per_machine = world.per_machine or world.size
     if not by_machine or per_machine == world.size:
         return init_device_mesh(world.device.type, (world.size,)), world

@@ -1,9 +1,9 @@
 """The gradient of the mean loss over the global batch, in every process.
 
-Each process computes its share, each example weighs the same whichever process has it, and the sum over the processes
-is taken in flat pieces while the backward pass still runs. The pieces are fixed when training starts. (PyTorch's
-DistributedDataParallel lays its buckets out anew after the first step of every start, so that with three processes or
-more a run that was resumed adds in another order than one that was not.)
+Each process computes the gradient of its share of the examples, all examples have the same weight, and the gradient is
+summed over the processes in flat pieces while the backward pass still runs. The pieces are fixed at the start of
+training. (PyTorch's DistributedDataParallel rebuilds its buckets after the first step of every start, so that with
+three or more processes a resumed run adds in another order than an uninterrupted one.)
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Piece:
 
 
 class Shared:
-    """Every process takes a contiguous share of the global batch, in microbatches.
+    """Gradient by contiguous shares of the global batch, one for each process, in microbatches.
 
-    Returns the losses of this process's own share. waits: how long it waited for the sums.
+    Returns the losses of this process's own share. waits: time that this process waited for the sums.
     """
 
     def __init__(
@@ -94,12 +94,11 @@ class Shared:
 
 
 class Ordered:
-    """Bit-identical for any number of processes: the global batch is cut into chunks of a fixed size, process r takes
-    the chunks r, r + size, …, and the gradients of all chunks are added in the order of the chunks.
+    """Gradient that is bit-identical for any number of processes: the global batch is cut into chunks of a fixed size,
+    process r computes the chunks r, r + size, …, and the gradients of all chunks are added in the order of the chunks.
 
-    Each process adds up a share of the gradient, for which the others send it theirs of their chunks. Every process is
-    given the whole global batch. Returns the losses of the whole global batch. waits: how long it waited for what the
-    others send.
+    Each process sums one share of the gradient, from the shares that the others send. Every process receives the whole
+    global batch and returns the losses of the whole global batch. waits: time that this process waited for the others.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Ordered:
                 losses = losses_of(chunks[own], own)
                 self._scale(losses.loss.sum() / self._global_batch).backward()
             elif first == 0:
-                losses = losses_of(chunks[0], 0)  # for their names alone
+                losses = losses_of(chunks[0], 0)  # only for the names of its parts
             self._flat.finish()
             with self.waits:
                 received = self._world.exchange(self._shares())
@@ -140,14 +139,14 @@ class Ordered:
         return joined(gathered)
 
     def _shares(self) -> Tensor:
-        """Return the gradient of this process's chunk in equal shares, one a process, zeros behind the last."""
+        """Return the gradient of this process's chunk in equal shares, one for each process, padded with zeros."""
         missing = self._world.size * len(self._sum) - self._flat.size
         gradient = F.pad(self._flat.local, (0, missing)) if missing else self._flat.local
         return gradient.view(self._world.size, -1)
 
 
 def joined(losses: list[Losses]) -> Losses:
-    """Losses of parts of a batch -> of the batch, detached."""
+    """Return the losses of a batch from those of its parts, detached."""
     return Losses(
         loss=torch.cat([part.loss.detach() for part in losses]),
         parts={key: torch.cat([part.parts[key] for part in losses]) for key in losses[0].parts},
@@ -157,7 +156,8 @@ def joined(losses: list[Losses]) -> Losses:
 
 
 def gather_losses(losses: Losses, sizes: list[int], world: World) -> Losses:
-    """Return the losses of all processes, in the order of their ranks; process r has sizes[r] of them, or none."""
+    """Return the losses of all processes, in the order of their ranks. sizes: number of losses of each process; the
+    remaining processes have none."""
     if world.size == 1:
         return joined([losses])
     rows = [losses.loss, *losses.parts.values(), *([] if losses.time is None else [losses.time])]
@@ -171,13 +171,13 @@ def gather_losses(losses: Losses, sizes: list[int], world: World) -> Losses:
 
 
 def _rows(tensor: Tensor, sizes: list[int], world: World) -> Tensor:
-    """Return the rows of all processes, in the order of their ranks; process r has sizes[r] of them, or none."""
+    """Return the rows of all processes, in the order of their ranks. sizes: as of `gather_losses`."""
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
     return torch.cat([part[:size] for part, size in zip(world.gather(padded), sizes, strict=False)])
 
 
 def shares(global_batch: int, world: World) -> list[int]:
-    """Return the number of examples of a global batch that each process has."""
+    """Return the number of examples of a global batch for each process."""
     bounds = [share(0, global_batch, rank, world.size) for rank in range(world.size)]
     return [stop - start for start, stop in bounds]

@@ -19,22 +19,23 @@ from pathlib import Path
 from image_diffusion.core.process import command, parent_watch
 
 _FIRST_PORT, _PORTS = 20000, 10000
-"""Ports where the nodes of a job may meet: below the ports that Linux gives to anybody (32768 and above)."""
+"""Ports for the rendezvous of a job's nodes, below Linux's ephemeral ports (32768 and above)."""
 _SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm's step numbers that do not denote steps: that of a batch script, and the shell of `salloc`."""
+"""Lowest of Slurm's special step numbers, such as those of a batch script and of the shell of `salloc`."""
 _RECORDER_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-"""Prefixes of the files into which PyTorch's flight recorder, on by default, writes the last operations between
-processes if one of them hangs; its older name is read as well, but with a warning. The rank follows."""
+"""Environment variables with the prefix of the files, completed by the rank, into which PyTorch's flight recorder, on
+by default, writes the last collective operations when a process hangs. PyTorch reads the second, older one with a
+warning."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the processes of one run on machines.
+    """Distribution of the processes of one run over machines.
 
-    nodes, processes_per_node: their product is the world size. threads_per_process: CPU threads of each process, a
-    number of the run rather than of the machine, because the order of a sum depends on it. logs: folder for what each
-    process prints, if the run has several; the first process of each node also prints here. grace_s: seconds that the
-    processes have to save and end once they are asked to.
+    nodes, processes_per_node: their product is the world size. threads_per_process: CPU threads of each process; set
+    for the run, not by the machine, because the order of sums depends on it. logs: folder for the output of each
+    process, if there are several; the first process of each node also prints to the terminal. grace_s: seconds that the
+    processes have to save and end after a signal.
     """
 
     nodes: int
@@ -52,8 +53,8 @@ class Layout:
 def command_line(layout: Layout, module: Sequence[str], environment: Mapping[str, str], host: str) -> list[str]:
     """Return the command that starts `module` (a module's name and its arguments).
 
-    environment: SLURM_JOB_ID tells that this is a Slurm job. host: the name under which the other nodes find this one.
-    Raises ValueError for a job that has fewer nodes, and within a step, whose srun would wait for ever.
+    environment: contains SLURM_JOB_ID in a Slurm job. host: the network name of this node for the other nodes. Raises
+    ValueError for a job with fewer nodes, and within a job step, in which srun would wait forever.
     """
     job = environment.get("SLURM_JOB_ID")
     if layout.nodes == 1 or job is None:
@@ -103,16 +104,16 @@ def _torchrun(layout: Layout, processes: int, meeting: Sequence[str], module: Se
 
 
 def recorder(layout: Layout, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that lets processes leave in the folder of logs what they waited for when one of them hung;
-    none where the user says where to."""
+    """Return the environment variable that makes hanging processes write their last operations to the folder of logs;
+    empty if the user has set one."""
     if any(name in environment for name in _RECORDER_FILE):
         return {}
     return {_RECORDER_FILE[0]: f"{layout.logs.absolute()}/flight_recorder_rank_"}
 
 
 def own_name(environment: Mapping[str, str]) -> str:
-    """Return the name of this machine: as Slurm knows it, if that is one of the network. Its own idea of it can be
-    `localhost`, or that of another network."""
+    """Return the network name of this machine: Slurm's, if it can be resolved, else the hostname. The hostname alone
+    may be `localhost`, or a name in another network."""
     name = environment.get("SLURMD_NODENAME", "")
     try:
         socket.getaddrinfo(name or None, _FIRST_PORT)
@@ -141,7 +142,7 @@ def main() -> None:
         "MKL_NUM_THREADS": threads,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(layout.grace_s),
     }
-    parent_watch.announce(os.environ)  # the processes also end with torchrun, which takes this one's place
+    parent_watch.announce(os.environ)  # the processes also end with torchrun, which replaces this process
     os.execvpe(line[0], line, os.environ | settings)
 
 

@@ -1,6 +1,6 @@
-"""The processes of one node: torchrun, with one clear line for people at the end. Takes torchrun's own arguments.
+"""Run the processes of one node by torchrun, and report errors in one line. Takes torchrun's arguments.
 
-LOGLEVEL=INFO shows what torchrun itself has to say.
+LOGLEVEL=INFO shows the messages of torchrun.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from image_diffusion.training.parallel.launch import own_name
 
 
 def main() -> None:
-    """Start the processes and wait for them. A failure that the first of them has reported is not reported again."""
+    """Start the processes and wait for them. Failures that the first process has reported are not reported again."""
     arguments = parse_args(sys.argv[1:])
     if not arguments.standalone and arguments.local_addr is None:
         arguments.local_addr = own_name(os.environ)  # the address that the other nodes connect to
@@ -32,7 +32,7 @@ def main() -> None:
         logging.disable(logging.ERROR)
     try:
         run(arguments)
-    except SignalException as received:  # a process that has saved has noted so; one that starts or ends cannot
+    except SignalException as received:  # a process notes that it saved, unless it is starting or ending
         note("stopped", f"{received.sigval.name} came, and no process has noted that it saved.")
         sys.exit(command.STOPPED)
     except ChildFailedError as failed:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _log_errors(failures: Mapping[int, ProcessFailure]) -> None:
-    """Log the errors of processes whose output is in files alone, each once. failures: by rank."""
+    """Log the errors of processes that print only to files, each error once. failures: by rank."""
     errors: dict[str, int] = {}
     for rank, failure in sorted(failures.items()):
         file = Path(failure.error_file)  # of `command.run`

@@ -1,7 +1,7 @@
-"""Check before the first step that every process computes correctly, about as fast as the others, and has memory.
+"""Checks before the first step: every process computes correctly, about as fast as the others, and has enough memory.
 
-What is computed is made of whole numbers, so small that the answer is known beforehand and is exact in every precision
-and in any order of addition. No random numbers are drawn, and nothing of it stays.
+The computations use integers so small that the known answer is exact in every precision and in any order of addition.
+No random numbers are drawn, and no memory remains in use.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from image_diffusion.training.monitor.throughput import seconds_of
 from image_diffusion.training.parallel.world import World
 
 _SLOW = 2.0
-"""Times the median from which on a process is called slow."""
+"""A process is reported as slow above this multiple of the median time."""
 _LENGTH, _PERIOD = 256, 64  # a sum of 256 numbers of size 1 is exact in bf16, and so is every part of it
 _SIDES, _AT_ONCE = {"cuda": 4096, "cpu": 256}, {"cuda": 20, "cpu": 1}
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Report of a process on itself. product_s: seconds that a product took it, the least of several."""
+    """Results of one process's checks. product_s: seconds of a product, the minimum of several."""
 
     host: str
     device: str
@@ -41,10 +41,11 @@ class Tried:
 
 
 def check(world: World, dtype: torch.dtype) -> None:
-    """Let every process compute a product and all of them a sum, in a fraction of a second; describe the processes if
-    the run has several, or a GPU. dtype: of the factors of the products of the training.
+    """Compute a product in every process and a sum over all processes, in a fraction of a second, and print the
+    hardware if the run has several processes or a GPU. dtype: dtype of the factors of the training's products.
 
-    Raises ValueError, in every process, which names those whose answer is wrong. A slow process is reported.
+    Raises ValueError in every process, with the names of the processes whose answers are wrong. A slow process is
+    reported.
     """
     results = [_try(world, dtype)]
     if world.size > 1:
@@ -75,9 +76,9 @@ def check(world: World, dtype: torch.dtype) -> None:
 
 
 def check_memory(world: World, network: nn.Module, config: TrainConfig) -> None:
-    """Raise ValueError if the free memory of this process's GPU does not hold what is certainly there at once: the
-    weights, their gradient and the averages, in float32; of weights that are shared, all before they are cut, then its
-    part. Moments and activations come on top."""
+    """Raise ValueError if the free memory of this process's GPU is too small for the weights, gradient and averages in
+    float32, a lower bound without moments and activations. Of sharded weights, all are in memory before they are cut,
+    then only this process's part."""
     if world.device.type != "cuda":
         return
     weights = sum(parameter.numel() for parameter in network.parameters())
@@ -114,8 +115,8 @@ def _try(world: World, dtype: torch.dtype) -> Tried:
 
 
 def _exact_product(side: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Two matrices [side, 256] of the numbers -1, 0 and 1, and the product of one with the other's transpose; they
-    repeat themselves, so that a small product of integers gives the large one."""
+    """Return two matrices [side, 256] of the numbers -1, 0 and 1, and the product of one with the other's transpose.
+    They are periodic, so that the expected product follows from a small product of integers."""
     count = _PERIOD * _LENGTH
     mixed = torch.arange(2 * count).pow(2) * 40503 % 65521  # a prime, so that the numbers spread
     left, right = (mixed % 3 - 1).view(2, _PERIOD, _LENGTH)
@@ -130,7 +131,7 @@ def _named(results: Sequence[Tried], ranks: Sequence[int]) -> str:
 
 
 def _hardware_line(results: Sequence[Tried]) -> str:
-    """Return one line on the hardware of a training: that of each machine, with identical machines together."""
+    """Return one line on the hardware of each machine of a training, with identical machines grouped."""
     machines: dict[str, Counter[str]] = {}
     for result in results:
         driver = f" (driver {result.driver})" if result.driver else ""

@@ -1,4 +1,4 @@
-"""The processes that train together. One process, without any launcher, is a world of size 1."""
+"""The processes of a training. A process without a launcher is a world of size 1."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from image_diffusion.core.devices import check_kernels, has_gpu
 T = TypeVar("T")
 
 HANG_S = 600.0
-"""Seconds that a process waits for another, unless set otherwise."""
+"""Default number of seconds that a process waits for another."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. rank: 0 … size - 1. device: where this process computes.
+    """This process's place among all processes. rank: 0 … size - 1. device: device of this process.
 
-    control: a process group on the CPU, so that agreeing on something never waits for a GPU. patient: one that waits a
-    day. per_machine: how many of them are on each machine; unset: all on one. group: the ones that are meant; unset:
-    all of them. hosts: the machine that each process is on.
+    control: a process group on the CPU, for decisions that should not wait for a GPU. patient: such a group with a time
+    limit of a day. per_machine: number of processes on each machine; unset: all. group: the process group that `gather`
+    covers; unset: all processes. hosts: the machine of each process.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class World:
         return gathered
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Row r of [size, ...] goes to process r -> the rows that the processes had for this one, in their order."""
+        """Send row r of [size, ...] to process r -> the rows that this process received, in the order of the ranks."""
         if self.size == 1:
             return rows
         received = torch.empty_like(rows)
@@ -67,7 +67,7 @@ class World:
             dist.broadcast(tensor, src=0)
 
     def broadcast_object(self, value: T) -> T:
-        """Return the value of rank 0 in every process. Through the CPU: small things."""
+        """Return the value of rank 0 in every process. For small objects, since it is sent from CPU to CPU."""
         if self.size == 1:
             return value
         values = [value]
@@ -75,7 +75,7 @@ class World:
         return values[0]
 
     def any(self, flag: bool, patient: bool = False) -> bool:
-        """Return True if the flag is set in any process. Waits for all of them; patient: for up to a day."""
+        """Return True if the flag is set in any process. Waits for all processes; patient: for up to a day."""
         if self.size == 1:
             return flag
         value = torch.tensor([int(flag)])
@@ -84,18 +84,18 @@ class World:
 
 
 def place_on_node() -> float:
-    """Return the place of this process among those of its machine, as torchrun says: 0 for the first, below 1 for the
+    """Return LOCAL_RANK / LOCAL_WORLD_SIZE of torchrun: 0 for the first process of this machine, below 1 for the
     last."""
     return int(os.environ.get("LOCAL_RANK", "0")) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager
 def join(timeout_s: float = HANG_S) -> Iterator[World]:
-    """Return the world this process was started in: by torchrun, through RANK, LOCAL_RANK and WORLD_SIZE, or alone.
+    """Return the world of this process, from torchrun's RANK, LOCAL_RANK and WORLD_SIZE, or of size 1.
 
-    Each process gets a CUDA device if the machine has one, else the CPU. timeout_s: how long a process waits for
-    another one before it gives up. Raises ValueError if torchrun starts more processes on a machine than it has
-    GPUs, if the stage has asked for GPUs and PyTorch can use none, or if it has no kernels for this one.
+    Each process gets a CUDA device if the machine has one, else the CPU. timeout_s: seconds that a process waits for
+    another. Raises ValueError if torchrun starts more processes on a machine than it has GPUs, if the stage requested
+    GPUs and PyTorch can use none, or if PyTorch has no kernels for this GPU.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()

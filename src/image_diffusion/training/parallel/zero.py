@@ -1,9 +1,9 @@
-"""Every process has the whole network, and updates a slice of its weights: the first stage of ZeRO (Rajbhandari et al.
-2020, arXiv:1910.02054).
+"""Sharded optimizer state: every process has the whole network, and updates a slice of its weights (ZeRO stage 1,
+Rajbhandari et al. 2020, arXiv:1910.02054).
 
-The gradient is cut into pieces, and each process is given an equal part of the sum of each. These parts, one after the
-other, are its slice: of weights, gradient, moments and averages a process keeps that alone, and does what is done to
-them, the optimizer's step above all, to that alone. The new weights are then gathered by all.
+The gradient is cut into pieces, and each process receives an equal part of the sum of each piece. The concatenated
+parts are its slice. A process stores only its slice of float32 weights, gradient, moments and averages, and updates
+only that. All processes then gather the new weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from image_diffusion.training.parallel.world import World
 
 @dataclass(frozen=True)
 class _Piece:
-    """start … stop of the layout, of which each process has an equal part. weights: what the network has of it, float32
-    or rounded."""
+    """Elements start … stop of the layout, of which each process has an equal part. weights: the network's weights in
+    this piece, float32 or rounded."""
 
     start: int
     stop: int
@@ -34,12 +34,12 @@ class _Piece:
 
 
 class SlicedFlat(Flat):
-    """A network's parameters, and of all that is laid out like them the slice of one process.
+    """A network's parameters, and one process's slice of the vectors in their layout.
 
-    values, gradient: float32 [size / world size], this process's slice. exact: sums, the norm among them, are those of
-    one process to the bit; slower. computes_in: what autocast rounds the factors of products to. The network then has
-    the weights of its linear and convolutional layers in that alone, gathered as such: nothing is left to be rounded.
-    Autocast would have done the same, and so do the gradients of one backward pass, which are added up in float32.
+    values, gradient: float32 [size / world size], this process's slice. exact: sums, including the norm, are
+    bit-identical to those of one process; slower. computes_in: dtype to which autocast rounds the factors of products.
+    The network has the weights of linear and convolutional layers only in this dtype, in which they are gathered.
+    Results equal autocast's; gradients of one backward pass are added up in float32.
     """
 
     is_whole = False
@@ -94,20 +94,20 @@ class SlicedFlat(Flat):
         parameter.grad = None
 
     def finish(self) -> None:
-        """Finish the backward passes of a step: a gradient that none reached is zero."""
+        """Finish the backward passes of a step: set gradients that no pass reached to zero."""
         for slot in self.slots:
             if slot.name in self._untouched:
                 slot.within(self.local).zero_()
 
     def begin_sum(self, start: int, stop: int) -> Work:
-        """Begin to add up a piece of `local` over all processes, of which each gets its part."""
+        """Begin to add up a piece of `local` over all processes. Each process receives its part."""
         part = self._part(self.gradient, self._at(start))
         made = part if part.dtype == self._reduce else torch.empty_like(part, dtype=self._reduce)
         rounded = self.local[start:stop].to(self._reduce)
         return Sum(cast("Work", dist.reduce_scatter_tensor(made, rounded, async_op=True)), made, part)
 
     def take(self, share: Tensor, world: World) -> None:
-        """Let this process's slice of the gradient be its share of one that is cut into one piece."""
+        """Set this process's slice of the gradient to its share of a gradient that is a single piece."""
         self.gradient.copy_(share)
 
     def norm(self) -> Tensor:
@@ -119,7 +119,7 @@ class SlicedFlat(Flat):
         return norm
 
     def show(self) -> None:
-        """Let the network compute with `values`, after they were changed. All processes call it together."""
+        """Update the network's weights after a change of `values`. All processes call it together."""
         parts = [self._part(self.values, piece).to(piece.weights.dtype) for piece in self._pieces]
         running = [
             cast("Work", dist.all_gather_into_tensor(piece.weights, part, async_op=True))
@@ -141,7 +141,7 @@ class SlicedFlat(Flat):
             parameter.data = view
 
     def place(self, start: int) -> int:
-        """Return the position in this process's slice of what begins at `start` of the layout, or else behind it."""
+        """Return the position in this process's slice of its first element at or after `start` of the layout."""
         if start == self.size:
             return len(self.values)
         piece, n = self._at(start), self._world.size
@@ -150,18 +150,19 @@ class SlicedFlat(Flat):
         return piece.start // n + min(max(before, 0), length)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Whole tensors by name in the first process, on the CPU; elsewhere none. All processes call it together."""
+        """Return complete tensors by name, on the CPU of the first process; elsewhere none. All processes call it
+        together."""
         whole = self._whole(vector)
         return super().named(whole.cpu()) if self._world.is_main else {}
 
     def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
-        """Give every process its slice of tensors of these names, which the first process has."""
+        """Distribute tensors of the first process: every process receives its slice. tensors: by name."""
         whole = torch.zeros_like(self.local)
         super().fill(whole, tensors, world)
         self._keep(vector, whole)
 
     def _whole(self, vector: Tensor) -> Tensor:
-        """Return the whole of which each process has a slice."""
+        """Return the complete vector of which each process has a slice."""
         slices = self._world.gather(vector)
         whole = torch.empty_like(self.local)
         for piece in self._pieces:
@@ -169,13 +170,13 @@ class SlicedFlat(Flat):
         return whole
 
     def _keep(self, vector: Tensor, whole: Tensor) -> None:
-        """Copy this process's slice of a whole into a vector of this layout."""
+        """Copy this process's slice of a complete vector into a vector of this layout."""
         for piece in self._pieces:
             parts = whole[piece.start : piece.stop].view(self._world.size, -1)
             self._part(vector, piece).copy_(parts[self._world.rank])
 
     def _part(self, slices: Tensor, piece: _Piece) -> Tensor:
-        """Return a process's part of a piece, of its slice [..., size / world size]."""
+        """Return a process's part of a piece, from its slice [..., size / world size]."""
         return slices[..., piece.start // self._world.size : piece.stop // self._world.size]
 
     def _at(self, start: int) -> _Piece:
