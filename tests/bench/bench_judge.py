@@ -46,7 +46,7 @@ from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import detect, detect_each
 from image_diffusion.metrics.features.classifier import Classifier, InPipeDetector, load_detector
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
-from image_diffusion.metrics.images.memorization import copies_seen, find_copies, reduced
+from image_diffusion.metrics.images.memorization import find_copies, find_feature_copies, reduced
 from image_diffusion.metrics.samples import Samples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -278,13 +278,13 @@ class View:
         self._reference = Reference.from_images(
             self._train, torch.from_numpy(data.train.labels) if judge.classes else None
         )
-        self._threshold = copies_seen(held_out.features[:2], self._train.features, held_out.features).threshold
+        self._threshold = find_feature_copies(held_out.features[:2], self._train.features, held_out.features).threshold
 
     def __call__(self, samples: Samples) -> dict[str, Any]:
         seen, classes = detect(self._judge, samples), self._judge.classes
         labels = torch.from_numpy(samples.labels) if classes else None
         entries = measure(seen, labels, self._reference, classes, self._settings)
-        copies = copies_seen(seen.features, self._train.features, None)
+        copies = find_feature_copies(seen.features, self._train.features, None)
         entries["copies"] = share_estimate(replace(copies, threshold=self._threshold).flagged)
         return {self._judge.metric_name(name): each.as_dict() for name, each in entries.items()}
 

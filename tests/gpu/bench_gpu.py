@@ -118,7 +118,7 @@ class Stored:
         rows = self.stored[torch.from_numpy(indices)]
         return rows if out is None else out[: len(indices)].copy_(rows)
 
-    def gather_beside(self, indices: Any, flip: Any = None) -> tuple[Tensor, ...]:
+    def gather_joined(self, indices: Any, flip: Any = None) -> tuple[Tensor, ...]:
         return ()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from crops import crops_of_twelve
-from image_diffusion.codecs.base import placed
+from image_diffusion.codecs.base import on_device
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
@@ -19,13 +19,13 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances import precision_recall
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates
 from image_diffusion.metrics.images import memorization
-from image_diffusion.metrics.images.memorization import copies_seen
+from image_diffusion.metrics.images.memorization import find_feature_copies
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.nn.linear import plain_products
 from image_diffusion.nn.precision import Precision, computes_in, tf32
 from image_diffusion.nn.transformer import Mlp
 from image_diffusion.systems.diffusion.conditions.degradations import Edges, Gray, Hole, Small
-from image_diffusion.systems.diffusion.conditions.paired_image import as_seen
+from image_diffusion.systems.diffusion.conditions.paired_image import as_condition
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.prior.reading import ImageStatistics, Scaling
 
@@ -58,7 +58,7 @@ class Stored:
         rows = self.stored[torch.from_numpy(indices)]
         return rows if out is None else out[: len(indices)].copy_(rows)
 
-    def gather_beside(self, indices: object, flip: object = None) -> tuple[torch.Tensor, ...]:
+    def gather_joined(self, indices: object, flip: object = None) -> tuple[torch.Tensor, ...]:
         return ()
 
 
@@ -74,10 +74,10 @@ def test_batches_reach_the_gpu_as_they_are() -> None:
 def test_neighbours_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     made, real = torch.randn(500, 64, generator=draw), torch.randn(400, 64, generator=draw)
-    found = [(manifold_estimates(made, real), copies_seen(made, real, made))]
+    found = [(manifold_estimates(made, real), find_feature_copies(made, real, made))]
     for module in (memorization, precision_recall):
         monkeypatch.setattr(module, "best_device", lambda: torch.device("cpu"))
-    found.append((manifold_estimates(made, real), copies_seen(made, real, made)))
+    found.append((manifold_estimates(made, real), find_feature_copies(made, real, made)))
     (ours, near), (theirs, expected) = found
     assert {name: each.value for name, each in ours.items()} == {name: each.value for name, each in theirs.items()}
     torch.testing.assert_close(near.distance, expected.distance, rtol=1e-12, atol=0)
@@ -92,7 +92,7 @@ def test_latents_are_those_of_a_cpu(tmp_path: Path) -> None:
     latents = torch.randn(4, 4, 16, 16)
     exact = KlCodec({}, lambda: vae, 1.0)
     moments, pixels = exact.encode(images), exact.decode(latents)
-    on_gpu = KlCodec({}, lambda: placed(vae, CUDA), 1.0)
+    on_gpu = KlCodec({}, lambda: on_device(vae, CUDA), 1.0)
     torch.testing.assert_close(on_gpu.encode(images).cpu(), moments, rtol=1e-3, atol=1e-4)
     decoded = on_gpu.decode(latents).cpu()
     assert (decoded.int() - pixels.int()).abs().max() <= 1
@@ -104,7 +104,7 @@ def test_shards_hold_what_the_codec_gives_batch_by_batch(tmp_path: Path) -> None
     """Read ahead, and written behind, in threads of their own."""
     torch.manual_seed(0)
     network = AutoencoderConfig(block_channels=(32, 64), latent_channels=4).build(DataSpec(channels=3, resolution=16))
-    codec = KlCodec({"name": "kl"}, lambda: placed(network.vae, CUDA), 1.0)
+    codec = KlCodec({"name": "kl"}, lambda: on_device(network.vae, CUDA), 1.0)
     crops = crops_of_twelve(tmp_path)
     settings = EncodeConfig(batch_size=4, dtype="float32", precision="float32")
     encode_shards(crops, tmp_path / "out", codec, settings, CUDA)
@@ -130,7 +130,7 @@ def test_conditions_are_made_without_waiting() -> None:
         torch.cuda.set_sync_debug_mode(mode)
         made = [degradation(images, drawn) for degradation in degradations]
         text.training_conditions(captions, drawn, DataSpec(channels=3, resolution=16))
-        seen = as_seen(masks, 4)
+        seen = as_condition(masks, 4)
         scaled = scaling.x(embeddings)
         torch.cuda.set_sync_debug_mode("default")
     for ours, degradation in zip(made, degradations, strict=True):

@@ -145,8 +145,8 @@ def test_a_training_goes_on_from_it_on_the_same_x_alone(tmp_path: Path) -> None:
     assert (
         found.keys() == weights.keys()
         and not changes
-        and drops.objective.learns_nulls
-        and not system.objective.learns_nulls
+        and drops.objective.drops_conditions
+        and not system.objective.drops_conditions
     )
     other = system.model_copy(update={"image_statistics": None})
     with pytest.raises(

@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 
 from image_diffusion.core.files.atomic import read_json
-from image_diffusion.core.journal.reader import Point, of_weights, read_journal
+from image_diffusion.core.journal.reader import Point, history_for_weights, read_journal
 from image_diffusion.tracking.shown_metrics import shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +234,7 @@ def _logged(folder: Path, name: str, stage: str) -> str:
     if history is None:
         return "nothing"
     if stage == "train":
-        history = of_weights(history, read_json(folder / "results" / name / "train" / "model.json"))
+        history = history_for_weights(history, read_json(folder / "results" / name / "train" / "model.json"))
     if history.damaged or history.loss:
         return f"{TOLD}{history.status}, {history.loss}, {history.damaged}"
     if history.status != "finished":

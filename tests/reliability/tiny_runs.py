@@ -84,7 +84,7 @@ class Latents:
 
     beside: ClassVar[dict[str, Any]] = {}
 
-    def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
+    def gather_joined(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
         return ()
 
     def verified(self) -> None: ...

@@ -122,7 +122,7 @@ def test_memory_of_dit_xl2_on_a_card_of_24_gb(kind: str, gib: float) -> None:
     settings = {"steps": 1, "precision": "bf16", "global_batch": 16, "optimizer": {"type": kind}}
 
     def task(built: nn.Module) -> Task:
-        data: Any = SimpleNamespace(shape=(2, 4, 32, 32), dtype=torch.float16, beside={})
+        data: Any = SimpleNamespace(shape=(2, 4, 32, 32), dtype=torch.float16, joined_sets={})
         objective = Denoising(variance="learned_range", loss="hybrid").build(Discrete().build(), spec)
         prepare = lambda stored, label, streams: Batch(stored[:, 0].float(), {"label": label}, streams)  # noqa: E731
         return Task(built, objective, prepare, data)

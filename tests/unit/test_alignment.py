@@ -138,7 +138,7 @@ def test_a_mirrored_image_comes_with_the_features_of_the_mirrored_image(sets: Pa
     (examples,) = Batches(crops, crops.num_samples, 0, flip_probability=0.5, epochs=1)
     mirrored = (examples.stored != crops.gather(examples.sample.numpy())).flatten(1).any(1)
     assert 0.3 < mirrored.float().mean() < 0.7
-    assert torch.equal(examples.beside[0].float(), Blurred().maps(examples.stored).half().float())
+    assert torch.equal(examples.joined_sets[0].float(), Blurred().maps(examples.stored).half().float())
 
 
 def test_teachers_see_maps() -> None:
@@ -184,7 +184,7 @@ def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_a
     crops = open_shards(sets / "crops", "all").join(open_shards(tmp_path / config.name, "all"))
     (examples,) = Batches(crops, crops.num_samples, 0, flip_probability=0.5, epochs=1)
     expected = config.teacher.build(None, "cpu").maps(examples.stored)
-    torch.testing.assert_close(examples.beside[0].float(), expected, atol=2e-3, rtol=2e-3)  # stored in float16
+    torch.testing.assert_close(examples.joined_sets[0].float(), expected, atol=2e-3, rtol=2e-3)  # stored in float16
     with pytest.raises(ValueError, match="were encoded by .*tiny.*, but the experiment names .*inpipe.* Run embed"):
         training_of(tmp_path, sets, 1, tmp_path / config.name)
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from image_diffusion.training.forecast import forecast
-from image_diffusion.training.forecast.forecast import seconds_to_save, told_too_late
+from image_diffusion.training.forecast.forecast import seconds_to_save, signal_lead_advice
 from image_diffusion.workflow.resources import Machine
 from plans import a_plan, plans_of
 
@@ -27,9 +27,9 @@ def test_time_grows_with_the_size_and_nothing_is_left(tmp_path: Path, monkeypatc
 
 
 def test_who_follows_the_advice_has_the_time() -> None:
-    assert told_too_late(80.0, 90.0) is None
-    said = told_too_late(200.0, 90.0)
+    assert signal_lead_advice(80.0, 90.0) is None
+    said = signal_lead_advice(200.0, 90.0)
     assert said is not None
     slurm = yaml.safe_load(said.split("config.yaml: ")[1].rstrip("."))
     machine = Machine(plans_of(a_plan()), slurm, queued=True, remote=False)
-    assert told_too_late(200.0, machine.grace_s({"experiment": "one"})) is None
+    assert signal_lead_advice(200.0, machine.grace_s({"experiment": "one"})) is None

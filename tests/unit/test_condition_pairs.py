@@ -318,8 +318,8 @@ def test_an_image_that_lacks_one_of_the_sets_is_left_out_of_all(made: Made) -> N
         crops.join(shards)
     rows = np.arange(crops.num_samples)
     assert crops.num_samples == COUNT - 2 == sets[0].num_samples == sets[1].num_samples
-    assert list(crops.beside) == ["numbers", "images"]
-    numbers, images = crops.gather_beside(rows)
+    assert list(crops.joined_sets) == ["numbers", "images"]
+    numbers, images = crops.gather_joined(rows)
     for kind, together in (("numbers", numbers), ("images", images)):
         alone = open_shards(dataset / "crops", "all").join(open_shards(dataset / kind, "all"))
         kept = [
@@ -348,7 +348,7 @@ def test_equal_images_keep_their_own_numbers(tmp_path: Path, capsys: pytest.Capt
     ages = {}
     for split in ("train", "validation"):
         joined = open_shards(tmp_path / "crops", split).join(open_shards(tmp_path / "numbers", "all"))
-        (rows,) = joined.gather_beside(np.arange(joined.num_samples))
+        (rows,) = joined.gather_joined(np.arange(joined.num_samples))
         ages[split] = [row["age"] for row in NumberColumns.described(manifest["pairs"]).values(rows)]
         shown = joined.gather(np.arange(joined.num_samples)).movedim(1, -1).numpy()
         assert all((image == pixels[int(age) % 3]).all() for image, age in zip(shown, ages[split], strict=True))

@@ -144,8 +144,8 @@ class Told(PaintedDigits):
 
     said: str | None = None
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        return {name: [self.said] if self.said else [] for name in super().captions_beside(columns)}
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        return {name: [self.said] if self.said else [] for name in super().read_captions(columns)}
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_what_nothing_can_be_learnt_from_is_told_before_any_training(tmp_path, s
 class Speechless(PaintedDigits):
     """Painted digits, of which every third has a caption without a word, and every fifth one of two."""
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        spoken = super().captions_beside(columns).items()
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        spoken = super().read_captions(columns).items()
         return {
             name: ["!"] if i % 3 == 0 else ["?!", *own] if i % 5 == 0 else own for i, (name, own) in enumerate(spoken)
         }

@@ -21,7 +21,7 @@ from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates
 from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
 from image_diffusion.metrics.images import memorization
-from image_diffusion.metrics.images.memorization import copies_seen
+from image_diffusion.metrics.images.memorization import find_feature_copies
 from image_diffusion.training.forecast.flops import Memory
 
 _FILE = Path(__file__).parents[1] / "bench" / "bench_evaluation.py"
@@ -44,7 +44,7 @@ def bench() -> Any:
         (kernel_distance, lambda bench: bench.kernel(N, M, D)),
         (monge_distance, lambda bench: bench.monge(N, M, D)),
         (frechet_between, lambda bench: bench.frechet(N, D) + 2 * M * D**2),
-        (lambda made, real: copies_seen(made, real, made), lambda bench: bench.copies(2 * N, M, D, 1)),
+        (lambda made, real: find_feature_copies(made, real, made), lambda bench: bench.copies(2 * N, M, D, 1)),
     ],
     ids=["manifold", "kernel", "monge", "frechet", "copies"],
 )
@@ -80,7 +80,7 @@ def test_neighbours_are_compared_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
     with FakeTensorMode(), Products():
         made, real = torch.empty(N, D), torch.empty(M, D)
-        for compare in (manifold_estimates, lambda made, real: copies_seen(made, real, made)):
+        for compare in (manifold_estimates, lambda made, real: find_feature_copies(made, real, made)):
             with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
                 compare(made, real)
     assert len(multiplied) > 3 and {*multiplied} == {"cuda"}

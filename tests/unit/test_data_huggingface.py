@@ -16,7 +16,7 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.changes import refresh, remember
+from image_diffusion.data.sources.changes import record_source, refresh
 from saved_data_sets import save_to_disk
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (9, 6, 6, 3), dtype=np.uint8)
@@ -107,7 +107,7 @@ def test_a_changed_data_set_is_seen_and_one_saved_again_is_not(tmp_path: Path) -
     path = tmp_path / "source.json"
     dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
     assert refresh(source, path)
-    remember(source, path, source.file_groups(), {})
+    record_source(source, path, source.file_groups(), {})
     dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
     assert not refresh(source, path)
     dataset_of(["a", "c"], kind).save_to_disk(tmp_path / "in")

@@ -13,7 +13,7 @@ from PIL import Image
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.sources.archives.lmdb import Lmdb
-from image_diffusion.data.sources.changes import refresh, remember
+from image_diffusion.data.sources.changes import record_source, refresh
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (7, 9, 12, 3), dtype=np.uint8)
 
@@ -63,7 +63,7 @@ def test_a_changed_database_is_seen_and_a_touched_one_is_not(tmp_path: Path) -> 
     write(tmp_path, "bridge_train_lmdb", range(3))
     source, path = Lmdb(path=str(tmp_path / "lsun")), tmp_path / "source.json"
     assert refresh(source, path) and not refresh(source, path)
-    remember(source, path, source.file_groups(), {})
+    record_source(source, path, source.file_groups(), {})
     (tmp_path / "lsun/bridge_train_lmdb/data.mdb").touch()
     assert not refresh(source, path)
     write(tmp_path, "bridge_train_lmdb", range(3, 5))

@@ -17,7 +17,7 @@ from crops import crops_of
 from image_diffusion.core.config.base import parse
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import Item, by_shard
-from image_diffusion.data.sources.changes import refresh, remember
+from image_diffusion.data.sources.changes import record_source, refresh
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
 LABELS = [3, 10, 7, 3, 10, 7, 3, 3, 3, 10, 7, 3]
@@ -50,7 +50,7 @@ def test_a_parquet_file_of_hugging_face(tmp_path: Path) -> None:
     assert listing.classes == source.known_classes() == ["7", "10", "3"]
     assert [item.name for item in listing.items] == [f"twelve.parquet/{row:09d}" for row in range(12)]
     assert {item.together for item in listing.items} == {f"twelve.parquet/{group}" for group in range(3)}
-    assert source.captions_beside(("text",))["twelve.parquet/000000007"] == ["image 7"]
+    assert source.read_captions(("text",))["twelve.parquet/000000007"] == ["image 7"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_change_of_a_file_is_seen(tmp_path: Path) -> None:
     made = write(tmp_path / "a.parquet", {"image": [png(0), png(1)]})
     source = parse(Source, made | {"label_column": None}, "here")
     assert refresh(source, tmp_path / "source.json")
-    remember(source, tmp_path / "source.json", source.file_groups(), {})
+    record_source(source, tmp_path / "source.json", source.file_groups(), {})
     item = source.listing().items[1]
     assert source.read(item) == png(1) and not refresh(source, tmp_path / "source.json")
     write(tmp_path / "a.parquet", {"image": [png(0), png(2)]})
@@ -153,7 +153,7 @@ def test_lists_with_classes_and_captions(tmp_path: Path) -> None:
         assert crops_of(tmp_path / f"crops {len(parts)}", source) == WITH_CLASSES
         parsed = parse(Source, source, "here")
         assert parsed.known_classes() == ["3", "7", "10"] and len(parsed.files()) == 13
-    assert parsed.captions_beside(())["in/no 7.png"] == ["a b c"]
+    assert parsed.read_captions(())["in/no 7.png"] == ["a b c"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.quality.contact_sheets import write_sheets
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.changes import refresh, remember
+from image_diffusion.data.sources.changes import record_source, refresh
 from image_diffusion.data.sources.scikit_digits import digits
 from image_diffusion.data.sources.table import read_columns
 from image_diffusion.stages.datasheet import write_datasheet
@@ -384,7 +384,7 @@ def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Pat
     for name, (source, file) in sources.items():
         path = tmp_path / name / "source.json"
         assert refresh(source, path)
-        remember(source, path, source.file_groups(), {})
+        record_source(source, path, source.file_groups(), {})
         os.utime(file, ns=(0, 10**18))
         assert not refresh(source, path)
         file.write_bytes(file.read_bytes()[::-1])

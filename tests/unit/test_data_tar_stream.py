@@ -149,9 +149,9 @@ def test_labels_are_those_that_were_named_and_captions_where_none_are(tars: Path
         writer.write({"__key__": "1", "ppm": image, "cls": b"0"})
         writer.write({"__key__": "2", "cls": b"0"})
     url = f"pipe:cat {tmp_path}/told.tar"
-    assert config(url, classes=None).source.captions_beside(()) == {f"{url}/0": ["a cat", "a dog"]}
+    assert config(url, classes=None).source.read_captions(()) == {f"{url}/0": ["a cat", "a dog"]}
     with pytest.raises(ValueError, match=r"data\.source\.classes is set"):
-        config(url).source.captions_beside(())
+        config(url).source.read_captions(())
     done = crop_dataset(config(url, max_bad_fraction=0.9), tmp_path / "some")
     assert sorted(each.reason.split(": ")[1] for record in done.records for each in record.quarantined) == [
         "'a cat\na dog' is not in data.source.classes", "a class without an image",

@@ -22,7 +22,7 @@ from crops import crops_of
 from image_diffusion.core.config.base import parse
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources import torchvision as torchvision_set
-from image_diffusion.data.sources.changes import refresh, remember
+from image_diffusion.data.sources.changes import record_source, refresh
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
 LABELS = [3, 1, 7, 3, 1, 7, 3, 3, 3, 1, 7, 3]
@@ -166,7 +166,7 @@ def test_downloads_happen_only_where_they_are_asked_for(tmp_path: Path, mirror: 
     parsed = parse(Source, source | {"download": True}, "here")
     assert refresh(parsed, tmp_path / "source.json")  # before there is anything, as Snakemake asks first
     assert set(crops_of(tmp_path / "crops", source | {"download": True})) == set(GREY)
-    remember(parsed, tmp_path / "source.json", parsed.file_groups(), {})
+    record_source(parsed, tmp_path / "source.json", parsed.file_groups(), {})
     assert len(mirror) >= 4 and not refresh(parsed, tmp_path / "source.json")
 
 

@@ -42,7 +42,7 @@ class Points:
     def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
         return torch.ones(len(indices), 3)
 
-    def gather_beside(self, indices: Any, flip: Any = None) -> tuple[Tensor, ...]:
+    def gather_joined(self, indices: Any, flip: Any = None) -> tuple[Tensor, ...]:
         return ()
 
 
@@ -179,7 +179,7 @@ def test_calls_of_the_network_are_those_that_every_sampler_makes(
     settings = SampleConfig(sampler=kind(num_steps=9), guidance=Guidance(guidance_scale=2.0, interval=interval))
     plain = {"variance": "fixed_small", "loss": "simple"}
     system, rows = DiTSystem(process=Discrete(num_timesteps=50), objective=plain), 0
-    if settings.sampler.asks_intervals:  # which are not guided afterwards
+    if settings.sampler.needs_average_velocity:  # which are not guided afterwards
         settings = settings.model_copy(update={"guidance": Guidance()})
         system = DiTSystem(process=Flow(), objective={"type": "mean_flow"})
 

@@ -23,8 +23,8 @@ from image_diffusion.data.quality.duplicates import (
     groups,
     image_views,
     near_duplicates,
+    pairs_across_splits,
     pixel_hash,
-    straddling,
 )
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record, record_path
@@ -108,7 +108,7 @@ def test_few_looks_are_compared_of_many_and_all_are_found_that_differ_little(mon
 def test_what_is_connected_is_found_together() -> None:
     assert chains([(0, 1), (4, 5), (1, 9), (5, 6)]) == [[0, 1, 9], [4, 5, 6]]
     # 1 is held out beside 0; 2 beside 1, which is trained on then; 7 and 8 are both held out, and stay.
-    assert straddling([(0, 1), (1, 2), (7, 8)], [1, 2, 7, 8]) == [1, 2]
+    assert pairs_across_splits([(0, 1), (1, 2), (7, 8)], [1, 2, 7, 8]) == [1, 2]
 
 
 def settings(folder: Path, **changes: Any) -> DataConfig:

@@ -39,7 +39,7 @@ from image_diffusion.systems.base import Model
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.codec.reconstruction import reconstruct
 from image_diffusion.systems.diffusion.base import DiffusionSystem
-from image_diffusion.systems.diffusion.conditions.paired_image import as_seen
+from image_diffusion.systems.diffusion.conditions.paired_image import as_condition
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
@@ -153,7 +153,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "condition": [{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}],
         "objective": {"label_drop_probability": 0.1},
     }
-    masks = as_seen(torch.randint(2, (2, 1, 8, 8), dtype=torch.uint8), 2)
+    masks = as_condition(torch.randint(2, (2, 1, 8, 8), dtype=torch.uint8), 2)
     masked: dict[str, Any] = {
         "spec": DataSpec(channels=3, resolution=8, conditions={IMAGE: (2, 8, 8)}), "codec": Rgb(), "sampler": ddim,
         "call": {"image": masks.tolist()}, "labels": None, "guidance": 2.0, "told": {IMAGE: masks[torch.arange(3) % 2]},

@@ -29,10 +29,10 @@ from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.blocks import factors
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.stages.doctor import tell_counted
+from image_diffusion.stages.doctor import print_estimated_cost
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import Counted, _nothing_moves, counted, operations_per_example
+from image_diffusion.training.forecast.flops import Counted, _disable_module_to, counted, operations_per_example
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -67,7 +67,7 @@ def size_of(value: Any) -> int:
 class Moments:
     num_samples, shape, dtype = 1, (2, 4, 32, 32), torch.float16
     labels = np.zeros(1, dtype=np.int64)
-    beside: ClassVar[dict[str, Any]] = {}
+    joined_sets: ClassVar[dict[str, Any]] = {}
 
 
 def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -146,7 +146,7 @@ def test_a_discriminator_that_begins_later_is_counted() -> None:
             return Batch(stored.to(torch.float32), {}, streams)
 
         def task(network: nn.Module) -> Task:
-            images = SimpleNamespace(shape=(3, 64, 64), dtype=torch.uint8, beside={})
+            images = SimpleNamespace(shape=(3, 64, 64), dtype=torch.uint8, joined_sets={})
             return Task(network, system.build_objective(spec), prepare, images)  # type: ignore[arg-type]
 
         config = TrainConfig.model_validate({"steps": 1000, "global_batch": 4})
@@ -181,7 +181,7 @@ def fixed_traffic(world: World, size: Any = "DiT-XL/2", **settings: Any) -> tupl
     with fake:
         network = DiTConfig(**given).build(SPEC, learned_variance=True)
     whole = task(network)
-    with fake, _nothing_moves():
+    with fake, _disable_module_to():
         parts = Trainer(whole, config, world)
         for batch in (1, 2):
             ids = torch.zeros(batch, dtype=torch.int64)
@@ -234,7 +234,7 @@ def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:
 def test_a_checkpoint_of_shared_weights_is_not_sent(eight: World) -> None:
     """Every process keeps its rows."""
     config = TrainConfig.model_validate({"steps": 1, "global_batch": 8, "sharding": "full"})
-    with _nothing_moves():
+    with _disable_module_to():
         parts = Trainer(task(DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)), config, eight)
     with Traffic() as moved:
         checkpoint = parts.capture(1, False)
@@ -251,7 +251,7 @@ def test_doctor_tells_what_gpus_elsewhere_would_take(tmp_path: Path, capsys: pyt
     stage = SimpleNamespace(train=config, experiment="mine")
     network = partial(DiTConfig(size="DiT-S/8").build, SPEC, learned_variance=True)
     training: Any = SimpleNamespace(stage=stage, network=network, task=task)
-    tell_counted(training, processes=4, tflops=100.0, output=tmp_path / "doctor.json")
+    print_estimated_cost(training, processes=4, tflops=100.0, output=tmp_path / "doctor.json")
     step = found("DiT-S/8", 4, global_batch=64)
     written = read_json(tmp_path / "doctor.json")
     assert written["peak"] == step.peak

@@ -104,7 +104,7 @@ def test_tables_of_tabs_and_of_json_lines(tmp_path: Path) -> None:
     table = {"type": "table", "path": f"{tmp_path}/metadata.jsonl", "path_column": "file_name", "label_column": None}
     source = parse(Source, table, "here")
     assert [item.name for item in source.listing().items] == ["1.png", "2.png"]
-    assert source.captions_beside(("text",)) == {"1.png": ["a cat"], "2.png": []}
+    assert source.read_captions(("text",)) == {"1.png": ["a cat"], "2.png": []}
     (tmp_path / "metadata.jsonl").write_text("[1]\n")
     with pytest.raises(ValueError, match="is not valid JSON, one object a line"):
         source.listing()

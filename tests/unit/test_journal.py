@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from image_diffusion.core.journal import writer as journal_module
-from image_diffusion.core.journal.reader import logged_stages, of_weights, read_journal, read_journals
+from image_diffusion.core.journal.reader import history_for_weights, logged_stages, read_journal, read_journals
 from image_diffusion.core.journal.writer import Journal, NullJournal, open_journal, receipts_of
 from image_diffusion.core.process.errors import Stopped
 
@@ -403,14 +403,14 @@ def test_the_journal_of_another_run_is_not_taken_for_that_of_the_weights(tmp_pat
             journal.metrics({"loss": 1.0}, step=1)
     weights = {"fingerprint": "b"}
     history = read_journal(tmp_path / "train")
-    assert history is not None and of_weights(history, weights) is history
+    assert history is not None and history_for_weights(history, weights) is history
     journal.path.unlink()
     shutil.rmtree(receipts_of(tmp_path / "train"))  # journals of older versions have none
     history = read_journal(tmp_path / "train")
-    assert history is not None and of_weights(history, weights).damaged == ["run b"]
+    assert history is not None and history_for_weights(history, weights).damaged == ["run b"]
     with Journal.open(tmp_path, "train", tags={"fingerprint": "c"}):  # a training that has not ended is not theirs yet
         history = read_journal(tmp_path / "train")
-        assert history is not None and of_weights(history, weights) is history
+        assert history is not None and history_for_weights(history, weights) is history
 
 
 def _damage(path: Path, kind: str) -> None:

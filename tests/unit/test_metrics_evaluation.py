@@ -27,7 +27,7 @@ from image_diffusion.metrics.features.dinov2 import Dinov2
 from image_diffusion.metrics.features.inception import Inception
 from image_diffusion.metrics.features.statistics_files import read_statistics, write_statistics
 from image_diffusion.metrics.images import memorization
-from image_diffusion.metrics.images.memorization import copies_seen, find_copies, reduced
+from image_diffusion.metrics.images.memorization import find_copies, find_feature_copies, reduced
 from image_diffusion.metrics.learning_curve import measure_previews, read_previews
 from image_diffusion.metrics.plots import plot_copies
 from image_diffusion.metrics.samples import Samples, read_samples
@@ -264,7 +264,7 @@ def test_copies_seen_are_the_nearest_by_definition(monkeypatch: pytest.MonkeyPat
     rng = torch.Generator().manual_seed(0)
     made, train, held_out = (torch.randn(n, 5, generator=rng) for n in (20, 90, 120))
     monkeypatch.setattr(memorization, "_AT_ONCE", 37)
-    found = copies_seen(made, train, held_out)
+    found = find_feature_copies(made, train, held_out)
     pairs = torch.cdist(made.double(), train.double())
     torch.testing.assert_close(found.distance, pairs.amin(dim=1))
     assert torch.equal(found.nearest, pairs.argsort(dim=1)[:, :4])
@@ -326,7 +326,7 @@ def test_held_out_images_that_are_trained_on_too_set_no_threshold():
     held_out[:10] = train[:10]
     found = find_copies(small(Samples(train[:100], None, [])), Samples(train, None, []), Samples(held_out, None, []))
     assert bool(found.flagged.all()) and found.num_real == 190
-    seen = copies_seen(*(torch.from_numpy(part).flatten(1).float() for part in (train[:100], train, held_out)))
+    seen = find_feature_copies(*(torch.from_numpy(part).flatten(1).float() for part in (train[:100], train, held_out)))
     assert bool(seen.flagged.all()) and seen.num_real == 190
 
 

@@ -52,7 +52,7 @@ def samples(prompts: list[str], shown: list[Attributes]) -> Samples:
 
 def test_what_a_caption_names_is_what_the_image_shows() -> None:
     source = PaintedDigits(num_images=COUNT)
-    items, captions = source.listing().items, source.captions_beside(())
+    items, captions = source.listing().items, source.read_captions(())
     assert len(items) == COUNT and set(captions) == {item.name for item in items}
     for item in items:
         named = [attributes_in(caption) for caption in captions[item.name]]

@@ -31,7 +31,7 @@ def samples(asked: list[dict[str, float]], shown: list[dict[str, float]]) -> Sam
 
 def test_the_numbers_beside_an_image_are_those_that_it_shows() -> None:
     source = SlantedDigits(num_images=COUNT)
-    items, beside = source.listing().items, source.values_beside(("slant", "size"))
+    items, beside = source.listing().items, source.read_values(("slant", "size"))
     assert len(items) == COUNT and set(beside) == {item.name for item in items}
     errors = []
     for item in items:
@@ -44,7 +44,7 @@ def test_the_numbers_beside_an_image_are_those_that_it_shows() -> None:
     slants = sorted(numbers["slant"] for numbers in beside.values())
     assert RANGES["slant"][0] <= slants[0] < HELD_OUT[0] and HELD_OUT[1] < slants[-1] <= RANGES["slant"][1]
     with pytest.raises(ValueError, match="no column 'age'. Known: slant, size"):
-        source.values_beside(("age",))
+        source.read_values(("age",))
 
 
 def test_an_error_is_the_distance_from_the_number_asked_for() -> None:

@@ -132,7 +132,7 @@ def test_numbers_lie_beside_the_crops_on_the_scale_of_the_training_images(data: 
     manifest = json.loads((data / "numbers/manifest.json").read_text())
     assert (manifest["kind"], manifest["shape"], manifest["dtype"]) == ("numbers", [2, 2], "float32")
     joined = open_shards(data / "crops", "train").join(open_shards(data / "numbers", "all"))
-    (rows,) = joined.gather_beside(np.arange(joined.num_samples))
+    (rows,) = joined.gather_joined(np.arange(joined.num_samples))
     columns = NumberColumns.described(manifest["pairs"])
     values = columns.values(rows)
     doses = [value["dose"] for value in values if "dose" in value]
@@ -205,7 +205,7 @@ def test_an_image_without_a_row_is_quarantined_and_an_edited_number_writes_its_s
 
 def _training_ages(folder: Path) -> list[float]:
     joined = open_shards(folder / "crops", "train").join(open_shards(folder / "numbers", "all"))
-    (rows,) = joined.gather_beside(np.arange(joined.num_samples))
+    (rows,) = joined.gather_joined(np.arange(joined.num_samples))
     pairs = json.loads((folder / "numbers/manifest.json").read_text())["pairs"]
     return [row["age"] for row in NumberColumns.described(pairs).values(rows)]
 
@@ -333,7 +333,7 @@ def test_unset_rows_are_those_of_held_out_images(data: Path, tmp_path: Path) -> 
     held_out = open_shards(data / "crops", "validation").join(open_shards(data / "numbers", "all"))
     turns = np.arange(4) % held_out.num_samples
     assert maker.labels.tolist() == held_out.labels[turns].tolist()
-    (rows,) = held_out.gather_beside(turns)
+    (rows,) = held_out.gather_joined(turns)
     pairs = json.loads((data / "numbers/manifest.json").read_text())["pairs"]
     values = NumberColumns.described(pairs).values(rows)
     assert maker.described["conditions"]["values"]["age"] == [row["age"] for row in values]

@@ -29,7 +29,7 @@ from image_diffusion.experiments.resolve import embed_stage, load_all
 from image_diffusion.nn.image_input import with_image
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.diffusion.conditions.paired_image import as_seen, mask_picture
+from image_diffusion.systems.diffusion.conditions.paired_image import as_condition, mask_picture
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.images import ImageFilePairs
 from image_diffusion.systems.pairs.inputs import PairInputs
@@ -101,7 +101,7 @@ def test_pictures_beside_others_are_their_crops_pixel_for_pixel(tmp_path: Path, 
     assert (manifest["kind"], manifest["dtype"], manifest["quarantined"]) == ("images", "uint8", 0)
     both = joined(tmp_path)
     rows = np.arange(both.num_samples)
-    assert both.num_samples >= len(SIZES) and torch.equal(both.gather(rows), both.gather_beside(rows)[0])
+    assert both.num_samples >= len(SIZES) and torch.equal(both.gather(rows), both.gather_joined(rows)[0])
 
 
 def test_an_image_and_its_pair_are_mirrored_together(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_an_image_and_its_pair_are_mirrored_together(tmp_path: Path) -> None:
     stored(tmp_path, config)
     both, flips = joined(tmp_path), set[bool]()
     for examples in Batches(both, 6, seed=0, flip_probability=0.5, epochs=2):
-        (beside,) = examples.beside
-        assert torch.equal(examples.stored, beside)
+        (joined_sets,) = examples.joined_sets
+        assert torch.equal(examples.stored, joined_sets)
         plain = both.gather(examples.sample.numpy())
         flips |= {bool(torch.equal(a, b.flip(-1))) for a, b in zip(examples.stored, plain, strict=True)}
     assert flips == {True, False}
@@ -143,17 +143,17 @@ def test_a_latent_and_the_mask_beside_it_are_mirrored_together(tmp_path: Path) -
     both = open_shards(tmp_path / "latents", "all").join(open_shards(tmp_path / "images", "all"))
     flips = set[bool]()
     for examples in Batches(both, 6, seed=0, flip_probability=0.5, epochs=2):
-        (beside,) = examples.beside
-        torch.testing.assert_close(examples.stored, Halved().encode(beside))
-        (plain,) = both.gather_beside(examples.sample.numpy())
-        flips |= {bool(torch.equal(a, b.flip(-1))) for a, b in zip(beside, plain, strict=True)}
+        (joined_sets,) = examples.joined_sets
+        torch.testing.assert_close(examples.stored, Halved().encode(joined_sets))
+        (plain,) = both.gather_joined(examples.sample.numpy())
+        flips |= {bool(torch.equal(a, b.flip(-1))) for a, b in zip(joined_sets, plain, strict=True)}
     assert flips == {True, False}
 
 
 def test_a_network_on_latents_sees_the_share_of_each_label_in_the_area_of_an_element() -> None:
     labels = torch.randint(3, (2, 1, 8, 16), generator=torch.Generator().manual_seed(0))
     x = torch.randn(2, 4, 2, 4)
-    seen = with_image(x, as_seen(labels, 3))
+    seen = with_image(x, as_condition(labels, 3))
     shares = torch.stack([(labels[:, 0] == label).float() for label in range(3)], 1)
     expected = shares.view(2, 3, 2, 4, 4, 4).mean((3, 5))
     assert torch.equal(seen[:, :4], x)
@@ -180,7 +180,7 @@ def test_a_mask_keeps_to_its_labels_and_lies_where_its_image_does(tmp_path: Path
     assert manifest["shape"] == [1, 16, 16] and manifest["pairs"]["labels"] == NAMES
     both = joined(tmp_path)
     rows = np.arange(both.num_samples)
-    (labels,) = both.gather_beside(rows)
+    (labels,) = both.gather_joined(rows)
     assert set(labels.unique().tolist()) == {0, 1}
     images = both.gather(rows)[:, :1].float()
     clear = (images < 64) | (images > 191)  # away from the border, where a picture is neither
@@ -235,9 +235,9 @@ def test_labels_are_grey_values_numbers_of_a_palette_or_colours(tmp_path: Path, 
     config = data_config(tmp_path, num_shards=1)
     crop_dataset(config, tmp_path / "crops")
     stored(tmp_path, config, labels=labels)
-    (found,) = joined(tmp_path).gather_beside(np.array([0]))
+    (found,) = joined(tmp_path).gather_joined(np.array([0]))
     assert found[0, 0].tolist() == (np.arange(64).reshape(8, 8) // 5 % 3).tolist()
-    one_hot = as_seen(found, 3)
+    one_hot = as_condition(found, 3)
     assert one_hot.shape == (1, 3, 8, 8) and torch.equal(one_hot.argmax(1), found[:, 0].long())
     assert torch.equal(one_hot.sum(1), torch.full((1, 8, 8), -1.0)) and one_hot.abs().min() == 1
     assert mask_picture(one_hot).unique().tolist() == [-1, 0, 1]
@@ -250,7 +250,7 @@ def test_the_mask_of_a_painted_digit_is_its_ink(tmp_path: Path) -> None:
     assert settings.needs_source and settings.other_files is None
     made = settings.build(PairInputs(tmp_path / "crops", config.source, 2, None, CPU, data=config))
     write_pairs(made, "x", settings.splits, settings.dtype, tmp_path / "images")
-    (masks,) = joined(tmp_path).gather_beside(np.arange(12))
+    (masks,) = joined(tmp_path).gather_joined(np.arange(12))
     samples = [sample for shard in range(2) for sample in read_record(tmp_path / "crops", shard).samples]
     for mask, sample in zip(masks[:, 0].bool(), samples, strict=True):
         number = int(sample.path[2:7])
@@ -358,8 +358,8 @@ def trained(data: Path, output: Path, steps: int = 2, system: Any = None, previe
     stage["preview"] = {"num_samples": 3, "sampler": SAMPLER} | (preview or {})
     config = output.with_suffix(".yaml")
     config.write_text(to_yaml(stage))
-    beside = [data / "images" / "manifest.json"]
-    training = prepare_training(config, data / "crops" / "manifest.json", None, beside)
+    joined_sets = [data / "images" / "manifest.json"]
+    training = prepare_training(config, data / "crops" / "manifest.json", None, joined_sets)
     run(training.build, training.stage.train, training.model, training.data, output, None)
     return (output / "weights.safetensors").read_bytes()
 
@@ -402,7 +402,7 @@ def test_a_training_on_masks_resumes_to_the_same_bytes_and_samples_what_masks_as
     assert not torch.equal(guided, first)
 
     for number in turns:  # the same masks as files, through the crop that the model was trained on
-        (mask,) = held_out.gather_beside(np.array([number]))
+        (mask,) = held_out.gather_joined(np.array([number]))
         path = tmp_path / "asked" / f"{number:02d}.png"
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(mask[0, 0].numpy() * 255).resize((24, 24), Image.Resampling.NEAREST).save(path)
@@ -454,8 +454,8 @@ def test_a_picture_beside_an_image_is_a_condition_too(data: Path, tmp_path: Path
     assert model.spec.conditions == {IMAGE: (1, 8, 8)} and model.spec.num_classes == 0
     held_out = joined(tmp_path, "validation")
     _, maker = images(tmp_path / "out", tmp_path / "images", tmp_path / "crops")
-    (beside,) = held_out.gather_beside(np.array([0]))
-    assert torch.equal(maker.request.conditions[IMAGE][:1], from_uint8(beside))
+    (joined_sets,) = held_out.gather_joined(np.array([0]))
+    assert torch.equal(maker.request.conditions[IMAGE][:1], from_uint8(joined_sets))
 
 
 def mistake(folder: Path, condition: Any, **sections: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.files.weights import read_weights, save_weights
 from image_diffusion.stages import ema as verb
-from image_diffusion.training.checkpoint.checkpoint import Checkpoint, told_of, write_checkpoint, write_rows
+from image_diffusion.training.checkpoint.checkpoint import Checkpoint, part_list_path, write_checkpoint, write_rows
 from image_diffusion.training.optim.ema import Averages, PowerEma, power_of_width
 from image_diffusion.training.optim.posthoc_ema import coefficients, inner_products, reconstruct
 
@@ -50,7 +50,7 @@ def written_by_two(folder: Path, checkpoint: Checkpoint, *settings: Any) -> None
 
     def others(folder: Path, part: int) -> dict[str, Any]:
         write_rows(folder, second)
-        files: dict[str, Any] = read_json(told_of(folder, part))
+        files: dict[str, Any] = read_json(part_list_path(folder, part))
         return files
 
     write_checkpoint(folder, first, *settings, others=others)

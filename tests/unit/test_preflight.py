@@ -10,7 +10,7 @@ import torch
 
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.parallel import preflight
-from image_diffusion.training.parallel.preflight import Tried
+from image_diffusion.training.parallel.preflight import PreflightResult
 from image_diffusion.training.parallel.world import World, join
 from image_diffusion.training.trainer import Trainer
 
@@ -52,8 +52,8 @@ def test_nothing_stays_of_it_and_nothing_is_said(capfd: pytest.CaptureFixture[st
 
 
 def test_what_trains_is_one_line_of_machines_that_are_alike() -> None:
-    def gpus(host: str, name: str, driver: str) -> list[Tried]:
-        return [Tried(host, f"GPU {i}, {name}", driver, True, True, 1e-3) for i in range(2)]
+    def gpus(host: str, name: str, driver: str) -> list[PreflightResult]:
+        return [PreflightResult(host, f"GPU {i}, {name}", driver, True, True, 1e-3) for i in range(2)]
 
     found = [*gpus("n1", H100, "580.65.06"), *gpus("n2", H100, "580.65.06"), *gpus("n3", H100, "570.1")]
     assert preflight._hardware_line(found) == (
@@ -67,8 +67,8 @@ def test_the_median_process_is_the_measure_of_a_slow_one(
 ) -> None:
     seconds = [1e-3, 1.9e-3, 1.1e-3, 5.5e-3]
 
-    def gather(found: list[Tried], mine: Tried, group: object) -> None:
-        found[:] = [Tried("n1", f"GPU {i}, {H100}", "", True, True, each) for i, each in enumerate(seconds)]
+    def gather(found: list[PreflightResult], mine: PreflightResult, group: object) -> None:
+        found[:] = [PreflightResult("n1", f"GPU {i}, {H100}", "", True, True, each) for i, each in enumerate(seconds)]
 
     monkeypatch.setattr(preflight.dist, "all_gather_object", gather)
     monkeypatch.setattr(preflight.dist, "all_reduce", lambda tensor: tensor.mul_(1 + 2 + 3 + 4))

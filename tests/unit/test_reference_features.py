@@ -85,7 +85,7 @@ def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looke
     data: RealImages, tmp_path: Path
 ) -> None:
     for detector in both():
-        write_features(detector, data.looked_at, tmp_path / detector.identity["name"])
+        write_features(detector, data.image_sets, tmp_path / detector.identity["name"])
     expected = evaluate_samples(images(130, 2), data, both(), NO_COPIES)
     folders = [tmp_path / "second", tmp_path / "first"]
     detectors = both()
@@ -103,8 +103,8 @@ def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looke
 
 
 def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
-    write_features(both()[0], data.looked_at, tmp_path / "first")
-    [seen] = read_features([tmp_path / "first"], both()[:1], data.looked_at)
+    write_features(both()[0], data.image_sets, tmp_path / "first")
+    [seen] = read_features([tmp_path / "first"], both()[:1], data.image_sets)
     assert seen is not None
     detected = seen["train"].detected
     assert detected.features.shape == (300, 12) and detected.logits is not None
@@ -114,31 +114,31 @@ def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
 
 def test_parts_that_jobs_have_looked_at_are_joined_to_the_same_bytes(data: RealImages, tmp_path: Path) -> None:
     """Also where a part has no image of the smaller split."""
-    write_features(both()[0], data.looked_at, tmp_path / "one")
+    write_features(both()[0], data.image_sets, tmp_path / "one")
     parts, looked = [tmp_path / f"part-{part}.npz" for part in range(12)], []
     for part, path in reversed([*enumerate(parts)]):
-        write_part(detector := both()[0], data.looked_at, path, (part, 12))
+        write_part(detector := both()[0], data.image_sets, path, (part, 12))
         looked.append(detector.images_seen)
     assert sum(looked) == 304 + 128 + 160 and max(looked) <= 80
-    write_features(joining := both()[0], data.looked_at, tmp_path / "joined", parts=parts)
+    write_features(joining := both()[0], data.image_sets, tmp_path / "joined", parts=parts)
     assert joining.images_seen == 0
     one, joined = ({path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("one", "joined"))
     assert one == joined
 
     with pytest.raises(ValueError, match="--made does not hold the whole train split. Name what every part wrote"):
-        write_features(both()[0], data.looked_at, tmp_path / "joined", parts=parts[:-1])
+        write_features(both()[0], data.image_sets, tmp_path / "joined", parts=parts[:-1])
     with pytest.raises(ValueError, match="part-0.npz is of other images or another detector. It is removed: run the"):
-        write_features(both()[1], data.looked_at, tmp_path / "joined", parts=parts)
+        write_features(both()[1], data.image_sets, tmp_path / "joined", parts=parts)
     assert not parts[0].exists()
     os.truncate(parts[1], 1000)
     with pytest.raises(ValueError, match=r"part-1.npz is damaged or not an .npz file: .* It is removed: run the same"):
-        write_features(both()[0], data.looked_at, tmp_path / "joined", parts=parts[1:])
+        write_features(both()[0], data.image_sets, tmp_path / "joined", parts=parts[1:])
     assert not parts[1].exists()
 
 
 def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Path) -> None:
     folder = tmp_path / "first"
-    write_features(both()[0], data.looked_at, folder)
+    write_features(both()[0], data.image_sets, folder)
 
     def judged(images_: RealImages, detectors: list[Quarters]) -> None:
         evaluate_samples(images(130, 2), images_, detectors, NO_COPIES, references=[folder])

@@ -31,7 +31,7 @@ from image_diffusion.samplers import (
     image_streams,
     initial_noise,
 )
-from image_diffusion.samplers.base import SamplerConfig, StepsFurther, clipped
+from image_diffusion.samplers.base import SamplerConfig, TimeDifferenceSampler, clipped
 from image_diffusion.systems.diffusion.generator import SampleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
@@ -138,7 +138,7 @@ def test_an_image_belongs_to_its_seed(sampler: SamplerConfig, order: list[int], 
 def test_every_sampler_returns_the_image_of_a_perfect_network(sampler: SamplerConfig) -> None:
     """In float32, whatever the process and the noise; also where the image is scaled by 0.5 inside the process."""
     processes: list[Process] = [Discrete(), Continuous(), Continuous(scale=0.5)]
-    steps_between = isinstance(sampler, StepsFurther) and sampler.draws_noise
+    steps_between = isinstance(sampler, TimeDifferenceSampler) and sampler.draws_noise
     for process in [*processes, *([] if steps_between else [Flow()])]:
         grid = sampler.grid(process)
         streams = image_streams(torch.arange(2))

@@ -16,7 +16,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features.base import Detected
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.metrics.sanity_check import degraded, degraded_half, halves, look_and_test
+from image_diffusion.metrics.sanity_check import degraded, degraded_half, halves, run_self_test
 from image_diffusion.stages.evaluate import _tracked_metrics
 from image_diffusion.workflow.tables import _line
 
@@ -79,11 +79,11 @@ def test_a_blind_judge_loses_its_headline_in_the_file_in_mlflow_and_on_the_page(
 
 def test_the_same_test_without_a_split_to_compare_with(data: RealImages):
     whole = evaluate_samples(stripes(120, 2), data, [Judge("seeing")], SETTINGS)["self_test"]
-    found = look_and_test([Judge("seeing")], data.train)
+    found = run_self_test([Judge("seeing")], data.train)
     assert {name: entry["degraded"] for name, entry in found.items()} == pytest.approx(
         {name: entry["degraded"] for name, entry in whole.items()}
     )
-    assert look_and_test([Judge("seeing")], stripes(39, 3)) == {}, "too few images to be halved"
+    assert run_self_test([Judge("seeing")], stripes(39, 3)) == {}, "too few images to be halved"
 
 
 def test_halves_share_no_image_and_the_degraded_are_the_second(data: RealImages):

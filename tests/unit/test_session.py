@@ -54,7 +54,7 @@ class Samples:
         x = torch.randn(40, 3, 1, 1, generator=torch.Generator().manual_seed(0))
         return x[torch.from_numpy(indices)]
 
-    def gather_beside(self, indices: Any, flip: Any = None) -> tuple[Tensor, ...]:
+    def gather_joined(self, indices: Any, flip: Any = None) -> tuple[Tensor, ...]:
         return ()
 
     def verified(self) -> None: ...

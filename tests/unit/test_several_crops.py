@@ -130,7 +130,7 @@ def test_the_crops_of_an_image_share_its_split_and_its_captions(tmp_path: Path, 
     manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path / "captions", 0.0)
     assert manifest["num_samples"] == len(samples)
     joined = open_shards(tmp_path / "crops", "all").join(open_shards(tmp_path / "captions", "all"))
-    (beside,) = joined.gather_beside(np.arange(len(samples)))
+    (beside,) = joined.gather_joined(np.arange(len(samples)))
     first = {each.path: row for row, each in reversed(list(enumerate(samples)))}
     assert all(torch.equal(beside[row], beside[first[each.path]]) for row, each in enumerate(samples))
     assert len({tuple(row.flatten().tolist()) for row in beside}) == 12

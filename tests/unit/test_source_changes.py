@@ -13,7 +13,7 @@ import pytest
 
 from image_diffusion.core.files.atomic import read_json, sha256_file
 from image_diffusion.data.sources.base import LARGEST_TEXT, FileGroup, add_stamp, plain_text
-from image_diffusion.data.sources.changes import _Folder, refresh, remember
+from image_diffusion.data.sources.changes import _Folder, record_source, refresh
 from image_diffusion.data.sources.folder import Folder
 
 
@@ -31,7 +31,7 @@ def cropped(source: Folder, path: Path) -> None:
     hashes = {
         found.folder + plain_text(name): sha256_file(Path(found.at(name))) for found in files for name in found.names
     }
-    remember(source, path, files, hashes)
+    record_source(source, path, files, hashes)
 
 
 def later(path: Path) -> None:
@@ -275,10 +275,10 @@ def test_why_a_file_cannot_be_read_is_listed_in_the_words_of_the_system(source: 
 def test_a_caption_may_be_as_large_as_a_text_can_be(source: Folder, tmp_path: Path) -> None:
     text = tmp_path / "in/a/1.txt"
     text.write_text("x" * LARGEST_TEXT)
-    assert source.captions_beside(()) == {"a/1": ["x" * LARGEST_TEXT]}
+    assert source.read_captions(()) == {"a/1": ["x" * LARGEST_TEXT]}
     text.write_text("x" * (LARGEST_TEXT + 1))
     with pytest.raises(ValueError, match=r"a/1\.txt is no caption: it has 1,048,577 bytes, and one has at most"):
-        source.captions_beside(())
+        source.read_captions(())
 
 
 def test_a_missing_or_empty_folder_is_one_clear_line(tmp_path: Path) -> None:

@@ -515,7 +515,7 @@ def test_numbers_are_written_in_every_layout(tmp_path: Path) -> None:
         assert member is not None
         assert json.loads(member.read()) == {"class": "cat", "label": 1, "seed": 6, "age": None}
     tars = Webdataset(path=str(tmp_path / "webdataset"))
-    values = [tars.values_beside(("age",))[f"shard-00000.tar/{seed:08}"] for seed in range(5, 11)]
+    values = [tars.read_values(("age",))[f"shard-00000.tar/{seed:08}"] for seed in range(5, 11)]
     assert [row["age"] for row in values] == ages and tars.listing().classes == ["0", "1"]
     assert parquet.read_table(tmp_path / "parquet/data/train-00000.parquet")["age"].to_pylist() == ages
 

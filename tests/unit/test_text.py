@@ -113,7 +113,7 @@ def test_several_captions_come_from_classes_files_tars_tables_and_columns(tmp_pa
 
     columns = {"image": [b"", b"", b""], "caption": [["first", "second"], ["alone"], None]}
     save_to_disk(tmp_path / "saved", columns)
-    found = HuggingFace(path=str(tmp_path / "saved")).captions_beside(("caption",))
+    found = HuggingFace(path=str(tmp_path / "saved")).read_captions(("caption",))
     assert found == {"000000000": ["first", "second"], "000000001": ["alone"], "000000002": []}
 
 
@@ -134,7 +134,7 @@ def test_an_image_without_a_caption_is_quarantined_and_not_trained_on(tmp_path):
     grey = joined.gather(np.arange(22))[:, 0, 0, 0].tolist()
     assert sorted(set(range(24)) - {value // 10 for value in grey}) == [5, 17]
     encoder = HashingText(128, 4, context=True)
-    (beside,) = joined.gather_beside(np.arange(22))
+    (beside,) = joined.gather_joined(np.arange(22))
     for value, row in zip(grey, beside, strict=True):
         expected = encode_captions(encoder, [f"a {WORDS[value // 10 % 4]} in grey"])
         torch.testing.assert_close(row.float(), expected, atol=1e-3, rtol=1e-3)

@@ -22,7 +22,7 @@ import image_diffusion.__main__
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.journal.writer import Journal
 from image_diffusion.stages import track
-from image_diffusion.tracking.live import follow, send_apart
+from image_diffusion.tracking.live import follow, send_in_subprocess
 from image_diffusion.tracking.plan import Request, request_of, watched
 
 
@@ -82,13 +82,13 @@ FOLLOWER = """
 import sys, threading
 from functools import partial
 from pathlib import Path
-from image_diffusion.tracking.live import follow, send_apart
+from image_diffusion.tracking.live import follow, send_in_subprocess
 from image_diffusion.tracking.plan import Request
 
 def main():
     stop, sent = threading.Event(), []
     def send(requests, live):
-        send_apart("sqlite:///mlflow.db", "p", requests, live)
+        send_in_subprocess("sqlite:///mlflow.db", "p", requests, live)
         sent.append(live)
         stop.set()
     follow(send, [Request(Path("demo"))], 0.01, stop)
@@ -118,7 +118,7 @@ def _killed(*_: object) -> None:
 def test_a_sender_that_is_killed_is_a_store_that_fails(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.tracking.live._send_and_report", _killed)
     with pytest.raises(OSError, match="The process that sends to MLflow was killed"):
-        send_apart("sqlite:///mlflow.db", "p", [Request(experiment)], True)
+        send_in_subprocess("sqlite:///mlflow.db", "p", [Request(experiment)], True)
 
 
 def test_the_command_of_old_is_the_option_of_track(

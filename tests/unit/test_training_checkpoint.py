@@ -203,8 +203,8 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_who_waits_for_a_part_ends_with_its_training() -> None:
     waits = (
         "import threading; from pathlib import Path\n"
-        "from image_diffusion.training.checkpoint.async_writer import appears\n"
-        "threading.Thread(target=lambda: print(appears(Path('never'), 600))).start()"
+        "from image_diffusion.training.checkpoint.async_writer import wait_for_path\n"
+        "threading.Thread(target=lambda: print(wait_for_path(Path('never'), 600))).start()"
     )
     ended = subprocess.run([sys.executable, "-c", waits], timeout=60, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False"

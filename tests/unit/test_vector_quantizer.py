@@ -40,7 +40,7 @@ def test_codes_are_the_moving_averages_of_the_paper() -> None:
             chosen = z[tokens == i]
             big_n[i] = gamma * big_n[i] + (1 - gamma) * len(chosen)
             m[i] = gamma * m[i] + (1 - gamma) * chosen.sum(0)
-        codebook.take_in(tokens, z, torch.rand(7))
+        codebook.update_from(tokens, z, torch.rand(7))
         torch.testing.assert_close(codebook.counts, big_n)
         torch.testing.assert_close(codebook.weight, m / big_n[:, None])
 
@@ -48,13 +48,13 @@ def test_codes_are_the_moving_averages_of_the_paper() -> None:
 def test_the_first_encodings_move_a_code_all_the_way_and_the_unused_stay() -> None:
     codebook = quantiser(dead_below=0)
     before, z = codebook.weight.clone(), encodings(4, 0)
-    codebook.take_in(torch.tensor([2, 2, 0, 2]), z, torch.rand(4))
+    codebook.update_from(torch.tensor([2, 2, 0, 2]), z, torch.rand(4))
     torch.testing.assert_close(codebook.weight[2], z[[0, 1, 3]].mean(0))
     torch.testing.assert_close(codebook.weight[0], z[2])
     assert torch.equal(codebook.weight[[1, 3, 4]], before[[1, 3, 4]])
     for _ in range(100_000 // 1000):
         codebook.counts.mul_(1e-5)  # as of a code that is not chosen for many thousands of steps
-    codebook.take_in(torch.tensor([1]), z[:1], torch.rand(1))
+    codebook.update_from(torch.tensor([1]), z[:1], torch.rand(1))
     assert codebook.weight.isfinite().all()
 
 
@@ -65,7 +65,7 @@ def test_dead_codes_begin_on_encodings_in_the_order_of_the_draws() -> None:
     z = encodings(3, 1)
     tokens, draws = torch.tensor([0, 2, 4]), torch.tensor([0.7, 0.1, 0.4])
     live = codebook.weight.clone()
-    codebook.take_in(tokens, z, draws)
+    codebook.update_from(tokens, z, draws)
     assert torch.equal(codebook.weight[[1, 3]], z[[1, 2]])
     assert not torch.equal(codebook.weight[[0, 2, 4]], live[[0, 2, 4]])
     assert codebook.counts[1] == codebook.counts[3] and codebook.counts[1] > 0.2 * codebook.counts.mean()
@@ -73,14 +73,14 @@ def test_dead_codes_begin_on_encodings_in_the_order_of_the_draws() -> None:
     other = quantiser(decay=0.5, dead_below=0.2)
     other.counts.copy_(torch.tensor([4.0, 0.1, 4.0, 0.2, 4.0]))
     other.weight.copy_(live)
-    other.take_in(tokens[order], z[order], draws[order])
+    other.update_from(tokens[order], z[order], draws[order])
     torch.testing.assert_close(other.weight, codebook.weight)
 
 
 def test_more_dead_codes_than_encodings_wait_for_their_turn() -> None:
     codebook = quantiser(dead_below=0.5)
     before = codebook.weight.clone()
-    codebook.take_in(torch.tensor([0, 0]), encodings(2, 0), torch.tensor([0.9, 0.1]))
+    codebook.update_from(torch.tensor([0, 0]), encodings(2, 0), torch.tensor([0.9, 0.1]))
     assert torch.equal(codebook.weight[[1, 2]], encodings(2, 0)[[1, 0]])
     assert torch.equal(codebook.weight[3:], before[3:])
 

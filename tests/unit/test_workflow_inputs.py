@@ -40,7 +40,7 @@ def test_a_plain_experiment_needs_crops_and_nothing_else() -> None:
     for name in ("codec", "start", "pairs", "reference", "small_images", "embeddings", "prompts"):
         assert inputs(known, name) == option(known, name) == []
     parts = Parts("out", plans_of(a_plan()))
-    assert parts.sampled_parts(ONE) == parts.made_option(ONE, SimpleNamespace(parts=[])) == []
+    assert parts.sampled_parts(ONE) == parts.parts_option(ONE, SimpleNamespace(parts=[])) == []
 
 
 def test_everything_is_what_is_made_of_each_and_of_all() -> None:
@@ -75,7 +75,7 @@ def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
     assert known.reference_parts(looked) == parts
     parts = ["out/one/samples/part-0-of-2.npz", "out/one/samples/part-1-of-2.npz"]
     assert known.sampled_parts(ONE) == parts
-    assert known.made_option(ONE, SimpleNamespace(parts=parts)) == ["--made", *parts]
+    assert known.parts_option(ONE, SimpleNamespace(parts=parts)) == ["--made", *parts]
     assert known.synthesized_parts(ONE) == []
     shared = Parts("out", plans_of(a_plan(synthesize_jobs=2)))
     parts = ["out/one/synthetic_parts/part-0-of-2.npz", "out/one/synthetic_parts/part-1-of-2.npz"]
@@ -214,11 +214,11 @@ def test_what_makes_no_samples_has_none_to_be_judged_or_shown() -> None:
 def test_images_that_are_not_stored_are_made_by_who_judges_them() -> None:
     kept = files(a_plan(codec_experiment="one", prompts="words.txt"))
     made = files(a_plan(codec_experiment="one", prompts="words.txt", keeps_samples=False, sweep={"ema": {"1": "a"}}))
-    assert kept.made_with(ONE) == kept.making_option(ONE) == []
+    assert kept.made_with(ONE) == kept.sampling_options(ONE) == []
     assert made.made_with(ONE) == ["out/one/train/weights.safetensors", "words.txt"]
     codec = ["--codec-weights", "out/one/train/weights.safetensors"]
-    assert made.making_option(ONE) == ["--making", "results/one/config/sample.yaml", *codec]
-    assert made.making_option({"experiment": "one", "axis": "ema", "value": "1"}) == ["--making", "a", *codec]
+    assert made.sampling_options(ONE) == ["--making", "results/one/config/sample.yaml", *codec]
+    assert made.sampling_options({"experiment": "one", "axis": "ema", "value": "1"}) == ["--making", "a", *codec]
 
 
 def test_images_that_samples_are_made_of_are_inputs_and_cropped_as_the_data_set() -> None:

@@ -142,7 +142,7 @@ def test_masks_beside_latents_lead_to_images_that_are_judged_by_them(fresh: Proj
 
     images = open_shards(fresh / "results/datasets/dots-16/images", "all")
     held_out = open_shards(fresh / "results/datasets/dots-16/crops", "validation").join(images)
-    (masks,) = held_out.gather_beside(np.arange(2))
+    (masks,) = held_out.gather_joined(np.arange(2))
     sampled = read_arrays(fresh / "results/micro/samples/samples.npz")
     folder = str(fresh / "results/micro/diffusers")
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)

@@ -37,7 +37,7 @@ rule evaluate:
         code=code["evaluate"],
         other_weights=files.detector_stamps,
         data=subpath(input.data, parent=True),
-        making=files.making_option,
+        making=files.sampling_options,
         page=lambda wildcards, output: [
             "--previews",
             f"{results}/{wildcards.experiment}/train/previews",

@@ -26,7 +26,7 @@ rule reference:
         code=code["reference"],
         detector=files.reference_detector_option,
         other_weights=files.reference_stamps,
-        parts=parts.made_option,
+        parts=parts.parts_option,
         part=parts.part_option,
         data=subpath(input.data, parent=True),
         output=subpath(output.description, parent=True),

@@ -27,4 +27,4 @@ for target in plans.requested:
                 target
             input:
                 f"{results}/summary.html",
-                list(files.all_of(target)),
+                list(files.experiment_targets(target)),

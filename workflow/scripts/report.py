@@ -21,7 +21,7 @@ from pages import benchmark, curve, real, render, source_of, strips, time_of_tra
 from image_diffusion.core.config.base import parse, read_yaml
 from image_diffusion.core.files.atomic import digest, read_json, write_page
 from image_diffusion.core.journal.metric_definitions import definition_of
-from image_diffusion.core.journal.reader import History, logged_stages, of_weights, read_journal
+from image_diffusion.core.journal.reader import History, history_for_weights, logged_stages, read_journal
 from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import body
 from image_diffusion.tracking.run_note import doubt_of, headline_of, sentence
@@ -273,7 +273,7 @@ def sweeps(folder: Path) -> Iterator[dict[str, Any]]:
 def training(journal: Path, weights: Path) -> History | None:
     """The history of training. weights: the model.json of what it ended with."""
     history = read_journal(journal)
-    return of_weights(history, read_json(weights)) if history is not None and weights.is_file() else history
+    return history_for_weights(history, read_json(weights)) if history is not None and weights.is_file() else history
 
 
 def told(history: History | None, is_trained: bool) -> dict[str, Any] | None:

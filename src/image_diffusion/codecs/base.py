@@ -249,7 +249,7 @@ def layout_on(device: torch.device) -> torch.memory_format:
     return torch.channels_last if device.type == "cuda" else torch.preserve_format
 
 
-def placed(network: N, device: torch.device) -> N:
+def on_device(network: N, device: torch.device) -> N:
     """Return an autoencoder in evaluation mode on the device that encodes and decodes."""
     return network.to(device).to(memory_format=layout_on(device)).eval().requires_grad_(False)
 

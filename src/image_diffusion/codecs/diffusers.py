@@ -28,7 +28,7 @@ from image_diffusion.codecs.diffusers_families import (
     Vq,
     as_declared,
     check_decoder,
-    far_off,
+    is_badly_normalised,
     kind_of,
 )
 from image_diffusion.codecs.hub_files import content_of, files_of, load_pretrained, settings_of
@@ -111,7 +111,7 @@ class Diffusers(CodecSettings):
 
     def advice(self, statistics: Mapping[str, Any]) -> str | None:
         mean, std = as_declared(statistics, Factors(**statistics["declared"]))
-        if not far_off(mean, std):
+        if not is_badly_normalised(mean, std):
             return None
         return (
             f"By the factors that {self.name} declares, its latents have mean {mean:.2f} and standard deviation "

@@ -63,7 +63,7 @@ def as_declared(statistics: Mapping[str, Any], declared: Factors) -> tuple[float
     return overall, float(np.sqrt(max(squares.mean() - overall**2, 0.0)))
 
 
-def far_off(mean: float, std: float) -> bool:
+def is_badly_normalised(mean: float, std: float) -> bool:
     """True if x is more than a fifth away from mean 0 and standard deviation 1."""
     return abs(mean) > _FAR or abs(std - 1) > _FAR
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from image_diffusion.codecs.base import placed
+from image_diffusion.codecs.base import on_device
 from image_diffusion.core.files.atomic import digest, sha256_file
 
 _FILES = (
@@ -47,7 +47,7 @@ def settings_of(weights: str, subfolder: str | None, key: str) -> Mapping[str, A
         try:
             path = hf_hub_download(weights, "config.json", subfolder=subfolder)
         except (OSError, ValueError) as error:
-            raise not_at_hand(weights, key, error) from None
+            raise unavailable_error(weights, key, error) from None
         text = Path(path).read_text(encoding="utf-8")
     try:
         settings = json.loads(text)
@@ -66,8 +66,8 @@ def load_pretrained(
     try:
         vae = network.from_pretrained(place, torch_dtype=dtype, subfolder=subfolder)
     except (OSError, ValueError, RuntimeError) as error:
-        raise not_at_hand(weights, key, error) from None
-    return placed(vae, device)
+        raise unavailable_error(weights, key, error) from None
+    return on_device(vae, device)
 
 
 def content_of(weights: str, subfolder: str | None) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _sha256(path: Path, size: int, time: int) -> str:
     return sha256_file(path)
 
 
-def not_at_hand(weights: str, key: str, error: Exception) -> ValueError:
+def unavailable_error(weights: str, key: str, error: Exception) -> ValueError:
     """Return the error for an autoencoder that cannot be loaded."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ValueError(

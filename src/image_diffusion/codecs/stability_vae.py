@@ -10,7 +10,14 @@ import torch
 from pydantic import Field
 
 from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, latent_spec
-from image_diffusion.codecs.diffusers_families import Factors, Kl, as_declared, check_decoder, far_off, kind_of
+from image_diffusion.codecs.diffusers_families import (
+    Factors,
+    Kl,
+    as_declared,
+    check_decoder,
+    is_badly_normalised,
+    kind_of,
+)
 from image_diffusion.codecs.hub_files import content_of, files_of, folder_of, load_pretrained, settings_of
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.types import DataSpec
@@ -72,7 +79,7 @@ class StabilityVae(CodecSettings):
 
     def advice(self, statistics: Mapping[str, Any]) -> str | None:
         mean, std = as_declared(statistics, Factors([0.0], [1 / self.scale]))
-        if not far_off(mean, std):
+        if not is_badly_normalised(mean, std):
             return None
         return (
             f"Multiplied with codec.scale {self.scale:g}, the latents have mean {mean:.2f} and standard deviation "

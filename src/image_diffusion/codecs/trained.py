@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, latent_spec, placed
+from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, latent_spec, on_device
 from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.config.base import parse
@@ -62,7 +62,7 @@ class Trained(CodecSettings):
         def load(config: type[AutoencoderConfig] | type[DVAEConfig]) -> nn.Module:
             network: nn.Module = parse(config, model["system"]["network"], where).build(spec)
             network.load_state_dict(read_weights(weights)[0])
-            return placed(network.to(dtype), device)
+            return on_device(network.to(dtype), device)
 
         scale, levels = self.scale or scale or 1.0, spec.levels
         if kind == "autoencoder":

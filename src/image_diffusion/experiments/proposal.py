@@ -41,7 +41,7 @@ _MARGIN = 0.03
 _STARTS = 12.5
 """Overhead of all stages (processes, tracking, report), in units of the start of a process that imports PyTorch:
 measured with digits on one core, 31 s with a start of 2.5 s."""
-_JUDGED, _MOST_JUDGED = 4e-4, 10_000
+_EVALUATION_S_PER_IMAGE, _MOST_JUDGED = 4e-4, 10_000
 """Time per image of an evaluation, in the same unit (0.7 ms with digits, 1 ms with 20,000 images of CIFAR-10), and
 maximum number of training images that it compares with."""
 _DETECTOR_EXAMPLES = (4, 6_000, 200_000)
@@ -252,7 +252,7 @@ def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
     compared = 8 * min(MOST_HELD_OUT, held_out) + held_out + experiment.section("sample").num_samples
     sampling = experiment.system.sampling()
     samples, preview = experiment.section("sample"), experiment.section("preview")
-    judged_s = _JUDGED * machine.start_s
+    judged_s = _EVALUATION_S_PER_IMAGE * machine.start_s
     per_sample_s = sampling.num_evaluations(samples) * speed.pass_s + speed.decode_s + forward_s + judged_s
     per_preview_s = sampling.num_evaluations(preview) * speed.pass_s + speed.decode_s
     others = (

@@ -237,7 +237,7 @@ def embed_stage(experiment: Experiment, pairs: PairsConfig) -> EmbedStage:
 def pair_plans(experiment: Experiment) -> dict[str, PairPlan]:
     """Return the plans of the sets of an experiment's section pairs, by folder, in the order in which training reads
     them."""
-    kinds = experiment.system.reads_beside
+    kinds = experiment.system.joined_kinds
     sets = sorted(experiment.pair_sets, key=lambda pairs: kinds.index(pairs.kind) if kinds else 0)
     of_images = not isinstance(experiment.data.source, Embeddings)
     return {
@@ -365,7 +365,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         judged_on_encoded=evaluation.reads_encoded,
         judged_on_pairs=evaluation.reads_pairs,
         pairs=pair_plans(experiment),
-        pairs_beside=bool(system.reads_beside),
+        pairs_beside=bool(system.joined_kinds),
         prompts=prompt_file(experiment),
         pictures=system.sampling().pictures(experiment.sample) if makes(experiment, "images") else [],
         makes_samples=makes(experiment, "images"),

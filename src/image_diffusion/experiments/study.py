@@ -188,7 +188,9 @@ def expand(path: Path, experiments: Path) -> Expanded:
             experiment = parse_experiment(over(raw, own), where)
             name = file.stem if dump(experiment) == unchanged else f"{file.stem}-{digest([file.stem, own])[:8]}"
             runs.append(Run(name, variant.name, seed, where, experiment))
-        if variant.experiment is not None and _judging(experiment) != _judging(runs[0].experiment):
+        if variant.experiment is not None and _comparability_settings(experiment) != _comparability_settings(
+            runs[0].experiment
+        ):
             raise ValueError(
                 f"{where}: {variant.experiment} is judged on other data, or otherwise, than {study.base}. "
                 "Give both the same sections data and evaluate."
@@ -213,7 +215,7 @@ def expand(path: Path, experiments: Path) -> Expanded:
     return Expanded(path.stem, study, base, runs)
 
 
-def _judging(experiment: Experiment) -> Any:
+def _comparability_settings(experiment: Experiment) -> Any:
     """Return the settings that must be equal for the metrics of two experiments to be compared."""
     return dump(experiment.data), _evaluated(experiment)
 
@@ -252,7 +254,7 @@ def operations_of(experiment: Experiment, codec: Experiment | None = None) -> in
     system: Any = experiment.system
 
     class Stored:
-        num_samples, labels, beside = 1, np.zeros(1, dtype=np.int64), dict[str, Any]()
+        num_samples, labels, joined_sets = 1, np.zeros(1, dtype=np.int64), dict[str, Any]()
         shape = (
             (2, 768)
             if is_pairs

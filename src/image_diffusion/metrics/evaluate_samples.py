@@ -30,7 +30,13 @@ from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect, detect_each
 from image_diffusion.metrics.features.reference_features import ReferenceFeatures, read_features
 from image_diffusion.metrics.features.statistics_files import is_statistics, read_statistics
-from image_diffusion.metrics.images.memorization import LEAST_HELD_OUT, Copies, copies_seen, find_copies, reduced
+from image_diffusion.metrics.images.memorization import (
+    LEAST_HELD_OUT,
+    Copies,
+    find_copies,
+    find_feature_copies,
+    reduced,
+)
 from image_diffusion.metrics.label_shares import (
     LEAST_DIFFERENCE,
     by_chance,
@@ -43,7 +49,7 @@ from image_diffusion.metrics.learning_curve import measure_previews, plot_curve
 from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
 from image_diffusion.metrics.reliability import doubts_of
 from image_diffusion.metrics.samples import Samples, read_samples
-from image_diffusion.metrics.sanity_check import Part, degraded_half, halves, look_and_test, self_test
+from image_diffusion.metrics.sanity_check import Part, degraded_half, halves, run_self_test, self_test
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class RealImages:
         return self.train if name == "train" else self.validation
 
     @property
-    def looked_at(self) -> dict[str, ImageSet]:
+    def image_sets(self) -> dict[str, ImageSet]:
         """Return the image sets for the detectors, by name: both splits, and degraded training images for the
         self-test."""
         return {"train": self.train, "validation": self.validation, "degraded": degraded_half(self.train)}
@@ -113,7 +119,7 @@ def evaluate_samples(
     """
     name, k = settings.reference, settings.neighbours
     _check_samples(samples, data, k)
-    stored = read_features(references, detectors, data.looked_at)
+    stored = read_features(references, detectors, data.image_sets)
     if reference_file is None:
         _check_split(samples, data, name, k)
         compare = partial(_compare_with_split, name=name, neighbours=k, stored=stored)
@@ -268,7 +274,7 @@ def _split_features(
     """Return each detector's features of the real images: the stored ones, or else newly computed ones."""
     features = [dict(splits or {}) for splits in stored]
     missing = [number for number, splits in enumerate(stored) if splits is None]
-    for name, images in data.looked_at.items() if missing else ():
+    for name, images in data.image_sets.items() if missing else ():
         if images.num_samples > 1:
             computed = detect_each([detectors[i] for i in missing], images, f"features of real images, {name}")
             for number, detected in zip(missing, computed, strict=True):
@@ -354,7 +360,7 @@ def _compare_with_file(
             map(Reference.from_images, detect_each(detectors, others, "features of the reference"), class_labels)
         )
     comparisons = list(map(Comparison, detectors, features, requested, references))
-    return comparisons, described, look_and_test(detectors, data.train)
+    return comparisons, described, run_self_test(detectors, data.train)
 
 
 def _requested_classes(detector: Detector, samples: Samples) -> Tensor | None:
@@ -396,7 +402,7 @@ def _copies_in_features(
     held_out = splits["validation"].detected.features if "validation" in splits else None
     if held_out is not None:
         held_out = held_out[fixed_subset(len(held_out), most)]
-    copies = copies_seen(comparison.samples.features[rows], splits["train"].detected.features, held_out)
+    copies = find_feature_copies(comparison.samples.features[rows], splits["train"].detected.features, held_out)
     name = f"nearest-{detector.metric_name('copies')}.png"
     entry = _copies(copies, Part(samples, rows.numpy()), data, report, name)
     return named_by_detector({"copies": entry}, detector)

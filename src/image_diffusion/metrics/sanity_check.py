@@ -73,7 +73,7 @@ def degraded_half(images: ImageSet) -> Degraded:
     return Degraded(images, halves(images.num_samples)[1])
 
 
-def look_and_test(detectors: Sequence[Detector], images: ImageSet) -> dict[str, dict[str, Any]]:
+def run_self_test(detectors: Sequence[Detector], images: ImageSet) -> dict[str, dict[str, Any]]:
     """Compute the features of both halves and return the `self_test`."""
     parts = [*(Part(images, half) for half in halves(images.num_samples)), degraded_half(images)]
     if parts[0].num_samples == 0:

@@ -83,7 +83,7 @@ class DVAEConfig(Config):
         return self
 
     @property
-    def without_a_choice(self) -> str | None:
+    def deterministic_key(self) -> str | None:
         """Return the key that makes tokens deterministic; None: tokens are sampled."""
         return next((key for key in ("levels", "vector_quantiser") if getattr(self, key) is not None), None)
 
@@ -116,7 +116,7 @@ class DVAEConfig(Config):
         if self.std is not None and min(self.std) <= 0:
             raise ValueError(f"Every std must be above 0; got {list(self.std)}.")
         kinds = {None: DVAE, "levels": FiniteDVAE, "vector_quantiser": VectorDVAE}
-        return kinds[self.without_a_choice](self, spec)
+        return kinds[self.deterministic_key](self, spec)
 
     def logits_shape(self, spec: DataSpec) -> tuple[int, int, int]:
         """Return the shape [num_tokens, h, w] of the logits of an image of `spec`."""
@@ -322,10 +322,10 @@ class VectorDVAE(QuantisedDVAE):
         assert config.vector_quantiser is not None
         return VectorQuantiser(config.num_tokens, config.codebook_dim, config.vector_quantiser)
 
-    def take_in(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def update_from(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Update the codebook with the "tokens" [B, P], "encodings" [B, P, D] and "draws" [B, P] of a global batch.
         Returns the tensors that have changed."""
-        self.codebook.take_in(*(seen[name].flatten(0, 1) for name in ("tokens", "encodings", "draws")))
+        self.codebook.update_from(*(seen[name].flatten(0, 1) for name in ("tokens", "encodings", "draws")))
         return self.codebook.weight, self.codebook.counts
 
 

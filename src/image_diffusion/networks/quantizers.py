@@ -36,7 +36,7 @@ class VectorQuantiserConfig(Config):
 class VectorQuantiser(nn.Module):
     """Codebook of vector quantisation. weight: the codes, [num_embeddings, D]. counts: moving averages of the uses of
     each code in a batch, [num_embeddings], initially 0, so that the first encodings replace a code. Both are updated by
-    `take_in` and have no gradient.
+    `update_from` and have no gradient.
     """
 
     weight: Tensor
@@ -63,7 +63,7 @@ class VectorQuantiser(nn.Module):
         return values + (codes - values).detach(), tokens
 
     @torch.no_grad()
-    def take_in(self, tokens: Tensor, encodings: Tensor, draws: Tensor) -> None:
+    def update_from(self, tokens: Tensor, encodings: Tensor, draws: Tensor) -> None:
         """Update the codes from a global batch. tokens: [M] of encodings [M, D]. draws: uniform [M], the order in which
         encodings replace unused codes.
 

@@ -51,7 +51,7 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] -> x weight^T + bias, [..., out]."""
-    if torch.compiler.is_compiling() or not _HAS_ONEDNN or is_plain(x):
+    if torch.compiler.is_compiling() or not _HAS_ONEDNN or uses_pytorch_product(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _row_by_row(x, weight, bias)
@@ -66,7 +66,7 @@ def writes_gelu(x: Tensor) -> bool:
     return x.is_cuda and not torch.is_grad_enabled() and not _plain
 
 
-def is_plain(x: Tensor) -> bool:
+def uses_pytorch_product(x: Tensor) -> bool:
     """Return True if PyTorch's own product is used for x: outside of float32 on a CPU, and in the context
     `plain_products`."""
     return _plain or not _is_float32_on_cpu(x)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.nn.blocks import of_parts
-from image_diffusion.nn.linear import Linear, is_plain, writes_gelu
+from image_diffusion.nn.linear import Linear, uses_pytorch_product, writes_gelu
 from image_diffusion.nn.positions import rotate
 
 
@@ -93,7 +93,7 @@ def gelu(x: Tensor) -> Tensor:
 
     0.5 (1 + tanh u) equals sigmoid(2 u), which compiled code computes on a CPU in a fraction of the time of tanh.
     """
-    if torch.compiler.is_compiling() and not is_plain(x):
+    if torch.compiler.is_compiling() and not uses_pytorch_product(x):
         return x * torch.sigmoid((_LINEAR + _CUBIC * x * x) * x)
     return F.gelu(x, approximate="tanh")
 

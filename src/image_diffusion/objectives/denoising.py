@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.label_dropout import DropsParts
+from image_diffusion.objectives.label_dropout import DropsConditionParts
 from image_diffusion.objectives.timestep_sampling import NoisedOnce, TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
 from image_diffusion.process.base import NoiseProcess, broadcast
@@ -33,7 +33,7 @@ from image_diffusion.process.parameterization import (
 Loss = Literal["simple", "hybrid", "rescaled_hybrid", "kl", "rescaled_kl"]
 
 
-class Denoising(DropsParts):
+class Denoising(DropsConditionParts):
     """Predict eps, x0, v or previous_x."""
 
     type: Literal["denoising"] = "denoising"

@@ -14,14 +14,14 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec, Losses, Network
-from image_diffusion.objectives.label_dropout import DropsParts
+from image_diffusion.objectives.label_dropout import DropsConditionParts
 from image_diffusion.objectives.timestep_sampling import NoisedOnce
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.edm import EdmProcess
 from image_diffusion.process.parameterization import Prediction, Variance
 
 
-class EdmDenoising(DropsParts):
+class EdmDenoising(DropsConditionParts):
     """Denoise with the preconditioning of the edm process."""
 
     type: Literal["edm"] = "edm"

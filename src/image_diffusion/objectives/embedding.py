@@ -51,7 +51,7 @@ class EmbeddingDenoising(Config):
         return self
 
     @property
-    def learns_nulls(self) -> bool:
+    def drops_conditions(self) -> bool:
         """True if the network is also trained without its conditions, which guidance needs."""
         return self.text_drop_probability > 0 and self.image_drop_probability > 0
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec, Losses, Network
-from image_diffusion.objectives.label_dropout import DropsParts
+from image_diffusion.objectives.label_dropout import DropsConditionParts
 from image_diffusion.objectives.timestep_sampling import NoisedOnce
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.flow import FlowProcess
@@ -22,7 +22,7 @@ from image_diffusion.process.parameterization import Variance, split_output, tar
 Said = Literal["velocity", "x0", "eps", "v"]
 
 
-class FlowMatching(DropsParts):
+class FlowMatching(DropsConditionParts):
     """Predict the velocity, or a quantity that determines it."""
 
     type: Literal["flow_matching"] = "flow_matching"

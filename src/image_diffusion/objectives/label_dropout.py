@@ -12,7 +12,7 @@ from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.types import Batch, DataSpec
 
 
-class DropsParts(Sparse):
+class DropsConditionParts(Sparse):
     """Base of objectives that can drop each part of a condition separately."""
 
     if_set: ClassVar[frozenset[str]] = frozenset({"drop_probabilities"})

@@ -14,11 +14,11 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.grid import Denoiser, FixedVariance, Grid
 from image_diffusion.process.parameterization import Variance
-from image_diffusion.samplers.base import NumSteps, Step, StepsFurther
+from image_diffusion.samplers.base import NumSteps, Step, TimeDifferenceSampler
 from image_diffusion.samplers.image_noise import step_noise
 
 
-class Ddpm(StepsFurther):
+class Ddpm(TimeDifferenceSampler):
     """Ancestral sampling, with a learned or a fixed variance."""
 
     type: Literal["ddpm"] = "ddpm"

@@ -53,7 +53,7 @@ class SamplerConfig(Config):
     """Base of samplers, from noise to samples. A derived class only defines its steps. Called as sampler(denoiser,
     grid, noise, streams)."""
 
-    asks_intervals: ClassVar[bool] = False
+    needs_average_velocity: ClassVar[bool] = False
     """True if the sampler requires a network of average velocities (`Grid.interval`)."""
 
     type: str
@@ -70,7 +70,7 @@ class SamplerConfig(Config):
         return False
 
     @property
-    def starts_anywhere(self) -> bool:
+    def can_start_anywhere(self) -> bool:
         """True if sampling may start at any point of the grid, from x_t at its noise level."""
         return True
 
@@ -120,7 +120,7 @@ class SamplerConfig(Config):
         """Yield the sampler's steps, from x [B, ...] at the first noise level of the grid to the last."""
 
 
-class StepsFurther(SamplerConfig):
+class TimeDifferenceSampler(SamplerConfig):
     """Sampler whose steps may end at another noise level than the grid's next point (`Grid.target`)."""
 
     time_difference: float = Field(0.0, ge=0, lt=1)

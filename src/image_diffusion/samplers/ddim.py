@@ -13,11 +13,11 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.base import Step, StepsFurther, clipped, initial_scale
+from image_diffusion.samplers.base import Step, TimeDifferenceSampler, clipped, initial_scale
 from image_diffusion.samplers.image_noise import step_noise
 
 
-class Ddim(StepsFurther):
+class Ddim(TimeDifferenceSampler):
     """DDIM. With eta 0 it is deterministic and can be run backwards; with eta 1 it is the ancestral sampler."""
 
     type: Literal["ddim"] = "ddim"

@@ -24,7 +24,7 @@ class FlowMap(SamplerConfig):
     """Sampler with one network call per step, conditioned on the length of the step. If the network is exact, so is the
     sampler, with any number of steps."""
 
-    asks_intervals: ClassVar[bool] = True
+    needs_average_velocity: ClassVar[bool] = True
 
     type: Literal["flow_map"] = "flow_map"
     num_steps: NumSteps = 1

@@ -82,9 +82,9 @@ class Guidance(Sparse):
     ) -> Network:
         """Return the guided network, to be sampled on `grid`. See `guided`."""
         times = None if self.interval is None else times_between(grid, *self.interval)
-        rise_at = None if self.power is None else partial(_rise, self.power, grid.time[0].item())
+        scale_ramp = None if self.power is None else partial(_rise, self.power, grid.time[0].item())
         scale = self.guidance_scale if self.scales is None else self.scales
-        return guided(network, scale, null_cond, self.channels, times, negative, rise_at)
+        return guided(network, scale, null_cond, self.channels, times, negative, scale_ramp)
 
 
 def _is_pair(value: Any) -> bool:
@@ -102,7 +102,7 @@ def guided(
     channels: Channels = "all",
     times: tuple[float, float] | None = None,
     negative: Network | None = None,
-    rise_at: Callable[[Tensor], Tensor] | None = None,
+    scale_ramp: Callable[[Tensor], Tensor] | None = None,
 ) -> Network:
     """Return a network that computes negative + guidance_scale * (positive - negative), where positive = network(x, t,
     **cond). With a scale s_k for each of n parts of the condition it computes e_0 + sum of s_k * (e_k - e_{k-1}), where
@@ -111,9 +111,9 @@ def guided(
     null_cond: replacements of conditions in the negative prediction, by name; broadcast over the batch. A condition
     that it does not name is kept. negative: the network of the negative prediction, for autoguidance a weaker one, with
     an empty null_cond; None: `network` itself, called once with [positive; negative] as one batch. times: guide only at
-    t in [low, high], in the network's own time; elsewhere, and with guidance_scale 1, there is one plain call. rise_at:
-    the position between 1 and the scale at times t [B], from 0 to 1; None: always 1. Output channels beyond the guided
-    ones (such as a learned variance) are those of the positive prediction.
+    t in [low, high], in the network's own time; elsewhere, and with guidance_scale 1, there is one plain call.
+    scale_ramp: the position between 1 and the scale at times t [B], from 0 to 1; None: always 1. Output channels beyond
+    the guided ones (such as a learned variance) are those of the positive prediction.
 
     Raises ValueError if the two predictions do not differ, for a null or a scale of an absent condition, and for
     first_three on fewer than three channels.
@@ -151,7 +151,7 @@ def guided(
         out_positive, count = predictions[0], _num_guided(channels, x.shape[1])
         parts = [prediction[:, :count] for prediction in reversed(predictions)]  # e_0, e_1, …
         mixed, first = parts[0], parts[-1]
-        rise = None if rise_at is None else rise_at(t).view(-1, *[1] * (x.ndim - 1))
+        rise = None if scale_ramp is None else scale_ramp(t).view(-1, *[1] * (x.ndim - 1))
         for scale, before, after in zip(scales, parts[:-1], parts[1:], strict=True):
             factor = scale if rise is None else (1 + (scale - 1) * rise).to(mixed)
             mixed = mixed + factor * (after - before)

@@ -42,7 +42,7 @@ class Heun(SpacedByNoise):
         return self.s_churn > 0
 
     @property
-    def starts_anywhere(self) -> bool:
+    def can_start_anywhere(self) -> bool:
         """False with churn: at every other point of the grid a step ends, and its noise is not yet added."""
         return self.s_churn == 0
 

@@ -71,7 +71,7 @@ def write_datasheet(
 def captions_of(config: DataConfig) -> dict[str, list[str]] | None:
     """Return the captions that come with the images, in columns named `caption`; None without captions."""
     try:
-        return config.source.captions_beside(("caption",))
+        return config.source.read_captions(("caption",))
     except ValueError:  # the error of a source without captions
         return None
 

@@ -37,7 +37,7 @@ from image_diffusion.training.forecast.forecast import (
     free_disk,
     memory_limit,
     seconds_to_save,
-    told_too_late,
+    signal_lead_advice,
 )
 
 SMALLER = ("train.microbatch",)
@@ -80,7 +80,7 @@ def main() -> None:
     per_node = arguments.processes_per_node
     processes = arguments.nodes * per_node
     if arguments.tflops is not None:
-        tell_counted(training, processes, arguments.tflops, arguments.output, per_node)
+        print_estimated_cost(training, processes, arguments.tflops, arguments.output, per_node)
         return
     system, every = training.stage.system, training.stage.train.grid_every_steps
     preview: Any = training.stage.preview
@@ -119,7 +119,7 @@ def main() -> None:
     )
     if note := cut_short(cost, arguments.steps, decode_s is None):
         print(note, flush=True)
-    for sentence in (*training.stage.train.advice(), *filter(None, [told_too_late(save_s, arguments.grace_s)])):
+    for sentence in (*training.stage.train.advice(), *filter(None, [signal_lead_advice(save_s, arguments.grace_s)])):
         log_line(f"warning: {sentence}")
     check(together, memory, cost.disk_gib, disk, training.stage.train.microbatch_key)
     others = {"previews_s": previews_s, "sample_s": sample_s, "save_s": save_s}
@@ -132,7 +132,7 @@ def steps_in_words(config: TrainConfig) -> str:
     return f"{config.steps:,} steps{' at most' if config.patience is not None else ''}"
 
 
-def tell_counted(
+def print_estimated_cost(
     training: Training, processes: int, tflops: float, output: Path, per_machine: int | None = None
 ) -> None:
     """Print and write the time and memory of a training on GPUs with this rate. It requires no GPU."""

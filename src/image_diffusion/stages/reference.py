@@ -44,7 +44,7 @@ def main() -> None:
         detector = stage.detector.build(arguments.detector, str(best_device()))
         train, validation = (open_shards(arguments.data, split, renders=True) for split in ("train", "validation"))
         data = RealImages(train, validation)
-        splits = data.looked_at
+        splits = data.image_sets
         identity = [detector.identity, {name: [images.digest, images.selection] for name, images in splits.items()}]
         if arguments.part is not None:
             with resumable(arguments.output, identity, writes=world.is_main):

@@ -19,7 +19,7 @@ from pathlib import Path
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.process.command import Parser
 from image_diffusion.core.process.secrets import store_named
-from image_diffusion.tracking.live import follow, send_apart, stop_at_end
+from image_diffusion.tracking.live import follow, send_in_subprocess, stop_at_end
 from image_diffusion.tracking.plan import Request, journals, request_of
 from image_diffusion.workflow.plans import plan_file
 
@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     store = store_named(options.store)
     if options.follow is not None:
-        stop, send = stop_at_end(), partial(send_apart, store, options.project)
+        stop, send = stop_at_end(), partial(send_in_subprocess, store, options.project)
         follow(send, [request_of(options.results, name) for name in options.follow], options.every, stop)
         return
     request = None

@@ -147,8 +147,10 @@ def prepare_training(
         codec: Codec = stage.codec.build(weights, scale, best_device(), torch.float32)
         return codec
 
-    def prepare(stored: Tensor, label: Tensor, streams: Streams, *beside: Tensor) -> Batch:
-        return system.batch(stored, label, streams, spec, codec, dict(zip(training.beside, beside, strict=True)))
+    def prepare(stored: Tensor, label: Tensor, streams: Streams, *joined_sets: Tensor) -> Batch:
+        return system.batch(
+            stored, label, streams, spec, codec, dict(zip(training.joined_sets, joined_sets, strict=True))
+        )
 
     inputs = PreviewInputs(spec, decoder, stage.preview, training, validation, stage.train.validation_samples)
     preview = system.sampling().preview(inputs) if stage.train.grid_every_steps is not None else None
@@ -170,15 +172,15 @@ def prepare_training(
         model["untrained"] = untrained
         some = ", ".join(untrained[:8]) + (", …" if len(untrained) > 8 else "")
         log_line(f"train: {len(untrained):,} classes have no training image, and are drawn only by name: {some}.")
-    read = training.beside or {kind: training}
+    read = training.joined_sets or {kind: training}
     described = {of_kind: shards.manifest["pairs"] for of_kind, shards in read.items() if "pairs" in shards.manifest}
     if described:
-        model["pairs"] = written(described, system.reads_beside)
+        model["pairs"] = written(described, system.joined_kinds)
     if NUMBERS in read and "missing_numbers" in read[NUMBERS].manifest:
         model["missing_numbers"] = read[NUMBERS].manifest["missing_numbers"]
     if carried:
         model["carried"] = training.manifest["carried"]
-    sets = tuple(shards for split in (training, validation) for shards in (split, *split.beside.values()))
+    sets = tuple(shards for split in (training, validation) for shards in (split, *split.joined_sets.values()))
     selection = digest([training.selection, validation.selection])
     return Training(stage, spec, decoder, task, sets, model, {"digest": training.digest}, selection)
 
@@ -186,7 +188,7 @@ def prepare_training(
 def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> None:
     """Join to the data the additional sets that the system reads, in its order. Raises ValueError if sets are missing
     or do not fit."""
-    kinds = stage.system.reads_beside
+    kinds = stage.system.joined_kinds
     if bool(kinds) != bool(pairs):
         raise ValueError(
             f"A {stage.system.type} reads nothing beside its data. Leave --pairs out."

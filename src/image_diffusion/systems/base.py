@@ -97,7 +97,7 @@ class System(Adaptable, ABC):
             self.build_network(spec)
 
     @property
-    def reads_beside(self) -> tuple[str, ...]:
+    def joined_kinds(self) -> tuple[str, ...]:
         """Return the kinds of shards of the section `pairs` that training reads in addition to its data; none if the
         pairs are its data."""
         return ()
@@ -129,10 +129,10 @@ class System(Adaptable, ABC):
         streams: Streams,
         spec: DataSpec,
         codec: Codec,
-        beside: Mapping[str, Tensor] | None = None,
+        joined_sets: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         """Return the objective's input for stored samples [B, …] with labels, int64 [B], and random numbers. beside:
-        the entries of the shards of `reads_beside` for the same samples, [B, …], by kind."""
+        the entries of the shards of `joined_kinds` for the same samples, [B, …], by kind."""
         return Batch(codec.draw(stored, streams), {}, streams)
 
     def sampling(self) -> Sampling:

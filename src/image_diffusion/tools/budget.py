@@ -16,7 +16,7 @@ import torch
 from image_diffusion.core.devices import best_device, has_gpu
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.data.cropped.dataset import crop_dataset
-from image_diffusion.data.encoded.captions import captions_beside
+from image_diffusion.data.encoded.captions import read_captions
 from image_diffusion.data.encoded.latents import encode_shards, write_manifest
 from image_diffusion.data.quality.facts import Facts, look, source_of, spread
 from image_diffusion.data.shards.reader import open_shards
@@ -80,7 +80,7 @@ def measured(experiment: Experiment, facts: Facts, machine: Machine) -> Speed:
 def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Path) -> Speed:
     items = spread(facts.source.listing().items, 2 * experiment.train.global_batch)
     captions = captions_of(facts)
-    texts = captions_beside(facts.source, (captions.column,), [item.name for item in items]) if captions else []
+    texts = read_captions(facts.source, (captions.column,), [item.name for item in items]) if captions else []
     masks = masks_of(facts)
     mask_files = {} if masks is None else files_in(masks.path, "masks")
     for number, item in enumerate(items):

@@ -85,7 +85,7 @@ def send(store: str, project: str, requests: Sequence[Request], live: bool) -> N
         tracker.send(request, live)
 
 
-def send_apart(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
+def send_in_subprocess(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
     """Send in a separate process that ends after sending or with this process: MLflow takes 0.2 GB, a model 0.7 GB.
     Raises OSError."""
     apart = get_context("spawn")

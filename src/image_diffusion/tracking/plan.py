@@ -17,7 +17,14 @@ from typing import Any
 
 from image_diffusion.core.config import yaml12
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file
-from image_diffusion.core.journal.reader import Artifact, History, Point, logged_stages, of_weights, read_journals
+from image_diffusion.core.journal.reader import (
+    Artifact,
+    History,
+    Point,
+    history_for_weights,
+    logged_stages,
+    read_journals,
+)
 from image_diffusion.core.names import carried_files
 from image_diffusion.core.process.commands import module_of
 from image_diffusion.core.process.errors import log_line_once
@@ -121,7 +128,7 @@ def plan(experiment: Path, datasets: Sequence[Path], headline: str = "fid") -> l
     parents = []
     for number, training in enumerate(trained, start=1):
         own_children = [child for child in children if child.parent == training.history.id]
-        params, changed = _gathered(training, [*(of_data if training.latest else ()), *own_children])
+        params, changed = _merged_params(training, [*(of_data if training.latest else ()), *own_children])
         parents.append(
             replace(
                 training,
@@ -255,7 +262,7 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
             model = read_json(weights)
             # If a training has just ended, the weights in the folder may still be those of the previous training.
             if not any(history.tags.get("fingerprint") == model.get("fingerprint") for history in histories):
-                histories[-1] = of_weights(histories[-1], model)
+                histories[-1] = history_for_weights(histories[-1], model)
         for history in histories:
             latest = history is histories[-1]
             recorded = history.artifacts
@@ -340,7 +347,7 @@ def _shown(training: PlannedRun, children: Sequence[PlannedRun], headline: str) 
     return [*own, *of_children, *(scalars([*own, *of_children], headline) if ended else ())]
 
 
-def _gathered(training: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _merged_params(training: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters of a training with those of other stages, and those whose value has changed since: of crop
     with the prefix `data.`, and of each stage those of the section with its name."""
     params, changed = dict(training.params), dict(training.changed)

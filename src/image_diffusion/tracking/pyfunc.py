@@ -86,7 +86,7 @@ def usage(folder: Path, embeds: bool = False) -> Usage | None:
     described, where = read_model(folder), f"{folder}/model.json"
     system: System = parse(AnySystem, described["system"], where)
     spec = parse(DataSpec, described["spec"], where)
-    pairs = by_kind(described.get("pairs"), system.reads_beside or ("pairs",))
+    pairs = by_kind(described.get("pairs"), system.joined_kinds or ("pairs",))
     served = system.sampling().served(spec, described["classes"], pairs, embeds)
     if served is None:
         return None

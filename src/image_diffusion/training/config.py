@@ -161,7 +161,7 @@ class TrainConfig(Sparse):
             raise ValueError(
                 "reduce: bf16 does not go with deterministic: strict, whose sums are exact. Leave out one of the two."
             )
-        if self.spreads_weights:
+        if self.shards_weights:
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
                 "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
@@ -191,7 +191,7 @@ class TrainConfig(Sparse):
         return self.compile == "cuda_graphs"
 
     @property
-    def spreads_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """True if each process holds only a share of the weights."""
         return self.sharding in ("full", "machine")
 

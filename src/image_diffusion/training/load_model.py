@@ -24,7 +24,7 @@ def load_model(folder: Path) -> Model:
     system: System = parse(AnySystem, model["system"], where)
     spec = parse(DataSpec, model["spec"], where)
     network = system.build_network(spec)
-    pairs = by_kind(model.get("pairs"), system.reads_beside or ("pairs",))
+    pairs = by_kind(model.get("pairs"), system.joined_kinds or ("pairs",))
     if "missing_numbers" in model:
         pairs[NUMBERS] = pairs[NUMBERS] | {"missing": model["missing_numbers"]}
     try:

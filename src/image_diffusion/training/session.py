@@ -166,7 +166,7 @@ def _weights_info(model: dict[str, Any], where: str, *, named: bool) -> Trained:
     """Return the description of weights. named: True if classes have names; classes of published weights are only
     numbers."""
     system: System = parse(AnySystem, model["system"], where)
-    pairs = by_kind(model.get("pairs"), system.reads_beside or ("pairs",))
+    pairs = by_kind(model.get("pairs"), system.joined_kinds or ("pairs",))
     return Trained(system, parse(DataSpec, model["spec"], where), model["classes"] if named else None, pairs)
 
 

@@ -44,10 +44,10 @@ _WITH_TENSORS = "meter", "objective"
 
 
 @runtime_checkable
-class TakesIn(Protocol):
+class LearnsWithoutGradient(Protocol):
     """A network that also learns without gradients, such as a codebook of moving averages."""
 
-    def take_in(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def update_from(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Learn from `Losses.seen` of one step's whole global batch. Returns the tensors that it changed in place."""
         ...
 
@@ -192,7 +192,7 @@ class Trainer:
         self, objective: Objective, seed: int, step: int, examples: Examples, augment: Augment | None = None
     ) -> Losses:
         streams = Streams(seed, examples.epoch, examples.sample)
-        batch = self.task.prepare(examples.stored, examples.label, streams, *examples.beside)
+        batch = self.task.prepare(examples.stored, examples.label, streams, *examples.joined_sets)
         if augment is not None:
             batch = augmented(batch, augment, self.config.flip_probability)
         batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)), step=step)
@@ -232,13 +232,13 @@ class Trainer:
         self.meter.add(losses, norm)
         self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
         memory, network = self.task.objective.memory, self.network
-        reads_all = memory is not None or isinstance(network, TakesIn)
+        reads_all = memory is not None or isinstance(network, LearnsWithoutGradient)
         if reads_all and self.config.deterministic != "strict":
             losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
         if memory is not None:
             memory.observe(losses)
-        if isinstance(network, TakesIn):
-            for tensor in network.take_in(losses.seen):  # sums on a GPU may differ in last bits
+        if isinstance(network, LearnsWithoutGradient):
+            for tensor in network.update_from(losses.seen):  # sums on a GPU may differ in last bits
                 self.world.broadcast(tensor)
 
     @contextmanager
@@ -322,7 +322,7 @@ class Trainer:
 
     def _copy_buffers(self) -> dict[str, Tensor]:
         """Copy the network's buffers that are updated outside the optimizer, by name."""
-        if not isinstance(self.network, TakesIn):
+        if not isinstance(self.network, LearnsWithoutGradient):
             return {}
         fixed = dict(self.network.named_parameters())
         return {name: tensor.clone() for name, tensor in self.network.state_dict().items() if name not in fixed}
@@ -344,7 +344,7 @@ class Trainer:
 
 def check_task(task: Task, config: TrainConfig, world: World) -> None:
     """Raise ValueError if these processes cannot train this task as configured."""
-    sharded = config.spreads_weights and world.size > 1
+    sharded = config.shards_weights and world.size > 1
     if world.size > config.global_batch:
         raise ValueError(
             f"{world.size} processes cannot share a global batch of {config.global_batch}. "

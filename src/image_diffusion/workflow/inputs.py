@@ -50,9 +50,9 @@ class Files:
             return
         yield f"{self.results}/summary.html"
         for name in self.plans.by_name:
-            yield from self.all_of(name)
+            yield from self.experiment_targets(name)
 
-    def all_of(self, name: str) -> Iterator[str]:
+    def experiment_targets(self, name: str) -> Iterator[str]:
         """Return the files that are made from one experiment only."""
         yield from self._outputs_of(name)
         yield from self._data(self.plans.by_name[name])
@@ -194,7 +194,7 @@ class Files:
         names = ("codec", "small_images", "embeddings", "prompts")
         return [] if plan.keeps_samples else [path for name in names for path in optional[name].files]
 
-    def making_option(self, wildcards: Wildcards) -> list[str]:
+    def sampling_options(self, wildcards: Wildcards) -> list[str]:
         """Return the options of `evaluate` for generating images that are not stored."""
         plan = self.plans.plan_for(wildcards)
         if plan.keeps_samples:

@@ -105,7 +105,7 @@ class Parts:
         folder = f"{self.results}/{plan.experiment}/synthetic_parts"
         return _unless_part(wildcards, [f"{folder}/{part}.npz" for part in _named_parts(plan.synthesize_jobs)])
 
-    def made_option(self, wildcards: Wildcards, input: Any) -> list[str]:
+    def parts_option(self, wildcards: Wildcards, input: Any) -> list[str]:
         """Return the option for the parts of a stage. Snakemake ignores changes of params that are functions of the
         input, as it should here, since the result does not depend on the number of parts."""
         return option_of("--made", list(input.parts))
@@ -125,7 +125,7 @@ class Parts:
         """Return the params of a rule that makes or joins the parts of an experiment: the options, and the first
         output, which the command writes."""
         options: dict[str, Callable[..., Any]] = {"written": lambda wildcards, output: output[0]}
-        return options | {"parts": self.made_option, "part": self.part_option, "journal": self.journal_option}
+        return options | {"parts": self.parts_option, "part": self.part_option, "journal": self.journal_option}
 
     def crop_whole_option(self, wildcards: Wildcards) -> list[str]:
         """Return the options of a job that crops a whole data set or joins its parts: source, parts, journal."""

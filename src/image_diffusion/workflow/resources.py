@@ -72,7 +72,7 @@ class Machine:
     def threads(self, wildcards: Wildcards) -> int:
         """Return the CPU cores of a process on this machine: all for a stage on its only GPU, so that such stages run
         one at a time; an equal share for a stage on one of several GPUs."""
-        if self._alone(wildcards):
+        if self._uses_local_gpu(wildcards):
             return self._share() if self.devices else ALL_CORES
         return self.cpus(wildcards)
 
@@ -82,7 +82,7 @@ class Machine:
 
     def one_device(self, wildcards: Wildcards) -> int | None:
         """Return 1 if the machine has several GPUs and the experiment requests any; else None."""
-        return 1 if self.devices and self._alone(wildcards) else None
+        return 1 if self.devices and self._uses_local_gpu(wildcards) else None
 
     def one_device_to_begin(self, wildcards: Wildcards, input: Any) -> int | None:
         """Return `one_device`, or None if several jobs have made the parts."""
@@ -166,14 +166,14 @@ class Machine:
 
     def training_threads(self, wildcards: Wildcards) -> int:
         """Return the CPU cores of a training on this machine (see `threads`)."""
-        if self._alone(wildcards):
+        if self._uses_local_gpu(wildcards):
             return self._share() * self._processes_here(wildcards) if self.devices else ALL_CORES
         return self.training_cpus(wildcards)
 
     def training_devices(self, wildcards: Wildcards) -> int | None:
         """Return the number of GPUs that training reserves on this machine, if it has several and training uses any;
         else None."""
-        return self._processes_here(wildcards) if self.devices and self._alone(wildcards) else None
+        return self._processes_here(wildcards) if self.devices and self._uses_local_gpu(wildcards) else None
 
     def training_memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
         """Return the MB of memory of each node: 50 % more after each attempt that ran out of it, at most three times.
@@ -278,7 +278,7 @@ class Machine:
         nodes = 1 if "SLURM_JOB_ID" in os.environ else self.nodes(wildcards)
         return nodes * self.processes(wildcards)
 
-    def _alone(self, wildcards: Wildcards) -> bool:
+    def _uses_local_gpu(self, wildcards: Wildcards) -> bool:
         """Return True for a stage that uses a GPU of this machine without a queue."""
         return self._requested("gpus_per_node", wildcards) > 0 and not (self.queued or self.remote)
 

@@ -86,7 +86,7 @@ def merged(default: Any, written: Any) -> Any:
 
     Sections are merged recursively, key by key, if `type` is the same or left out; another type uses its own defaults.
     """
-    base = _set_by_hand(default)
+    base = _explicit_values(default)
     if not isinstance(base, dict) or not isinstance(written, dict):
         return written
     if written.get("type", base.get("type")) != base.get("type"):
@@ -111,11 +111,11 @@ def shortest(value: Any, default: Any = None) -> Any:
     }
 
 
-def _set_by_hand(default: Any) -> Any:
+def _explicit_values(default: Any) -> Any:
     """Return, as plain data, the values of a default that differ from the defaults of its class, and its type."""
     if isinstance(default, BaseModel):
         names = [name for name in type(default).model_fields if name in default.model_fields_set or name == "type"]
-        return {name: _set_by_hand(getattr(default, name)) for name in names}
+        return {name: _explicit_values(getattr(default, name)) for name in names}
     return default
 
 

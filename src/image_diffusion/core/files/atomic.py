@@ -29,18 +29,18 @@ _SETTING_UMASK = threading.Lock()  # two threads at once could restore 0
 
 
 @contextmanager
-def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, check_owner: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
     """Write a binary file atomically: `path` is complete and on disk, or unchanged.
 
     The file is written under a hidden name in the same folder, flushed to disk and renamed; the folder entry is flushed
-    too. Unfinished files of killed processes under the same name are removed first. permit: called just before the
+    too. Unfinished files of killed processes under the same name are removed first. check_owner: called just before the
     renaming; raises an exception if the file must not be written.
     """
     with writing(path):
-        yield from _atomic_write(path, permit)
+        yield from _atomic_write(path, check_owner)
 
 
-def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[BinaryIO]:
+def _atomic_write(path: Path, check_owner: Callable[[], None] | None) -> Iterator[BinaryIO]:
     make_folder(path.parent)
     remove_unfinished(path.parent, glob.escape(path.name))
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -53,8 +53,8 @@ def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[Bin
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())
-        if permit is not None:
-            permit()
+        if check_owner is not None:
+            check_owner()
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

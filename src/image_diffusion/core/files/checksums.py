@@ -49,7 +49,7 @@ def damaged(folder: Path, files: Mapping[str, str]) -> list[str]:
         inside(folder, name, follow=True)
     fetch_missing(folder, files)
     with alone(folder) if sum(unread(folder, files).values()) > AT_ONCE_BYTES else nullcontext():
-        hashes = _looked_up(folder, files)
+        hashes = _hashes_of(folder, files)
         return [name for name, sha256 in files.items() if hashes[name] != sha256]
 
 
@@ -62,7 +62,7 @@ def describe(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
     if large := [path for path in paths if _is_large(path)]:
         settles_in_s = _SETTLED_S + 0.1 - min(_age_s(stamp_of(path)) for path in large)
         time.sleep(min(max(0.0, settles_in_s), _SETTLED_S + 0.1))
-        hashes |= _looked_up(folder, [os.path.relpath(path, folder) for path in large])
+        hashes |= _hashes_of(folder, [os.path.relpath(path, folder) for path in large])
     return {name: hashes[name] for name in (os.path.relpath(path, folder) for path in paths)}
 
 
@@ -124,7 +124,7 @@ def _fault_of(folder: Path, files: Mapping[str, str]) -> str | None:
     return f"{wrong[0]} is damaged" if wrong else None
 
 
-def _looked_up(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def _hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the sha256 of each file, as recorded for its stamp or newly computed; empty for a missing file."""
     recorded = _recorded_checksums(folder)
     hashes = {name: _known_hash(folder, name, recorded) for name in names}

@@ -100,7 +100,7 @@ class Store:
 
     def _patiently(self, name: str, action: Callable[[], T]) -> T:
         advice = "Check the address, the credentials and the connection."
-        return patiently(f"{self.url}/{name}", action, advice, "reached")
+        return with_retries(f"{self.url}/{name}", action, advice, "reached")
 
     def _checked(self, data: bytes) -> dict[str, str]:
         """Return the options by which S3 rejects corrupted uploads; other protocols have their own checks. (RFC 1864;
@@ -140,7 +140,7 @@ def blocks_of(url: str) -> Iterator[bytes]:
             yield block
 
 
-def patiently(
+def with_retries(
     url: str, action: Callable[[], T], advice: str = "Check the address and the set there.", done: str = "fetched"
 ) -> T:
     """Return the result of an action on a URL, with retries if a connection fails. Raises ValueError with the reason

@@ -27,16 +27,19 @@ _PREFIXES = re.compile(r"(module|ema|model|net)\.")
 
 
 def save_weights(
-    folder: Path, tensors: Mapping[str, Tensor], model: Mapping[str, Any], permit: Callable[[], None] = lambda: None
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    model: Mapping[str, Any],
+    check_owner: Callable[[], None] = lambda: None,
 ) -> None:
     """Write weights.safetensors and then model.json, so that a folder with a model.json is complete.
 
     tensors: by parameter name, any device. model: plain data that rebuilds the network; the format number and the
-    sha256 of the weights are added to it. permit: raises an exception if the folder must not be written.
+    sha256 of the weights are added to it. check_owner: raises an exception if the folder must not be written.
     """
 
     def replace() -> None:
-        permit()
+        check_owner()
         (folder / "model.json").unlink(missing_ok=True)
 
     data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})

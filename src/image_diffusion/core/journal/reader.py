@@ -138,7 +138,7 @@ def read_journals(folder: Path) -> list[History]:
     return [_merge(run) for run in runs]
 
 
-def of_weights(history: History, model: Mapping[str, Any]) -> History:
+def history_for_weights(history: History, model: Mapping[str, Any]) -> History:
     """Return the history of a training, marked as damaged, with a warning, if it is not the finished run that trained
     the weights. model: model.json of the weights."""
     run = model.get("fingerprint")

@@ -53,7 +53,7 @@ def read_array(data: bytes, config: DataConfig) -> Arrays:
     """
     assert config.dtype is not None
     stack = read_stack(data, config.max_pixels, config.pages)
-    numbers, axes = _decided(stack, config)
+    numbers, axes = _select_pages(stack, config)
     is_turned, size = stack.orientation in _TURNED, stack.pixel_size
     if stack.axes is None or [axes.index(axis) for axis in "YX"] != [stack.axes.index(axis) for axis in "YX"]:
         size = None  # the configuration names other axes
@@ -78,7 +78,7 @@ def crops_of_array(pixels: NDArray[Any], config: DataConfig, data: bytes) -> lis
     return [(np.rint(crop) if is_integer else crop).astype(pixels.dtype) for crop in crops]
 
 
-def _decided(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
+def _select_pages(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
     """Return the numbers of a file and a letter for each axis. Along axes other than channels, rows and columns, the
     first index or all are kept, as `pages` states."""
     numbers = stack.numbers
@@ -133,7 +133,7 @@ def _chosen(names: tuple[str, ...], count: int, channels: Channels, expected: in
             raise BadImage(f"too few channels: {count}, but data.channels has {max(places)}, counted from 0")
         return places
     if not isinstance(channels, int):
-        own = [_place(name, names) for name in channels]
+        own = [_channel_index(name, names) for name in channels]
         places = [place for place in own if place is not None]
         if len(set(places)) == len(channels):
             return places
@@ -145,7 +145,7 @@ def _chosen(names: tuple[str, ...], count: int, channels: Channels, expected: in
     return list(range(count))
 
 
-def _place(name: str, names: tuple[str, ...]) -> int | None:
+def _channel_index(name: str, names: tuple[str, ...]) -> int | None:
     """Return the index of a name in `names`, ignoring case if there is no exact match; None if it is missing."""
     if name in names:
         return names.index(name)

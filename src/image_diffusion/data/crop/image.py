@@ -30,7 +30,7 @@ from image_diffusion.data.config import WHITE, DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Undecided
 from image_diffusion.data.crop.arrays import crops_of_array, read_array
 from image_diffusion.data.crop.jpeg_damage import FILLED, is_filled
-from image_diffusion.data.crop.stored import WIDE, Stored, describe, pages
+from image_diffusion.data.crop.stored import WIDE, StoredPixels, describe, pages
 from image_diffusion.data.profiles import is_other, to_srgb
 
 FORMATS = (
@@ -51,8 +51,8 @@ _BLOCK = 2**31 - 4096
 
 @dataclass(frozen=True)
 class Crop:
-    """crops: [C, H, W] each, one or more; of pictures uint8. size: (width, height) of the upright image. flags:
-    sorted. format, mode: of the file, by Pillow's names. values: `Stored.values` of the file. pixel_size: height and
+    """crops: [C, H, W] each, one or more; of pictures uint8. size: (width, height) of the upright image. flags: sorted.
+    format, mode: of the file, by Pillow's names. values: `StoredPixels.values` of the file. pixel_size: height and
     width of a pixel of the crops, in micrometres; empty where it is not known."""
 
     crops: list[NDArray[Any]]
@@ -213,7 +213,7 @@ def _has_more(image: Image.Image, data: bytes, chosen: str | None) -> bool:
     return count > 1
 
 
-def _as_8bit(image: Image.Image, stored: Stored, limits: tuple[float, float] | None) -> Image.Image:
+def _as_8bit(image: Image.Image, stored: StoredPixels, limits: tuple[float, float] | None) -> Image.Image:
     if image.mode in WIDE:
         try:
             return stored.scaled(image, limits)

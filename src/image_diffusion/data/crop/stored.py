@@ -23,7 +23,7 @@ _COPY_OR_MASK = 0b101
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredPixels:
     """Description of the pixels of a file, from its header.
 
     bits: of a channel, at least 8. white: the number in the file that is white where 0 is black; None where no number
@@ -81,7 +81,7 @@ class Stored:
         return Image.fromarray(255 - grey if self.is_inverted else grey)
 
 
-def describe(image: Image.Image, data: bytes) -> Stored:
+def describe(image: Image.Image, data: bytes) -> StoredPixels:
     """Return the description of the pixels of an opened image, by its header. Nothing is decoded. data: the file."""
     is_exact, is_inverted = image.mode in WIDE, False
     bits, white = (16, 65535) if is_exact or _is_16bit(image) else (8, 255)
@@ -102,7 +102,7 @@ def describe(image: Image.Image, data: bytes) -> Stored:
             decoded = white if is_exact else white >> 8
             is_inverted = is_exact and tags.get(_PHOTOMETRIC) == 0
     is_agreed = image.mode != "F" and not (image.mode == "I" and image.format not in ("PNG", "PPM"))
-    return Stored(bits, white if is_agreed else None, decoded, white < 2**16 - 1, is_inverted, is_exact)
+    return StoredPixels(bits, white if is_agreed else None, decoded, white < 2**16 - 1, is_inverted, is_exact)
 
 
 def _is_16bit(image: Image.Image) -> bool:

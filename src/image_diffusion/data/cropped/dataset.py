@@ -41,7 +41,7 @@ from image_diffusion.data.shards.records import (
 )
 from image_diffusion.data.shards.tar_layout import Layout
 from image_diffusion.data.sources.base import Listing, is_text
-from image_diffusion.data.sources.changes import remember
+from image_diffusion.data.sources.changes import record_source
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def crop_dataset(
         hashes: dict[str, str] = {}
         for record in records:
             hashes |= content_hashes((*record.samples, *record.dropped), record.quarantined)
-        remember(config.source, source_json, plan.files, hashes)
+        record_source(config.source, source_json, plan.files, hashes)
     return Cropped(manifest, len(written), records)
 
 

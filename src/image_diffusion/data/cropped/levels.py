@@ -32,7 +32,7 @@ def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Se
     ranges = config.range if isinstance(config.range, dict) else dict.fromkeys(names, config.range)
     stated = [_stated(ranges.get(name) or "measured", config.dtype) for name in names]
     low, high, clipped = [], [], []
-    for name, ends, (values, count) in zip(names, stated, _counted(folder, layout, records, stated), strict=True):
+    for name, ends, (values, count) in zip(names, stated, _histograms(folder, layout, records, stated), strict=True):
         least, most = ends or _measured(name, values, count)
         low.append(least)
         high.append(most)
@@ -87,7 +87,7 @@ def _measured(name: str, values: NDArray[np.float64], counts: NDArray[np.int64])
     return (float(low), float(high)) if low < high else (float(least), float(most))
 
 
-def _counted(
+def _histograms(
     folder: Path, layout: Layout, records: Sequence[ShardRecord], stated: Sequence[tuple[float, float] | None]
 ) -> list[_Counts]:
     """Return the possible numbers of each channel, ascending, and their counts. stated: ranges; None: measured."""
@@ -106,15 +106,15 @@ def _counted(
 def _counted_floats(
     folder: Path, layout: Layout, records: Sequence[ShardRecord], stated: Sequence[tuple[float, float] | None]
 ) -> list[_Counts]:
-    """Return the result of `_counted` for float32. Numbers are counted by the upper half of their bits. If this is the
-    half of a quantile or of an end of the range, they are counted exactly; otherwise, the least number with this half
-    represents all."""
+    """Return the result of `_histograms` for float32. Numbers are counted by the upper half of their bits. If this is
+    the half of a quantile or of an end of the range, they are counted exactly; otherwise, the least number with this
+    half represents all."""
     upper = np.zeros((layout.shape[0], _HALF), np.int64)
     for pixels in _arrays(folder, layout, records):
         for channel, counts in enumerate(upper):
             counts += np.bincount(_ordered_bits(pixels[:, channel]) >> 16, minlength=_HALF)
     exact = [
-        {half: np.zeros(_HALF, np.int64) for half in _halves_of_ends(counts, ends)}
+        {half: np.zeros(_HALF, np.int64) for half in _upper_halves_to_refine(counts, ends)}
         for counts, ends in zip(upper, stated, strict=True)
     ]
     for pixels in _arrays(folder, layout, records):
@@ -122,7 +122,7 @@ def _counted_floats(
             bits = _ordered_bits(pixels[:, channel])
             for half, counts in halves.items():
                 counts += np.bincount(bits[bits >> 16 == half] & (_HALF - 1), minlength=_HALF)
-    return [_merged(counts, halves) for counts, halves in zip(upper, exact, strict=True)]
+    return [_merge_counts(counts, halves) for counts, halves in zip(upper, exact, strict=True)]
 
 
 def _ordered_bits(numbers: NDArray[np.float32]) -> NDArray[np.uint32]:
@@ -137,7 +137,7 @@ def _numbers_of(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
     return plain.view(np.float32).astype(np.float64)
 
 
-def _halves_of_ends(counts: NDArray[np.int64], stated: tuple[float, float] | None) -> set[int]:
+def _upper_halves_to_refine(counts: NDArray[np.int64], stated: tuple[float, float] | None) -> set[int]:
     """Return the upper halves of the bits of the least and the greatest number, of the quantiles, and of the ends of a
     stated range. counts: of each half."""
     used, shares = np.flatnonzero(counts), counts.cumsum() / counts.sum()
@@ -146,7 +146,7 @@ def _halves_of_ends(counts: NDArray[np.int64], stated: tuple[float, float] | Non
     return {int(half) for half in (used[0], used[-1], *np.searchsorted(shares, QUANTILES), *ends)}
 
 
-def _merged(upper: NDArray[np.int64], exact: Mapping[int, NDArray[np.int64]]) -> _Counts:
+def _merge_counts(upper: NDArray[np.int64], exact: Mapping[int, NDArray[np.int64]]) -> _Counts:
     """Return the numbers that occur and their counts. upper: counts by upper half of bits. exact: by lower half, for
     some upper halves."""
     upper = upper.copy()

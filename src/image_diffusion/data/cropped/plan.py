@@ -69,7 +69,7 @@ def _filtered(source: Source, listing: Listing, keep: str | None) -> tuple[Listi
             f"data.keep needs values beside the images, and data.source.type: {source.type} has none. Use a table, "
             f"Parquet or Hugging Face columns, or .json files beside the images of a folder or a tar."
         )
-    values_by_name = source.values_beside(rule.names)
+    values_by_name = source.read_values(rule.names)
     items, excluded = [], []
     for item in listing.items:
         values = values_by_name.get(item.name) or values_by_name.get(item.name.rpartition(".")[0]) or {}

@@ -94,7 +94,7 @@ class BesideCaptions(Config):
         """Return the captions of each sample. Raises ValueError for a source that has none, or one that cannot be
         read."""
         assert source is not None
-        return captions_beside(source, several(self.column), [sample.path for sample in samples])
+        return read_captions(source, several(self.column), [sample.path for sample in samples])
 
 
 Captions = Annotated[ClassCaptions | TableCaptions | BesideCaptions, Field(discriminator="type")]
@@ -105,7 +105,7 @@ def several(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def captions_beside(source: Source, columns: tuple[str, ...], names: Sequence[str]) -> list[list[str]]:
+def read_captions(source: Source, columns: tuple[str, ...], names: Sequence[str]) -> list[list[str]]:
     """Return the captions that come with the images of these names. Raises ValueError for a source that has none, or
     one that cannot be read."""
     known = _caption_columns(source, columns)
@@ -115,7 +115,7 @@ def captions_beside(source: Source, columns: tuple[str, ...], names: Sequence[st
 
 @lru_cache(maxsize=1)
 def _caption_columns(source: Source, columns: tuple[str, ...]) -> dict[str, list[str]]:
-    return source.captions_beside(columns)
+    return source.read_captions(columns)
 
 
 @lru_cache(maxsize=1)

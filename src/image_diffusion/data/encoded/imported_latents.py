@@ -31,7 +31,7 @@ from image_diffusion.data.shards.records import (
 from image_diffusion.data.shards.tar_layout import Layout
 from image_diffusion.data.shards.writer import Chunk, chunk_samples, histogram, write_shard
 from image_diffusion.data.sources.base import FileGroup, Item, Listing, by_shard
-from image_diffusion.data.sources.changes import remember
+from image_diffusion.data.sources.changes import record_source
 from image_diffusion.data.sources.latents import Encoded, LatentSource
 
 
@@ -96,7 +96,7 @@ class Import:
             "histogram": class_histogram(records, len(self.listing.classes)),
         }
         manifest = finish(about, self.layout.members, records, self.output, self.codec, self.settings)
-        remember(self.data.source, note, self.files, {})
+        record_source(self.data.source, note, self.files, {})
         return manifest
 
     def _is_kept(self, shard: int, items: list[Item]) -> bool:

@@ -54,7 +54,7 @@ _GREYS_KEPT, _OVERLAYS_KEPT = 500_000, 4_000  # 500 MB, 160 MB
 _VIEWS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2))  # vertical and horizontal window: 0 the whole, 1 the start, 2 the end
 _MIRROR = np.packbits(np.tile(np.arange(_BITS) % 2 == 1, _BITS)).view(">u8")[0].astype(np.uint64)
 
-Looks = NDArray[np.uint64]
+ViewHashes = NDArray[np.uint64]
 """The bits of every view of n crops, [n, 5]; the first view is the whole crop."""
 Pair = tuple[int, int]
 
@@ -130,7 +130,7 @@ def near_duplicates(
         return []
     data = bytes.fromhex("".join(texts[place] for place in seen))
     bits = np.frombuffer(data, ">u8").astype(np.uint64).reshape(-1, len(_VIEWS))
-    close = _close(bits, queries, processes)
+    close = _candidate_pairs(bits, queries, processes)
     if close is None:
         return None
     greys = lru_cache(_GREYS_KEPT)(lambda place: grey(crop(place)))
@@ -161,7 +161,7 @@ def chains(pairs: Iterable[Pair]) -> list[list[int]]:
     return list(groups_of.values())
 
 
-def straddling(pairs: Sequence[Pair], held_out: Iterable[int]) -> list[int]:
+def pairs_across_splits(pairs: Sequence[Pair], held_out: Iterable[int]) -> list[int]:
     """Return the held-out samples that pairs connect, directly or through other held-out samples, with a sample that is
     not held out; sorted."""
     apart = set(held_out)
@@ -172,7 +172,7 @@ def straddling(pairs: Sequence[Pair], held_out: Iterable[int]) -> list[int]:
     return sorted(set(held_out) - apart)
 
 
-def _close(looks: Looks, queries: NDArray[np.int64], processes: int) -> NDArray[np.int64] | None:
+def _candidate_pairs(looks: ViewHashes, queries: NDArray[np.int64], processes: int) -> NDArray[np.int64] | None:
     """Return the pairs of those asked with all others whose bits nearly agree, in any view of either, mirrored or not,
     as rows (first, second), [m, 2], sorted; None where they are too many to distinguish anything."""
     count, most = len(looks), TOO_MANY * len(queries)
@@ -183,7 +183,7 @@ def _close(looks: Looks, queries: NDArray[np.int64], processes: int) -> NDArray[
         equal = np.uint64(sum(0xFF << _BITS * row for row in rows))
         chunks, seen = [np.empty(0, np.int64)], 0
         for queries, others in sides:
-            for close in _sharing(looks, equal, queries, others):
+            for close in _pairs_in_bucket(looks, equal, queries, others):
                 chunks.append(close)
                 seen += len(close)
                 if seen > most:
@@ -202,8 +202,8 @@ def _close(looks: Looks, queries: NDArray[np.int64], processes: int) -> NDArray[
     return np.stack(np.divmod(pairs, count), axis=1)
 
 
-def _sharing(
-    looks: Looks, equal: np.uint64, queries: NDArray[np.int64], others: NDArray[np.int64]
+def _pairs_in_bucket(
+    looks: ViewHashes, equal: np.uint64, queries: NDArray[np.int64], others: NDArray[np.int64]
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the pairs of queries, in any view, with others whose bits nearly agree and are the same where those of
     `equal` are set, as first x n + second, in portions."""
@@ -361,7 +361,7 @@ def leaks_from_validation(
         for group in alike
         for linked in pairwise(group)
     ]
-    leaks = straddling([*same, *((a, b) for a, b, _ in pairs)], held_out)
+    leaks = pairs_across_splits([*same, *((a, b) for a, b, _ in pairs)], held_out)
     if held_out and len(leaks) == len(held_out):
         reason = f"each of {len(held_out):,} held-out images has a near duplicate that is trained on: all stay held out"
         print(f"crop: {reason}.", file=sys.stderr)

@@ -244,7 +244,7 @@ def _captions(source: Images) -> CaptionFacts | None:
     """Describe the captions beside the images, or in a column of one of the usual names; None if there are none."""
     for column in _CAPTIONS:
         with suppress(ValueError):  # from a source without captions
-            if not (captions := [*source.captions_beside((column,)).values()]):
+            if not (captions := [*source.read_captions((column,)).values()]):
                 return None
             lengths = [len(text.split()) for texts in captions for text in texts]
             return CaptionFacts(

@@ -21,25 +21,25 @@ class Examples:
 
     stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], pass over the data, or over the sample's
     class if classes are balanced. sample: int64 [B], the sample's number in its split; sample and epoch seed all its
-    random numbers. beside: the entries of the samples in each joined set, [B, …].
+    random numbers. joined_sets: the entries of the samples in each joined set, [B, …].
     """
 
     stored: Tensor
     label: Tensor
     epoch: Tensor
     sample: Tensor
-    beside: tuple[Tensor, ...] = ()
+    joined_sets: tuple[Tensor, ...] = ()
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
         """Return the tensors of all fields, in order."""
-        return self.stored, self.label, self.epoch, self.sample, *self.beside
+        return self.stored, self.label, self.epoch, self.sample, *self.joined_sets
 
     @classmethod
     def from_columns(cls, columns: Sequence[Tensor]) -> Examples:
         """Rebuild examples from their `columns`."""
-        stored, label, epoch, sample, *beside = columns
-        return cls(stored, label, epoch, sample, tuple(beside))
+        stored, label, epoch, sample, *joined_sets = columns
+        return cls(stored, label, epoch, sample, tuple(joined_sets))
 
     def split(self, size: int) -> list[Examples]:
         """Split examples into parts of at most `size` each, in their order."""
@@ -106,10 +106,10 @@ class Batches:
         if self.flip_probability > 0 and len(samples):
             flip = mirrored(Streams(self.seed, epoch, sample), self.flip_probability).numpy()
         label = torch.from_numpy(self.dataset.labels[samples])
-        beside = self.dataset.gather_beside(samples, flip)
+        joined_sets = self.dataset.gather_joined(samples, flip)
         if staging is not None:
-            return staging.put(self.dataset, samples, flip, (label, epoch, sample, *beside))
-        examples = Examples(self.dataset.gather(samples, flip), label, epoch, sample, beside)
+            return staging.put(self.dataset, samples, flip, (label, epoch, sample, *joined_sets))
+        examples = Examples(self.dataset.gather(samples, flip), label, epoch, sample, joined_sets)
         if self.device is None or self.device.type == "cpu":
             return examples
         return Examples.from_columns([column.to(self.device) for column in examples.columns])

@@ -51,9 +51,8 @@ class Shards:
 
     num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes. shape,
     dtype: of one stored sample. levels: of array crops; None for other samples. manifest: the set's manifest. digest:
-    from `content_digest`. beside: other sets that were joined to this one, sample by sample, by their kind. renders:
-    see `open_shards`.
-    """
+    from `content_digest`. joined_sets: other sets that were joined to this one, sample by sample, by their kind.
+    renders: see `open_shards`."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class Shards:
         self.manifest, self._inspection, self._renders = manifest, inspection, renders
         self.levels = Levels(**manifest["levels"]) if manifest.get("levels") else None
         self.digest = content_digest(manifest)
-        self.beside: dict[str, Shards] = {}
+        self.joined_sets: dict[str, Shards] = {}
         self.shape = tuple(manifest["shape"])
         self.dtype = _DTYPES[manifest["dtype"]]
         self.classes: list[str] = manifest["classes"]
@@ -92,7 +91,7 @@ class Shards:
         self._shard = np.repeat(np.arange(len(counts)), counts)[chosen]
         starts = self._region.starts[self._shard] + (chosen - first[self._shard]) * manifest["stride"]
         self._row: NDArray[np.int64] = (starts + offsets["npy"]) // BLOCK
-        self._twin = (offsets["flip.npy"] - offsets["npy"]) // BLOCK if "flip.npy" in offsets else None
+        self._mirror_offset = (offsets["flip.npy"] - offsets["npy"]) // BLOCK if "flip.npy" in offsets else None
 
     def untrained(self) -> list[str]:
         """Return the names of the classes without a sample in this split."""
@@ -115,10 +114,10 @@ class Shards:
         if self._missing.any():
             self._fetch(np.unique(self._shard[indices]))
         rows = self._row[indices]
-        if flip is not None and self._twin is not None:
-            rows = rows + flip * self._twin
+        if flip is not None and self._mirror_offset is not None:
+            rows = rows + flip * self._mirror_offset
         torch.index_select(self._table, 0, torch.from_numpy(rows), out=out.view(count, self._table.shape[1]))
-        if flip is not None and self._twin is None and flip.any():
+        if flip is not None and self._mirror_offset is None and flip.any():
             mirrored = torch.from_numpy(np.flatnonzero(flip))
             # PyTorch cannot write rows of uint16; as int16 they are the same bits.
             bits = out.view(torch.int16) if self.dtype == torch.uint16 else out
@@ -129,12 +128,12 @@ class Shards:
     def selection(self) -> str:
         """Return a digest of the selected samples, in order, of this set and of the joined sets. Unlike `digest`, it
         changes with the selection of held-out samples."""
-        return digest([sha256(shards._chosen.tobytes()).hexdigest() for shards in (self, *self.beside.values())])
+        return digest([sha256(shards._chosen.tobytes()).hexdigest() for shards in (self, *self.joined_sets.values())])
 
     @property
     def has_mirror_images(self) -> bool:
         """True if samples can be mirrored: crops and images always, others if the mirrored samples are stored."""
-        return self._twin is not None or self.manifest["kind"] in ("crops", "images")
+        return self._mirror_offset is not None or self.manifest["kind"] in ("crops", "images")
 
     def carried(self) -> dict[str, Path]:
         """Return the local paths of the files that belong to models trained on the set, by name.
@@ -155,20 +154,22 @@ class Shards:
         kept[train] = False
         return kept[self._chosen]
 
-    def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
+    def gather_joined(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
         """Return the entries of these samples in each joined set, in the order of joining. Where `flip` [B] is true,
         they are of the mirrored image, unless the set's data have none, such as words."""
-        return tuple(other.gather(indices, flip if other.has_mirror_images else None) for other in self.beside.values())
+        return tuple(
+            other.gather(indices, flip if other.has_mirror_images else None) for other in self.joined_sets.values()
+        )
 
     def gather_of(self, kind: str, indices: NDArray[np.int64]) -> Tensor:
         """Return the entries of these samples in the joined set of this kind, [B, …]."""
-        return self.beside[kind].gather(indices)
+        return self.joined_sets[kind].gather(indices)
 
     def join(self, other: Shards) -> Shards:
         """Join another set: keep the samples that both sets have, by shard and id, also in the sets that were joined
         before. All sets hold the samples of a shard in the same order. Returns itself. Raises ValueError if the sets
         have no sample in common, or a set of this kind is already joined."""
-        if other.manifest["kind"] in self.beside:
+        if other.manifest["kind"] in self.joined_sets:
             raise ValueError(f"Two sets hold {other.manifest['kind']}. Name one set of each kind.")
         mine, theirs = _common(self, other)
         if self.num_samples and not len(mine):
@@ -176,10 +177,10 @@ class Shards:
                 f"The {other.manifest['kind']} are of other images than the {self.manifest['kind']}: they have none in "
                 f"common. Make both from the same crops."
             )
-        for joined in (self, *self.beside.values()):
+        for joined in (self, *self.joined_sets.values()):
             joined._take(mine)
         other._take(theirs)
-        self.beside[other.manifest["kind"]] = other
+        self.joined_sets[other.manifest["kind"]] = other
         self.digest = digest([self.digest, other.digest])
         return self
 
@@ -191,10 +192,12 @@ class Shards:
     def hold(self) -> Shards:
         """Read every sample into memory once and gather from there. Returns itself."""
         self._fetch(np.unique(self._shard))
-        rows = self._row if self._twin is None else np.concatenate([self._row, self._row + self._twin])
+        rows = (
+            self._row if self._mirror_offset is None else np.concatenate([self._row, self._row + self._mirror_offset])
+        )
         self._table = self._table.index_select(0, torch.from_numpy(rows))
         self._row = np.arange(self.num_samples)
-        self._twin = None if self._twin is None else self.num_samples
+        self._mirror_offset = None if self._mirror_offset is None else self.num_samples
         return self
 
     def _read_index(self) -> NDArray[np.void]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from image_diffusion.core.files.atomic import atomic_write, parse_json
 from image_diffusion.core.files.checksums import Inspection, damaged
-from image_diffusion.core.files.store import blocks_of, patiently
+from image_diffusion.core.files.store import blocks_of, with_retries
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.secrets import shown
 
@@ -47,7 +47,7 @@ class Remote:
     def manifest(self) -> Any:
         """Fetch the manifest and return it as plain data. Raises ValueError."""
         url = f"{self.url}/manifest.json"
-        return parse_json(patiently(url, lambda: b"".join(blocks_of(url))), shown(url), "Write it again.")
+        return parse_json(with_retries(url, lambda: b"".join(blocks_of(url))), shown(url), "Write it again.")
 
     def inspect(self, hashes: Iterable[str]) -> Inspection | None:
         """Start to verify the cached copies of these files by their hashes; None when none is cached."""
@@ -74,7 +74,7 @@ class Remote:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 if not self._is_there(path, size):  # another process may have fetched it meanwhile
                     url = f"{self.url}/{inside(Path(), file, follow=True)}"
-                    patiently(url, lambda: _download(url, path, sha256))
+                    with_retries(url, lambda: _download(url, path, sha256))
                 lock.unlink(missing_ok=True)
         return path
 

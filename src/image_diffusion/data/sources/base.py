@@ -156,7 +156,7 @@ class ImageSource(Config):
         """Return the classes by number if they can be found without opening an image; None: `listing` gives them."""
         return None
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the captions that come with the images, by the image's name, with or without its extension. columns:
         names of the caption columns, for a source with columns. Raises ValueError if there are no captions or one
         cannot be read."""
@@ -192,11 +192,11 @@ class RowSource(ImageSource):
     def rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield the image name of each row and its cells in these columns. Raises ValueError."""
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the captions in these columns, whose cells are texts or lists of texts, by the name of the image."""
         return captions_of(self.rows(columns))
 
-    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    def read_values(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Return the values in these columns by the name of the image, from its first row, which also gives the
         class."""
         values: dict[str, dict[str, Any]] = {}
@@ -209,7 +209,7 @@ class RowSource(ImageSource):
 class HasValues(Protocol):
     """Source with metadata of its images besides their classes."""
 
-    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    def read_values(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Return the metadata of each image under these names, by the image's name, with or without its extension.
         Raises ValueError if the source has no values under one of the names, or they cannot be read."""
         ...

@@ -93,7 +93,7 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
     return changed or not whole
 
 
-def remember(source: Source, path: Path, files: Iterable[FileGroup], hashes: Mapping[str, str]) -> None:
+def record_source(source: Source, path: Path, files: Iterable[FileGroup], hashes: Mapping[str, str]) -> None:
     """Record what crop read. files: listed before it began. hashes: sha256 of each file that it read, by its path
     within the source.
 

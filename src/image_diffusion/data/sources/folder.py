@@ -169,12 +169,12 @@ class Folder(ImageSource):
     def read(self, item: Item) -> bytes:
         return read_image(Path(self.path) / str(item.address[0]))
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the captions in files next to the images, by the image's name without its extension: the lines of
         `.txt`, or the key "caption" of `.json`. Raises ValueError for a file that cannot be read as captions."""
         return {stem: captions for stem, captions in self._sidecars("caption", _CAPTIONS, captions_in) if captions}
 
-    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    def read_values(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Return the values of keys in the `.json` next to each image, by the image's name without its extension."""
         return dict(self._sidecars("JSON", (".json",), lambda data, _: values_in(data, names)))
 

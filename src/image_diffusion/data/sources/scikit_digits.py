@@ -113,7 +113,7 @@ class PaintedDigits(WithoutFiles):
         number = int(item.address[0])
         return as_png(painted(number, attributes_of(number)))
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the two captions of each image, by its name."""
         return {name: captions_of(attributes_of(i)) for i, name in enumerate(image_names(self.num_images))}
 

@@ -166,8 +166,8 @@ class PathList(PathTable):
             )
         return {part: [row[part] for row in rows] for part in self.parts}
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        return super().captions_beside(("caption",))
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        return super().read_captions(("caption",))
 
     def _parted(self, number: int, line: str) -> dict[Part, str]:
         """Return the parts of a line. Raises ValueError if their number is not that of `parts`."""

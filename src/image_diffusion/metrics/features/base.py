@@ -102,7 +102,7 @@ class Detector(Protocol):
         ...
 
 
-def at_once(rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def padded_batches(rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Yield the rows, AT_ONCE at a time, each group with its number of real rows: the last group is padded with the
     last row."""
     for start in range(0, len(rows), AT_ONCE):
@@ -115,7 +115,7 @@ def detect(detector: Detector, images: ImageSet, title: str = "features", limit:
     return detect_each([detector], images, title, limit)[0]
 
 
-def kept_together(places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def storage_groups(places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Yield this process's positions in a set, in groups that `core.files.partial_results` stores together."""
     yield from (some for some in np.split(places, np.flatnonzero(places % _KEPT_TOGETHER == 0)) if len(some))
 
@@ -146,7 +146,7 @@ def look(
 
     def see(chosen: NDArray[np.int64]) -> Arrays:
         parts: list[list[Detected]] = [[] for _ in detectors]
-        for count, some in at_once(chosen):
+        for count, some in padded_batches(chosen):
             read = images.gather(some)
             for detector, seen in zip(detectors, parts, strict=True):
                 seen.append(detector(read).first(count))
@@ -159,7 +159,7 @@ def look(
     identities = [getattr(detector, "identity", None) for detector in detectors]
     once = batches([title, identities, len(rows), *rows[:1].tolist(), *rows[-1:].tolist()])
     with Progress(title, len(shared), "image") as progress:
-        for places in kept_together(shared):
+        for places in storage_groups(shared):
             seen = once(f"{places[0]}-{places[-1] + 1}", partial(see, rows[places]))
             progress.reach(int(places[-1] - shared[0]) + 1)
             yield rows[places], unpacked(seen, len(detectors))

@@ -39,7 +39,7 @@ def evaluate_drawn(samples: Samples, detectors: Sequence[Detector]) -> dict[str,
     ranges = np.array([RANGES[name] for name in COLUMNS])
     scale = ranges[:, 1] - ranges[:, 0]
     errors = np.abs(_measured(samples) - numbers) / scale
-    floor = np.abs(_of_real(numbers) - numbers) / scale
+    floor = np.abs(_measure_real(numbers) - numbers) / scale
     held_out = np.array([bool(is_held_out(slant)) for slant in numbers[:, 0]])
     groups = {"": np.ones_like(held_out), "_seen": ~held_out, "_held_out": held_out}
     return {
@@ -61,7 +61,7 @@ def _measured(samples: Samples) -> NDArray[np.float64]:
     return np.array(rows)
 
 
-def _of_real(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+def _measure_real(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return slant and size of real handwriting that is drawn with the numbers, [N, 2]; nan for missing numbers."""
     rows = []
     for number, (slant, size) in enumerate(numbers.tolist()):

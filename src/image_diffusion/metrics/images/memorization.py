@@ -90,7 +90,7 @@ def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: 
     return _nearest_views(samples, real, mirrored_too, train.num_samples, k, rows)
 
 
-def copies_seen(samples: Tensor, train: Tensor, held_out: Tensor | None, k: int = 4) -> Copies:
+def find_feature_copies(samples: Tensor, train: Tensor, held_out: Tensor | None, k: int = 4) -> Copies:
     """Return the copies by the features of a detector, [N, D], [M, D] and [H, D].
 
     Training images never set the threshold, because the data set's own classifier was trained on them.

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
 from image_diffusion.networks.patch_discriminator import PatchDiscriminator
-from image_diffusion.objectives.codec.perceptual import Watched
+from image_diffusion.objectives.codec.perceptual import RecordingNetwork
 
 DISCRIMINATOR = "discriminator"
 """Name of the discriminator in the network during training. Saved weights do not contain it."""
@@ -61,7 +61,7 @@ class Discriminated(Objective):
         """Return the codec's losses with both terms. network: the codec's, with the discriminator."""
         if batch.step <= self._config.start_step:
             return self._objective(network, batch)
-        watched = Watched(network)
+        watched = RecordingNetwork(network)
         losses = self._objective(watched, batch)
         reconstruction, discriminator = watched.reconstruction, network.get_submodule(DISCRIMINATOR)
         still = {name: weight.detach() for name, weight in discriminator.named_parameters()}

@@ -58,23 +58,23 @@ class DiscreteAutoencodingConfig(Config):
         """Return the objective for logits [N, h, w]."""
         return DiscreteAutoencoding(self, logits_shape)
 
-    def check(self, without_a_choice: str | None) -> None:
-        """Raise ValueError for a setting without effect. without_a_choice: the network's key that makes tokens
+    def check(self, deterministic_key: str | None) -> None:
+        """Raise ValueError for a setting without effect. deterministic_key: the network's key that makes tokens
         deterministic; None: tokens are sampled."""
-        if without_a_choice is not None:
+        if deterministic_key is not None:
             for name in ("kl_weight", "kl_summed_over_batch", "temperature"):
                 if self._is_set(name):
                     raise ValueError(
-                        f"system.objective.{name} is set, but system.network.{without_a_choice} draws no token: it has "
-                        f"no distribution and no temperature. Leave it out."
+                        f"system.objective.{name} is set, but system.network.{deterministic_key} draws no token: it "
+                        f"has no distribution and no temperature. Leave it out."
                     )
-        if without_a_choice != "vector_quantiser" and self._is_set("commitment_weight"):
+        if deterministic_key != "vector_quantiser" and self._is_set("commitment_weight"):
             raise ValueError(
                 "system.objective.commitment_weight is set, but no encoding has a nearest code to stay near to. Set "
                 "system.network.vector_quantiser, or leave it out."
             )
 
-    def without_a_choice(self, commits: bool) -> QuantisedAutoencoding:
+    def for_deterministic_tokens(self, commits: bool) -> QuantisedAutoencoding:
         """Return the objective for deterministic tokens. commits: True to add the commitment loss."""
         return QuantisedAutoencoding(self.reconstruction, self.commitment_weight if commits else None)
 

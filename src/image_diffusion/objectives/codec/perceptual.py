@@ -10,7 +10,7 @@ from torch import Tensor
 from image_diffusion.core.types import Batch, Losses, Objective
 
 
-class Watched:
+class RecordingNetwork:
     """Codec's network that stores its last reconstruction, the first output converted by its `images`: [B, C, H, W],
     nominally in [-1, 1]."""
 
@@ -38,7 +38,7 @@ class Perceptual(Objective):
         self._objective, self._distance, self._weight = objective, distance, weight
 
     def __call__(self, network: Any, batch: Batch) -> Losses:
-        watched = Watched(network)
+        watched = RecordingNetwork(network)
         losses = self._objective(watched, batch)
         distance = self._distance(watched.reconstruction, batch.x).to(losses.loss.dtype)
         parts = losses.parts | {"perceptual": distance.detach()}

@@ -48,7 +48,7 @@ class DVAESystem(CodecSystem):
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
-        self.objective.check(self.network.without_a_choice)
+        self.objective.check(self.network.deterministic_key)
         return self
 
     def check(self, experiment: Sections, others: Others) -> None:
@@ -65,6 +65,6 @@ class DVAESystem(CodecSystem):
         return self.network.build(spec)
 
     def build_own_objective(self, spec: DataSpec) -> Objective:
-        if self.network.without_a_choice is not None:
-            return self.objective.without_a_choice(commits=self.network.vector_quantiser is not None)
+        if self.network.deterministic_key is not None:
+            return self.objective.for_deterministic_tokens(commits=self.network.vector_quantiser is not None)
         return self.objective.build(self.network.logits_shape(spec))

@@ -32,16 +32,16 @@ from image_diffusion.metrics.features.base import (
     Detected,
     Detector,
     ImageSet,
-    at_once,
     detect_each,
-    kept_together,
     packed,
+    padded_batches,
+    storage_groups,
     unpacked,
 )
 from image_diffusion.metrics.images.lpips import Lpips
 from image_diffusion.metrics.images.reconstruction import codebook_estimates, reconstruction_estimates
 from image_diffusion.metrics.reliability import doubts_of
-from image_diffusion.metrics.sanity_check import look_and_test
+from image_diffusion.metrics.sanity_check import run_self_test
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE
 from image_diffusion.systems.base import on_best_device
@@ -96,7 +96,7 @@ def evaluate_codec(
     identity = [identities, settings.lpips.identity if settings.lpips is not None else None, images.digest]
     quality, features, counts = _measure(network, images, detectors, looks, identity)
     n = images.num_samples
-    tested = look_and_test(detectors, images)
+    tested = run_self_test(detectors, images)
     real: list[Detected] | None = None
     if split == "validation" and data.train.num_samples > 1:
         real = detect_each(detectors, data.train, "features of training images", limit=n)
@@ -161,7 +161,7 @@ def _measure(
 
     def measure(places: NDArray[np.int64]) -> Arrays:
         rows: dict[str, list[NDArray[Any]]] = {}
-        for count, chosen in at_once(places):
+        for count, chosen in padded_batches(places):
             result = reconstruct(network, images.gather(chosen))
             distances = {f"lpips_{way}": looks(result.images, y) for way, y in result.decoded.items()} if looks else {}
             arrays = {
@@ -186,7 +186,7 @@ def _measure(
     shared, once = share(np.arange(images.num_samples), AT_ONCE), batches(["reconstructions", identity])
     with torch.inference_mode(), Progress("reconstructions", len(shared), "image") as progress:
         parts = []
-        for some in kept_together(shared):
+        for some in storage_groups(shared):
             parts.append(once(f"{some[0]}-{some[-1] + 1}", partial(measure, some)))
             progress.reach(int(some[-1] - shared[0]) + 1)
     every = [part for parts_of_rank in gathered(parts) for part in parts_of_rank]

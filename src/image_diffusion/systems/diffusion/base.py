@@ -134,11 +134,11 @@ class DiffusionSystem(System):
         return Conditions.written_as(getattr(self, "condition", LabelCondition()))
 
     @property
-    def reads_beside(self) -> tuple[str, ...]:
+    def joined_kinds(self) -> tuple[str, ...]:
         return self.conditioning.reads
 
     def spec(self, data: Shards) -> DataSpec:
-        return self.conditioning.spec(super().spec(data), data.beside)
+        return self.conditioning.spec(super().spec(data), data.joined_sets)
 
     @property
     def build_options(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class DiffusionSystem(System):
 
     def check(self, experiment: Sections, others: Others) -> None:
         train, reading, condition = experiment.train, self.reading, self.conditioning
-        check_pairs(condition, self.reads_beside, experiment)
+        check_pairs(condition, self.joined_kinds, experiment)
         classes = experiment.data.source.known_classes() if condition.takes_classes else None
         check_condition(condition, classes)
         check_objective(self.objective, self.process, train)
@@ -202,13 +202,13 @@ class DiffusionSystem(System):
         streams: Streams,
         spec: DataSpec,
         codec: Codec,
-        beside: Mapping[str, Tensor] | None = None,
+        joined_sets: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         x = codec.draw(stored, streams)
         cond = {"label": label} if spec.num_classes else {}
         if self.conditioning.image is not None:
             cond |= self.conditioning.image.degraded(x, streams)
-        cond |= self.conditioning.training_conditions(beside or {}, streams, spec)
+        cond |= self.conditioning.training_conditions(joined_sets or {}, streams, spec)
         return Batch(x, cond, streams)
 
     def sampling(self) -> DiffusionSampling:

@@ -199,7 +199,7 @@ def check_settings(
         _warn_of_times(f"{section}.sampler", grid, reading.process)
     _check_first_point(section, settings, reading, grid, isinstance(codec, Rgb))
     scale = settings.guidance.guidance_scale
-    if settings.sampler.asks_intervals and not learns_intervals:
+    if settings.sampler.needs_average_velocity and not learns_intervals:
         raise ValueError(
             f"{section}.sampler.type is {settings.sampler.type}, but the network learns no average velocities. Set "
             "system.objective.type to mean_flow, or take another sampler."

@@ -95,11 +95,11 @@ class Conditions:
         """Raise ValueError for settings that no part uses, and for classes in rows if the network takes no classes.
         pairs: the sets of the section pairs."""
         for part in self.parts:
-            part.check(section, self._seen_by(part, settings), _read_by(part, pairs))
+            part.check(section, self._settings_for_part(part, settings), _set_of_part(part, pairs))
         if settings.conditions is not None and not isinstance(settings.conditions, str):
             key = f"{section}.conditions"
             rows = read_rows(settings.conditions, key)
-            check_names(rows, self._names([_read_by(part, pairs) for part in self.parts]), key)
+            check_names(rows, self._names([_set_of_part(part, pairs) for part in self.parts]), key)
             self._check_classes(section, settings, bool(labels_of(rows, key)))
 
     def _check_classes(self, section: str, settings: SampleConfig, names_classes: bool) -> None:
@@ -116,12 +116,12 @@ class Conditions:
     def check_pairs(self, pairs: Sequence[Any], data: DataConfig) -> None:
         """Raise ValueError where the sets of the section pairs do not fit the parts or the data."""
         for part in self.parts:
-            part.check_pairs(_read_by(part, pairs), data)
+            part.check_pairs(_set_of_part(part, pairs), data)
 
-    def spec(self, spec: DataSpec, beside: Mapping[str, Shards]) -> DataSpec:
-        """Return the data spec of the network, with the conditions of every part. beside: the additional sets, by
+    def spec(self, spec: DataSpec, joined_sets: Mapping[str, Shards]) -> DataSpec:
+        """Return the data spec of the network, with the conditions of every part. joined_sets: the additional sets, by
         kind."""
-        specs = [part.spec(spec, beside.get(part.reads or "")) for part in self.parts]
+        specs = [part.spec(spec, joined_sets.get(part.reads or "")) for part in self.parts]
         classes = max(of_part.num_classes for of_part in specs)
         conditions = {name: shape for of_part in specs for name, shape in of_part.conditions.items()}
         return spec.model_copy(update={"num_classes": classes, "conditions": conditions})
@@ -164,7 +164,7 @@ class Conditions:
         be in a request. Raises ValueError for two columns of the same name."""
         columns = {"seed": Column("long", required=True, example=(0, 1))}
         for part in self.parts:
-            of_part = part.served(replace(model, pairs=_said_of(part, model.pairs)))
+            of_part = part.served(replace(model, pairs=_description_of_set(part, model.pairs)))
             if of_part is None:
                 return None
             if twice := columns.keys() & of_part.keys():
@@ -176,7 +176,7 @@ class Conditions:
         """Return the conditions of the images to be made: those of every part, and the classes of the rows."""
         settings = inputs.settings
         check_unused("sample", settings, self.keys)
-        described = [_said_of(part, inputs.pairs) for part in self.parts]
+        described = [_description_of_set(part, inputs.pairs) for part in self.parts]
         if inputs.rows is None and settings.conditions is not None:
             rows = read_rows(settings.conditions, inputs.key)
             check_names(rows, self._names(described), inputs.key)
@@ -184,7 +184,7 @@ class Conditions:
         classes = labels_of(inputs.rows or [], inputs.key)
         self._check_classes("sample", settings, bool(classes))
         seen = (
-            replace(inputs, settings=self._seen_by(part, settings), pairs=pairs)
+            replace(inputs, settings=self._settings_for_part(part, settings), pairs=pairs)
             for part, pairs in zip(self.parts, described, strict=True)
         )
         request = joined(part.sampling_request(of_part) for part, of_part in zip(self.parts, seen, strict=True))
@@ -197,17 +197,17 @@ class Conditions:
         manifest."""
         return [name for part, of_part in zip(self.parts, pairs, strict=True) for name in part.names(of_part)]
 
-    def _seen_by(self, part: Part, settings: SampleConfig) -> SampleConfig:
+    def _settings_for_part(self, part: Part, settings: SampleConfig) -> SampleConfig:
         """Return the settings for a part: the keys of other parts have their defaults."""
         hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
         return settings.model_copy(update=hidden)
 
 
-def _said_of(part: Part, pairs: Mapping[str, Any] | None) -> Any:
+def _description_of_set(part: Part, pairs: Mapping[str, Any] | None) -> Any:
     """Return the description in the manifests, by kind, of the set that a part reads; None without one."""
     return (pairs or {}).get(part.reads or "")
 
 
-def _read_by(part: Part, pairs: Sequence[Any]) -> Any:
+def _set_of_part(part: Part, pairs: Sequence[Any]) -> Any:
     """Return the set of the section pairs that a part reads; None without one."""
     return next((of_kind for of_kind in pairs if of_kind.kind == part.reads), None)

@@ -65,8 +65,8 @@ class DiTSystem(DiffusionSystem):
     )
 
     @property
-    def reads_beside(self) -> tuple[str, ...]:
-        return (*super().reads_beside, *(() if self.alignment is None else ("features",)))
+    def joined_kinds(self) -> tuple[str, ...]:
+        return (*super().joined_kinds, *(() if self.alignment is None else ("features",)))
 
     def started_shape(self) -> tuple[int, int, int, int]:
         if not isinstance(self.condition, LabelCondition):
@@ -108,7 +108,7 @@ class DiTSystem(DiffusionSystem):
         spec = super().spec(data)
         if self.alignment is None:
             return spec
-        return spec.model_copy(update={"features": data.beside["features"].shape})
+        return spec.model_copy(update={"features": data.joined_sets["features"].shape})
 
     def batch(
         self,
@@ -117,10 +117,10 @@ class DiTSystem(DiffusionSystem):
         streams: Streams,
         spec: DataSpec,
         codec: Codec,
-        beside: Mapping[str, Tensor] | None = None,
+        joined_sets: Mapping[str, Tensor] | None = None,
     ) -> Batch:
-        batch = super().batch(stored, label, streams, spec, codec, beside)
-        return replace(batch, features=(beside or {}).get("features"))
+        batch = super().batch(stored, label, streams, spec, codec, joined_sets)
+        return replace(batch, features=(joined_sets or {}).get("features"))
 
     @property
     def build_options(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class SampleConfig(Sparse):
             )
         repeats = self.given is not None and self.given.resamplings > 1
         in_the_middle = (repeats or self.start is not None) and isinstance(self.sampler, SamplerConfig)
-        if in_the_middle and not self.sampler.starts_anywhere:
+        if in_the_middle and not self.sampler.can_start_anywhere:
             raise ValueError(
                 f"sampler.type is {self.sampler.type} with noise added between its steps, which cannot start in the "
                 "middle. Set sampler.s_churn: 0, or leave out start and set given.resamplings: 1."
@@ -274,7 +274,7 @@ def check_guidance(section: str, settings: SampleConfig, reading: Reading) -> No
     parts that were not dropped alone, or that the sampler or weaker_weights do not allow. section: the name of the
     settings."""
     scale = settings.guidance.guidance_scale
-    if settings.sampler.asks_intervals and scale != 1:
+    if settings.sampler.needs_average_velocity and scale != 1:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but average velocities cannot be guided afterwards. Use "
             "1, and set system.objective.guidance_scale."
@@ -293,7 +293,7 @@ def check_guidance(section: str, settings: SampleConfig, reading: Reading) -> No
             f"{key} names {unknown}, but the network never learns to do without that alone. Known: {known}. Leave it "
             f"out, or train with system.objective.drop_probabilities: {{{unknown}: 0.1}}."
         )
-    if settings.weaker_weights is not None or settings.sampler.asks_intervals:
+    if settings.weaker_weights is not None or settings.sampler.needs_average_velocity:
         other = "weaker_weights" if settings.weaker_weights is not None else f"sampler.type {settings.sampler.type}"
         raise ValueError(f"{key} is set, but {section}.{other} does not go with it. Leave one of the two out.")
 

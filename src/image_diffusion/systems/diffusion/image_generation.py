@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-class Generates(Protocol):
+class ImageGenerator(Protocol):
     """Generator of images from seeds, int64 [N], and labels, int64 [N] or None, on the device of its network.
 
     settings: completed with the values of the model. conditions: of each image other than its class, by name.
@@ -95,7 +95,7 @@ class ImageSampling(Sampling, ABC):
         weaker: nn.Module | None = None,
         null: Mapping[str, Tensor] | None = None,
         pictures: Pictures | None = None,
-    ) -> Generates:
+    ) -> ImageGenerator:
         """Build the generator. weaker: the network of `settings.weaker_weights`. null: the condition that guidance
         leads away from. pictures: to sample from. Raises ValueError for a sampler or guidance that do not fit."""
 
@@ -146,7 +146,7 @@ class ImageSampling(Sampling, ABC):
         exist."""
         settings, classes = inputs.settings, inputs.training.classes
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-        pairs = {kind: shards.manifest["pairs"] for kind, shards in inputs.training.beside.items()}
+        pairs = {kind: shards.manifest["pairs"] for kind, shards in inputs.training.joined_sets.items()}
         image_source = ImageSource(inputs.spec, inputs.held_out)
         request = self.condition.sampling_request(
             ConditionInputs(settings, seeds, pairs, inputs.held_out, image_source)
@@ -198,7 +198,7 @@ class ImageSampling(Sampling, ABC):
         embed: Embed | None = None,
     ) -> Predict:
         """Return the function that makes the images of a table's rows, as in `sample`: each from its own seed."""
-        decoder, generators = codec(), list[Generates]()
+        decoder, generators = codec(), list[ImageGenerator]()
 
         def predict(table: pandas.DataFrame) -> NDArray[Any]:
             """Return images, [N, H, W, C]. table: the columns of `served`; without classes, each seed gets the same
@@ -245,7 +245,7 @@ class ImageSampling(Sampling, ABC):
         weaker: TrainedNetwork | None,
         request: SamplingRequest,
         pictures: Pictures | None = None,
-    ) -> Generates:
+    ) -> ImageGenerator:
         if weaker is not None and (weaker.spec, weaker.codec) != (model.spec, model.codec):
             raise ValueError(
                 f"sample.weaker_weights {settings.weaker_weights} was trained on other data or another codec than the "
@@ -303,7 +303,7 @@ def beside_conditions(images: Tensor, conditions: Tensor) -> Image.Image:
 class ImageMaker:
     """Images by row; implements `systems.sampling.Maker`."""
 
-    generator: Generates
+    generator: ImageGenerator
     seeds: Tensor
     labels: Tensor | None
     described: dict[str, Any]

@@ -14,13 +14,13 @@ from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
 from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.shards.records import Quarantined, Sample
-from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
+from image_diffusion.systems.pairs.inputs import JoinedPairs, PairInputs
 from image_diffusion.text_encoders import TextEncoderConfig
 from image_diffusion.text_encoders.base import TextEncoder, encode_captions
 from image_diffusion.text_encoders.hashing import HashedText
 
 
-class CaptionPairs(BesideCrops):
+class CaptionPairs(JoinedPairs):
     """Captions of the images, encoded once by a text encoder and stored next to the latents."""
 
     kind: ClassVar[str] = "captions"

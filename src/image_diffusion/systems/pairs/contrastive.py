@@ -248,7 +248,7 @@ def _fit(
             last = min(first + together, steps)
             state = once(f"{first}-{last}", partial(trained, first, last))
             if schedule.last_epoch < last:  # steps of an earlier run
-                _go_on(modules, optimizer, schedule, state, last)
+                _restore_state(modules, optimizer, schedule, state, last)
             progress.reach(last * size)
     shown = learnt[:_MOST_LOOKED_AT]  # the running statistics lag behind, far so in a short training
     update_bn((pairs.crops.images(pairs.rows[part]).to(device) for part in _parts(shown)), image)
@@ -263,7 +263,7 @@ def _state(modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -
     return of_networks | {f"optimizer {i} {key}": tensor for i in moments for key, tensor in moments[i].items()}
 
 
-def _go_on(
+def _restore_state(
     modules: Mapping[str, nn.Module],
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,

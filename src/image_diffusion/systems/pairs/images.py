@@ -26,7 +26,7 @@ from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import read_image
 from image_diffusion.data.sources.folder import files_in, stem_of
-from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
+from image_diffusion.systems.pairs.inputs import JoinedPairs, PairInputs
 
 _MOST_LABELS = 256
 _Level = Annotated[int, Field(ge=0, le=255)]
@@ -39,7 +39,7 @@ Read = Callable[[], bytes]
 """Function that reads a file. Raises OSError."""
 
 
-class ImageFilePairs(BesideCrops):
+class ImageFilePairs(JoinedPairs):
     """Second images of the crops, from another folder, cropped as the data set's images and stored next to them."""
 
     kind: ClassVar[str] = "images"
@@ -178,10 +178,10 @@ class ImageCropper:
         return crop.crops, crop.size
 
     def read(
-        self, files: Sequence[str | Path | bytes], key: str, keeps_size: bool = False
+        self, files: Sequence[str | Path | bytes], key: str, requires_size: bool = False
     ) -> tuple[Tensor, list[tuple[int, int]]]:
         """Return the crops of files, or of the contents of files, uint8 [P, C, H, W], and the (width, height) of each
-        image. key: the configuration key of the files. keeps_size: reject files of another size instead of cropping
+        image. key: the configuration key of the files. requires_size: reject files of another size instead of cropping
         them. Raises ValueError for files that cannot be read."""
         images = dict[str | Path | bytes, tuple[NDArray[np.uint8], tuple[int, int]]]()
         height, width = self.shape[1:]
@@ -194,7 +194,7 @@ class ImageCropper:
                     crops, size = self(file if isinstance(file, bytes) else read_image(Path(file)))
                 except (BadImage, Undecided, OSError) as error:
                     raise ValueError(f"{key}: {name} cannot be read: {error}. Remove it, or replace it.") from None
-                if keeps_size and size != (width, height):
+                if requires_size and size != (width, height):
                     raise ValueError(
                         f"{key}: {name} has {size[0]} x {size[1]} pixels, but the network takes images of {width} x "
                         f"{height}. Give one of that size."

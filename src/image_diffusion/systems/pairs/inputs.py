@@ -107,7 +107,7 @@ def by_kind(said: Any, kinds: Sequence[str]) -> dict[str, Any]:
     return {kinds[0]: said} if len(kinds) == 1 else dict(said)
 
 
-class BesideCrops(PairSettings):
+class JoinedPairs(PairSettings):
     """Base of the sections `pairs` whose sets are read next to the images."""
 
     @property

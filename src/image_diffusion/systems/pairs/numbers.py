@@ -18,7 +18,7 @@ from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import HasValues
 from image_diffusion.data.sources.table import read_columns
-from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
+from image_diffusion.systems.pairs.inputs import JoinedPairs, PairInputs
 
 LABEL = "label"
 """Name of the class in rows of conditions (sample.conditions), which no column may have."""
@@ -28,7 +28,7 @@ _OF_REQUESTS = frozenset({"class", "image", "prompt", "seed"})
 Row = Mapping[str, float | None]
 
 
-class NumberPairs(BesideCrops):
+class NumberPairs(JoinedPairs):
     """Numbers of the images, stored next to the latents."""
 
     kind: ClassVar[str] = "numbers"
@@ -84,7 +84,7 @@ class NumberPairs(BesideCrops):
             assert source is not None
             self.check(source)
             assert isinstance(source, HasValues)
-            values = source.values_beside(self.columns)
+            values = source.read_values(self.columns)
             if not any(values.values()):
                 raise ValueError(
                     f"pairs.columns: no image has a value of {', '.join(self.columns)} beside it. Name columns or keys "

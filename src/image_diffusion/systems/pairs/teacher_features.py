@@ -18,10 +18,10 @@ from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.metrics.features.classifier import InPipe
 from image_diffusion.metrics.features.dinov2 import Dinov2
 from image_diffusion.metrics.features.pretrained import Transformers
-from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
+from image_diffusion.systems.pairs.inputs import JoinedPairs, PairInputs
 
 
-class FeaturePairs(BesideCrops):
+class FeaturePairs(JoinedPairs):
     """A teacher's features of the images, computed once and stored next to the latents or the crops."""
 
     kind: ClassVar[str] = "features"

@@ -58,10 +58,10 @@ class PredictionConfig(EmbeddingSampling):
         settings = {name: value for name, value in dump(self).items() if name in EmbeddingSampling.model_fields}
         return EmbeddingSampling.model_validate(settings | {"sampler": settings["sampler"] | {"num_steps": num_steps}})
 
-    def check(self, process: Discrete, learns_nulls: bool) -> None:
-        """Raise ValueError if steps or guidance do not fit. learns_nulls: whether training drops the network's
+    def check(self, process: Discrete, drops_conditions: bool) -> None:
+        """Raise ValueError if steps or guidance do not fit. drops_conditions: whether training drops the network's
         conditions."""
-        check_guided("prediction", self, learns_nulls)
+        check_guided("prediction", self, drops_conditions)
         for count in self.num_steps:
             if not 1 <= count <= process.num_timesteps:
                 raise ValueError(
@@ -122,7 +122,7 @@ def evaluate_prior(
     image of its caption among those of the split. report: a folder for similarities.png. Raises ValueError if the data
     do not fit the network. Several processes, started by a launcher, share the pairs.
     """
-    settings.check(prior.reading.process, prior.reading.learns_nulls)
+    settings.check(prior.reading.process, prior.reading.drops_conditions)
     sets = {name: data for name, data in splits.items() if data.num_samples}
     for name, data in sets.items():
         if data.shape[-1] != spec.channels:

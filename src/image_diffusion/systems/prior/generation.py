@@ -71,11 +71,11 @@ class PriorSampleConfig(EmbeddingSampling):
         return self.num_samples
 
 
-def check_sample(settings: PriorSampleConfig, process: Discrete, learns_nulls: bool) -> None:
+def check_sample(settings: PriorSampleConfig, process: Discrete, drops_conditions: bool) -> None:
     """Raise ValueError if steps, guidance or prompts do not fit; a file of prompts is read if it exists. learns_nulls:
     whether training drops the network's conditions.
     """
-    check_guided("sample", settings, learns_nulls)
+    check_guided("sample", settings, drops_conditions)
     try:
         settings.sampler.grid(process)
     except ValueError as error:

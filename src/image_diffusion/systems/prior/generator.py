@@ -44,9 +44,9 @@ class EmbeddingSampling(Config):
     """Number of embeddings made at once. It does not change the embeddings."""
 
 
-def check_guided(section: str, settings: EmbeddingSampling, learns_nulls: bool) -> None:
+def check_guided(section: str, settings: EmbeddingSampling, drops_conditions: bool) -> None:
     """Raise ValueError for guidance of a network whose conditions training never drops."""
-    if settings.guidance_scale != 1 and not learns_nulls:
+    if settings.guidance_scale != 1 and not drops_conditions:
         raise ValueError(
             f"{section}.guidance_scale is {settings.guidance_scale}, but the network never learns to do without "
             f"caption and image. Use 1, or set system.objective.text_drop_probability and image_drop_probability "
@@ -63,7 +63,7 @@ class EmbeddingGenerator:
     def __init__(
         self, network: nn.Module, reading: EmbeddingReading, spec: DataSpec, settings: EmbeddingSampling
     ) -> None:
-        check_guided("sample", settings, reading.learns_nulls)
+        check_guided("sample", settings, reading.drops_conditions)
         self._network, self._reading, self._spec, self._settings = cast("Network", network), reading, spec, settings
         self._device = next(network.parameters()).device
         self._grid = settings.sampler.grid(reading.process)

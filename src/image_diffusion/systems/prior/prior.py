@@ -107,9 +107,9 @@ class PriorSystem(System):
             )
         self._check_self_conditioning()
         prediction, sample = experiment.section("prediction"), experiment.section("sample")
-        prediction.check(self.process, self.objective.learns_nulls)
+        prediction.check(self.process, self.objective.drops_conditions)
         if sample is not None:
-            check_sample(sample, self.process, self.objective.learns_nulls)
+            check_sample(sample, self.process, self.objective.drops_conditions)
             if sample.clip is not None and not isinstance(pairs, FilePairs):
                 raise ValueError(
                     f"sample.clip is set, but pairs.type is {pairs.type}, whose encoder of captions embeds the "
@@ -161,7 +161,7 @@ class PriorSystem(System):
         streams: Streams,
         spec: DataSpec,
         codec: Codec,
-        beside: Mapping[str, Tensor] | None = None,
+        joined_sets: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         return pair_batch(stored, streams, Scaling(self.scale(spec), self.image_statistics), self.token_encodings)
 
@@ -170,7 +170,7 @@ class PriorSystem(System):
         return EmbeddingReading(
             process=self.process,
             prediction=self.objective.prediction,
-            learns_nulls=self.objective.learns_nulls,
+            drops_conditions=self.objective.drops_conditions,
             self_cond=self.network.self_cond,
             norm=self.scale(spec),
             statistics=self.image_statistics,

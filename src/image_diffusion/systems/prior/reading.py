@@ -78,7 +78,7 @@ class EmbeddingReading(Config):
     """Process by which noise was added."""
     prediction: Literal["x0", "eps", "v"]
     """Prediction of the network."""
-    learns_nulls: bool
+    drops_conditions: bool
     """True if conditions were dropped in training, so that guidance is possible."""
     self_cond: bool
     """True if the network is conditioned on its own earlier x0."""

@@ -17,7 +17,7 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.metrics.features.base import at_once, kept_together
+from image_diffusion.metrics.features.base import padded_batches, storage_groups
 from image_diffusion.objectives.tokens.masked import hidden_bits, hide
 from image_diffusion.objectives.tokens.next_token import bits_of
 from image_diffusion.systems.base import on_best_device
@@ -71,7 +71,7 @@ def bits_per_token(model: TrainedNetwork, encoded: Path, causal: bool) -> tuple[
 
     def measure(chosen: NDArray[np.int64]) -> Arrays:
         parts = []
-        for count, rows in at_once(chosen):
+        for count, rows in padded_batches(chosen):
             tokens = data.gather(rows).to(device).long().flatten(1)
             label = torch.from_numpy(data.labels[rows]).to(device)
             cond = {"label": label} if model.spec.num_classes else {}
@@ -82,7 +82,7 @@ def bits_per_token(model: TrainedNetwork, encoded: Path, causal: bool) -> tuple[
 
     once, parts = batches(["bits", data.digest]), []
     with Progress("bits", data.num_samples, "image") as progress:
-        for chosen in kept_together(np.arange(data.num_samples)):
+        for chosen in storage_groups(np.arange(data.num_samples)):
             parts.append(torch.from_numpy(once(str(chosen[0]), partial(measure, chosen))["bits"]))
             progress.advance(len(chosen))
     bits = torch.cat(parts).double()

@@ -110,7 +110,7 @@ class TokensSystem(System):
         return Conditions.written_as(self.condition)
 
     @property
-    def reads_beside(self) -> tuple[str, ...]:
+    def joined_kinds(self) -> tuple[str, ...]:
         return self.conditioning.reads
 
     @property
@@ -119,7 +119,7 @@ class TokensSystem(System):
         return TokenReading(causal=self.objective.causal, drops_labels=self.objective.label_drop_probability > 0)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, self.reads_beside, experiment)
+        check_pairs(self.conditioning, self.joined_kinds, experiment)
         check_judged(experiment)
         check_kept(experiment, others)
         super().check(experiment, others)
@@ -143,7 +143,7 @@ class TokensSystem(System):
             num_classes=data.num_classes,
             levels=data.levels,
         )
-        return self.conditioning.spec(spec, data.beside)
+        return self.conditioning.spec(spec, data.joined_sets)
 
     @property
     def build_options(self) -> dict[str, Any]:
@@ -167,12 +167,12 @@ class TokensSystem(System):
         streams: Streams,
         spec: DataSpec,
         codec: Codec,
-        beside: Mapping[str, Tensor] | None = None,
+        joined_sets: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         """Return the batch of tokens int64 [B, N], row by row."""
         # Without classes the network has no embedding table to look labels up in.
         cond = {"label": label} if spec.num_classes else {}
-        cond |= self.conditioning.training_conditions(beside or {}, streams, spec)
+        cond |= self.conditioning.training_conditions(joined_sets or {}, streams, spec)
         return Batch(stored.flatten(1).long(), cond, streams)
 
     def sampling(self) -> TokenSampling:

@@ -56,7 +56,7 @@ class Background:
             self._error = error
 
 
-def appears(path: Path, limit_s: float) -> bool:
+def wait_for_path(path: Path, limit_s: float) -> bool:
     """Wait for another process to create a file or folder. Return False after `limit_s` seconds, or if this process
     ends or the parent folder is removed. Lists the parent folder, since on a network file system a cached lookup of one
     name may be outdated."""

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import differing_keys, read_yaml
 from image_diffusion.core.files.weights import read_weights
-from image_diffusion.training.checkpoint.checkpoint import Checkpoint, folder_name, read_checkpoint, undamaged
+from image_diffusion.training.checkpoint.checkpoint import (
+    Checkpoint,
+    damage_as_value_error,
+    folder_name,
+    read_checkpoint,
+)
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.lora import lora_of, written
 from image_diffusion.training.optim.ema import average_name
@@ -37,7 +42,7 @@ def weights_at(
     folder = run / folder_name(step)
     if not folder.is_dir():
         raise ValueError(f"{folder} is missing. Keep it with train.checkpoint.keep_every, and train again.")
-    with undamaged(folder):
+    with damage_as_value_error(folder):
         checkpoint, identity = read_checkpoint(folder)
     described = {**model, "step": step, "examples_seen": checkpoint.examples_seen, "ema": wanted}
     return _weights(checkpoint, wanted, identity), described
@@ -60,7 +65,7 @@ def weights_in(
     if folder not in saved:
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in saved)
         raise ValueError(f"{run} holds no checkpoint of step {step}. Steps that are kept: {steps}.")
-    with undamaged(folder):
+    with damage_as_value_error(folder):
         checkpoint, identity = read_checkpoint(folder)
     names = sorted(name for name in checkpoint.groups if name.startswith("ema-"))
     if average is None and len(names) > 1:
@@ -88,7 +93,7 @@ def _run_of(state: Path, trained_by: Path) -> Path:
     saved = sorted((steps[-1].stat().st_mtime, run) for run in state.glob("*/") if (steps := _steps(run)))
     others: list[str] = []
     for _, run in reversed(saved):
-        with undamaged(_steps(run)[-1]):
+        with damage_as_value_error(_steps(run)[-1]):
             identity = read_checkpoint(_steps(run)[-1])[1]
         saved_as = {"train": identity["train"], "system": identity["system"], "codec": identity["codec"]["config"]}
         differing = differing_keys(wanted, saved_as)

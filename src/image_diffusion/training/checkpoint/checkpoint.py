@@ -46,7 +46,7 @@ class Damaged(Exception):  # noqa: N818 - no error message: the reader falls bac
 
 
 @contextmanager
-def undamaged(folder: Path, then: str = "train again") -> Iterator[None]:
+def damage_as_value_error(folder: Path, then: str = "train again") -> Iterator[None]:
     """Raise ValueError if a checkpoint that is read in this context is damaged. then: advice on what to do after
     removing it."""
     try:
@@ -85,13 +85,13 @@ def folder_name(step: int) -> str:
     return f"step-{step:07d}"
 
 
-def being_written(parent: Path, step: int, token: str) -> Path:
+def temporary_folder(parent: Path, step: int, token: str) -> Path:
     """Return the folder that a checkpoint is written to until it is complete. token: identifies the writer, so that no
     other process writes to the same folder."""
     return parent / f".{folder_name(step)}.{token}.tmp"
 
 
-def told_of(folder: Path, part: int) -> Path:
+def part_list_path(folder: Path, part: int) -> Path:
     """Return the file in which a process lists the files it has written into the folder of a checkpoint."""
     return folder / f"part-{part}.json"
 
@@ -101,7 +101,7 @@ def write_rows(folder: Path, checkpoint: Checkpoint) -> None:
     process writes the rest. Raises OSError."""
     files = _write_files(folder, checkpoint)
     try:
-        write_json(told_of(folder, checkpoint.part), files)
+        write_json(part_list_path(folder, checkpoint.part), files)
     except FileNotFoundError:
         # The first process may have read the list already, and renamed the folder.
         if not (folder.parent / folder_name(checkpoint.step)).is_dir():
@@ -113,18 +113,18 @@ def write_checkpoint(
     checkpoint: Checkpoint,
     identity: dict[str, Any],
     environment: dict[str, str],
-    permit: Callable[[], None],
+    check_owner: Callable[[], None],
     token: str = "new",
     others: Callable[[Path, int], dict[str, Any]] | None = None,
 ) -> Path:
-    """Write a checkpoint and flush it to disk. permit: raises an exception if the checkpoint must not be written.
+    """Write a checkpoint and flush it to disk. check_owner: raises an exception if the checkpoint must not be written.
 
     identity: plain data that identifies the run. others: waits for another process's `write_rows` into a folder, and
     returns its list of files; required if the checkpoint has parts. Raises OSError, and leaves no files behind, if it
     cannot be written.
     """
     target = parent / folder_name(checkpoint.step)
-    temporary = being_written(parent, checkpoint.step, token)
+    temporary = temporary_folder(parent, checkpoint.step, token)
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(temporary)
     try:
@@ -132,7 +132,7 @@ def write_checkpoint(
         for part in range(1, checkpoint.parts):
             assert others is not None
             files |= others(temporary, part)
-            told_of(temporary, part).unlink()
+            part_list_path(temporary, part).unlink()
         record = {
             "format": FORMATS[bool(checkpoint.rows)],
             "step": checkpoint.step,
@@ -146,7 +146,7 @@ def write_checkpoint(
             "files": files,
         }
         write_json(temporary / "checkpoint.json", {**record, "digest": digest(record)})
-        permit()
+        check_owner()
         if target.exists():
             target.rename(parent / f".{target.name}.old.tmp")
         temporary.rename(target)

@@ -26,15 +26,15 @@ from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.out_of_resources import room_at
-from image_diffusion.training.checkpoint.async_writer import Background, appears
+from image_diffusion.training.checkpoint.async_writer import Background, wait_for_path
 from image_diffusion.training.checkpoint.checkpoint import (
     Checkpoint,
     Damaged,
-    being_written,
     folder_name,
+    part_list_path,
     read_checkpoint,
     read_record,
-    told_of,
+    temporary_folder,
     write_checkpoint,
     write_rows,
 )
@@ -212,8 +212,8 @@ class State(Background):
         step = checkpoint.step
 
         def others(folder: Path, part: int) -> dict[str, Any]:
-            path = told_of(folder, part)
-            if not appears(path, self._hang_s):
+            path = part_list_path(folder, part)
+            if not wait_for_path(path, self._hang_s):
                 self.assert_owner()
                 raise ValueError(
                     f"Process {part} has not written its part of the checkpoint of step {step:,} within "
@@ -281,13 +281,13 @@ def part_writer(root: Path, fingerprint: str, token: str, hang_s: float = HANG_S
 
     def write(checkpoint: Checkpoint) -> None:
         step = checkpoint.step
-        if not appears(being_written(folder, step, token), hang_s):
+        if not wait_for_path(temporary_folder(folder, step, token), hang_s):
             raise ValueError(
                 f"The checkpoint of step {step:,} was not begun by the first process in {folder} within {hang_s:,.0f} "
                 f"s. Look for its error, and run the same command again."
             )
         with _unwritten(step, folder):
-            write_rows(being_written(folder, step, token), checkpoint)
+            write_rows(temporary_folder(folder, step, token), checkpoint)
 
     return PartWriter(write)
 

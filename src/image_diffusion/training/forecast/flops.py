@@ -54,7 +54,7 @@ def counted(
 ) -> Counted:
     """Count a step of one of several processes. network: builds the network; task: builds the task of a network.
     per_machine: number of processes on each machine; unset: all."""
-    with _without_contents(network, task, config, config.share_of(processes)) as (trainer, examples, memory):
+    with _fake_training(network, task, config, config.share_of(processes)) as (trainer, examples, memory):
         memory.peak = memory.live
         for step in (1, config.steps):
             trainer.backward(examples, step)
@@ -62,7 +62,7 @@ def counted(
         peak = memory.peak
         operations = _operations(trainer, examples)
         fixed = memory.fixed
-    elsewhere = kept_elsewhere(trainer, config, processes, per_machine)
+    elsewhere = bytes_on_other_processes(trainer, config, processes, per_machine)
     parameters = sum(parameter.numel() for parameter in trainer.flat.parameters.values())
     return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
 
@@ -71,7 +71,7 @@ def operations_per_example(
     network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig
 ) -> int:
     """Return only the `operations` of `counted`, in a third of the time."""
-    with _without_contents(network, task, config, 1) as (trainer, examples, _):
+    with _fake_training(network, task, config, 1) as (trainer, examples, _):
         return _operations(trainer, examples)
 
 
@@ -80,7 +80,7 @@ def _operations(trainer: Trainer, examples: Examples) -> int:
 
 
 @contextmanager
-def _without_contents(
+def _fake_training(
     network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig, share: int
 ) -> Iterator[tuple[Trainer, Examples, Memory]]:
     """Build a trainer of one process and a batch of `share` examples; all tensors made in this context are fake."""
@@ -91,16 +91,18 @@ def _without_contents(
     with fake, memory:
         built = network()
     whole = task(built)
-    with fake, memory, _nothing_moves():
+    with fake, memory, _disable_module_to():
         trainer = Trainer(whole, config.model_copy(update=plain), World(0, 1, torch.device("cpu")))
         memory.fixed = memory.live
         ids = torch.zeros(share, dtype=torch.int64)
-        sets = [whole.data, *whole.data.beside.values()]
-        stored, *beside = (torch.empty(share, *split.shape, dtype=split.dtype) for split in sets)
-        yield trainer, Examples(stored, ids, ids, ids, tuple(beside)), memory
+        sets = [whole.data, *whole.data.joined_sets.values()]
+        stored, *joined_sets = (torch.empty(share, *split.shape, dtype=split.dtype) for split in sets)
+        yield trainer, Examples(stored, ids, ids, ids, tuple(joined_sets)), memory
 
 
-def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_machine: int | None = None) -> int:
+def bytes_on_other_processes(
+    trainer: Trainer, config: TrainConfig, processes: int, per_machine: int | None = None
+) -> int:
     """Return the bytes that sharding moves to other processes: parts of the moments and averages, and of the gradient
     if weights are sharded. Weights count in full, since a validation gathers them. With several microbatches, so does
     the gradient, in addition to its share, until the last one of a step."""
@@ -112,7 +114,7 @@ def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_ma
     vectors = [*trainer.optimizer.moments.values(), *trainer.averages.vectors.values()]
     gradient = trainer.flat.gradient.nbytes
     elsewhere = sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
-    if config.spreads_weights:
+    if config.shards_weights:
         waits = config.microbatch is not None and config.microbatch < own and config.reduce == "float32"
         return elsewhere + gradient * (processes - 1) // processes - waits * gradient
     rounded: set[str] = set()
@@ -123,7 +125,7 @@ def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_ma
 
 
 @contextmanager
-def _nothing_moves() -> Iterator[None]:
+def _disable_module_to() -> Iterator[None]:
     """Disable `nn.Module.to` in this context, since fake tensors cannot be moved in place."""
     moves, module = nn.Module.to, cast("Any", nn.Module)
     module.to = lambda self, *_, **__: self

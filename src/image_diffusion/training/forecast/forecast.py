@@ -21,7 +21,7 @@ from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import kept_elsewhere
+from image_diffusion.training.forecast.flops import bytes_on_other_processes
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
 from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
@@ -141,7 +141,7 @@ def forecast(
         not_measured=not_measured,
         train_s=config.steps * step_s,
         validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
-        memory_gib=(memory - kept_elsewhere(trainer, config, processes, per_machine)) / GIB,
+        memory_gib=(memory - bytes_on_other_processes(trainer, config, processes, per_machine)) / GIB,
         checkpoint_gib=checkpoint / GIB,
         disk_gib=(_checkpoints_at_most(config) * checkpoint + weights) / GIB,
     )
@@ -274,7 +274,7 @@ def seconds_to_save(size: int, folder: Path) -> float:
         return (time.perf_counter() - started) * size / (-(-probe // _BLOCK) * _BLOCK)
 
 
-def told_too_late(save_s: float, grace_s: float) -> str | None:
+def signal_lead_advice(save_s: float, grace_s: float) -> str | None:
     """Return advice if saving takes longer than the time between Slurm's signal and the end; None otherwise."""
     if save_s <= grace_s:
         return None

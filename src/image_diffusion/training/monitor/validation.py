@@ -33,8 +33,8 @@ def validation_sums(
         sample = torch.from_numpy(samples).to(world.device)
         label = torch.from_numpy(data.labels[samples]).to(world.device)
         stored = data.gather(samples).to(world.device)
-        beside = tuple(tensor.to(world.device) for tensor in data.gather_beside(samples))
-        examples = Examples(stored, label, torch.full_like(sample, _EPOCH), sample, beside)
+        joined_sets = tuple(tensor.to(world.device) for tensor in data.gather_joined(samples))
+        examples = Examples(stored, label, torch.full_like(sample, _EPOCH), sample, joined_sets)
         for key, value in sums_of(losses_of(examples, i)).items():
             rows = sums.setdefault(key, value.new_zeros(len(starts), *value.shape))
             rows[i // chunk] = value if (i // chunk) % world.size == world.rank else 0.0

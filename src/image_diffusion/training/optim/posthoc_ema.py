@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from image_diffusion.training.checkpoint.checkpoint import read_group, read_record, undamaged
+from image_diffusion.training.checkpoint.checkpoint import damage_as_value_error, read_group, read_record
 from image_diffusion.training.finetune.lora import lora_of, written
 from image_diffusion.training.optim.ema import average_name, power_of_width
 
@@ -67,7 +67,7 @@ def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage
     for folder in sorted(state.glob("step-*")):
         if int(folder.name.removeprefix("step-")) > last_step:
             continue
-        with undamaged(folder, _THEN):
+        with damage_as_value_error(folder, _THEN):
             record = read_record(folder)
         ema: dict[str, Any] = record["identity"]["train"]["ema"]
         if ema["type"] != "power":
@@ -92,11 +92,11 @@ def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tupl
     last = max(steps)
     factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
     newest = max(kept, key=lambda average: average.folder)
-    with undamaged(newest.folder, _THEN):
+    with damage_as_value_error(newest.folder, _THEN):
         network = read_group(newest.folder, newest.record, "network")
     sums: dict[str, Tensor] = {}
     for factor, average in zip(factors.tolist(), kept, strict=True):
-        with undamaged(average.folder, _THEN):
+        with damage_as_value_error(average.folder, _THEN):
             weights = read_group(average.folder, average.record, average.name)
         for name, tensor in weights.items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()

@@ -80,7 +80,7 @@ def on_hardware(config: TrainConfig, world: World) -> TrainConfig:
     together."""
     if config.precision != "bf16" or not world.any(not has_bf16(world.device)):
         return config
-    chosen: Name = "float32" if config.spreads_weights else "fp16"
+    chosen: Name = "float32" if config.shards_weights else "fp16"
     if world.is_main:
         log_line(f"train.precision is bf16, which not every GPU here has: this start computes in {chosen}.")
     return config.model_copy(update={"precision": chosen})

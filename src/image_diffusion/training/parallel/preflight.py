@@ -29,7 +29,7 @@ _SIDES, _AT_ONCE = {"cuda": 4096, "cpu": 256}, {"cuda": 20, "cpu": 1}
 
 
 @dataclass(frozen=True)
-class Tried:
+class PreflightResult:
     """Results of one process's checks. product_s: seconds of a product, the minimum of several."""
 
     host: str
@@ -85,7 +85,7 @@ def check_memory(world: World, network: nn.Module, config: TrainConfig) -> None:
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
     averages = trained * len(config.ema.names) / (world.size if config.sharding != "none" else 1)
     numbers = weights + trained + averages
-    if config.spreads_weights and world.size > 1:
+    if config.shards_weights and world.size > 1:
         numbers = max(weights, (weights + trained) / world.size + averages)
     least = 4 * numbers / 2**30
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(world.device))
@@ -97,7 +97,7 @@ def check_memory(world: World, network: nn.Module, config: TrainConfig) -> None:
         )
 
 
-def _try(world: World, dtype: torch.dtype) -> Tried:
+def _try(world: World, dtype: torch.dtype) -> PreflightResult:
     device = world.device
     left, right, expected = _exact_product(_SIDES[device.type], device, dtype)
     times = _AT_ONCE[device.type]
@@ -111,7 +111,7 @@ def _try(world: World, dtype: torch.dtype) -> Tried:
     index = "" if device.index is None else f"GPU {device.index}, "
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     version = driver() if device.type == "cuda" else ""
-    return Tried(world.hosts[world.rank], f"{index}{kind}", version, is_right, sum_is_right, seconds)
+    return PreflightResult(world.hosts[world.rank], f"{index}{kind}", version, is_right, sum_is_right, seconds)
 
 
 def _exact_product(side: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,11 +126,11 @@ def _exact_product(side: int, device: torch.device, dtype: torch.dtype) -> tuple
     return left.repeat(times, 1), right.repeat(times, 1), product.repeat(times, times)
 
 
-def _named(results: Sequence[Tried], ranks: Sequence[int]) -> str:
+def _named(results: Sequence[PreflightResult], ranks: Sequence[int]) -> str:
     return " and ".join(f"{results[rank].host} (process {rank}, {results[rank].device})" for rank in ranks)
 
 
-def _hardware_line(results: Sequence[Tried]) -> str:
+def _hardware_line(results: Sequence[PreflightResult]) -> str:
     """Return one line on the hardware of each machine of a training, with identical machines grouped."""
     machines: dict[str, Counter[str]] = {}
     for result in results:

@@ -15,7 +15,7 @@ from image_diffusion.workflow.environment import with_package
 
 LOG = Path("logs", "follow.log")
 LOCK = Path(".snakemake", "following")
-LAST_WORD_S = 60.0
+FINAL_SEND_TIMEOUT_S = 60.0
 """Maximum time in seconds for sending the rest after all jobs have ended."""
 
 
@@ -57,7 +57,7 @@ class Following:
             )
 
     def end(self) -> None:
-        """Send the remaining entries in the foreground, at most for `LAST_WORD_S` seconds."""
+        """Send the remaining entries in the foreground, at most for `FINAL_SEND_TIMEOUT_S` seconds."""
         if self.process is None:
             return
         self.process.kill()  # sending can be interrupted safely
@@ -72,7 +72,7 @@ class Following:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    timeout=LAST_WORD_S,
+                    timeout=FINAL_SEND_TIMEOUT_S,
                     check=False,
                 )
                 failed = done.returncode != 0

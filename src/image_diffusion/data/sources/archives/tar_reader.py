@@ -60,7 +60,7 @@ def members_of(file: IO[bytes], name: str, labelled: bool, names: tuple[str, ...
     images: list[_Member] = []
     texts: list[_Member] = []
     file.seek(0)
-    with _naming_tar(name), tarfile.open(fileobj=cast("IO[bytes]", _Sober(file)), mode="r:") as tar:
+    with _naming_tar(name), tarfile.open(fileobj=cast("IO[bytes]", _BoundedReader(file)), mode="r:") as tar:
         for member in tar:
             shown = plain_text(member.name)
             if member.size < 0:  # a pax header can state a negative size, on which tarfile would loop forever
@@ -217,7 +217,7 @@ def _naming_tar(name: str) -> Iterator[None]:
         raise ValueError(f"{name} cannot be read as a tar file: {error}. Download or write it again.") from None
 
 
-class _Sober:
+class _BoundedReader:
     """File that refuses reads longer than a header and a text, since `tarfile` reads long names and the values of pax
     headers at once, whatever size the header states."""
 

@@ -17,7 +17,7 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from image_diffusion.core.files.atomic import Stamp, digest, stamp_of
-from image_diffusion.core.files.store import patiently
+from image_diffusion.core.files.store import with_retries
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.secrets import check_query, for_shell
 from image_diffusion.data.sources.archives.tar_reader import Members, members_of
@@ -50,7 +50,7 @@ class TarSource(ImageSource):
     def members(self, labelled: bool, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Members]]:
         """Yield the name of each tar and its members, as listed by `members_of`. Raises ValueError."""
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Return the captions in the tars, by the name of the image: the lines of `.txt`, or the key "caption" of
         `.json`."""
         tars = self.members(labelled=False)
@@ -117,7 +117,7 @@ class Webdataset(FewFiles, TarSource):
         with Path(str(path)).open("rb") as file:
             return _read(file, int(start), int(size))
 
-    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    def read_values(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Return the values of these keys in the `.json` of each sample, by the name of the image."""
         tars = self.members(labelled=False, names=names)
         return {f"{name}/{key}": values for name, members in tars for key, values in members.values.items()}
@@ -204,12 +204,12 @@ class TarStream(WithoutFiles, TarSource):
                 at = members.images.get(key, (0, 0))
                 yield Item(f"{item.name}/{key}", label, at), partial(_read, file, *at, problem)
 
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+    def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """Fetch all tars and return their captions. Raises ValueError if `classes` is set: the texts are then
         classes."""
         if self.classes is not None:
             raise ValueError("data.source.classes is set, so that texts in the tars are classes. Leave one out.")
-        return super().captions_beside(columns)
+        return super().read_captions(columns)
 
     def members(self, labelled: bool, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Members]]:
         for item in self.listing().items:
@@ -252,7 +252,7 @@ def _read(file: IO[bytes], start: int, size: int, problem: str = "") -> bytes:
 def _fetched(item: Item) -> Iterator[IO[bytes]]:
     """Fetch a tar into an unnamed temporary file, which does not outlive this process."""
     with tempfile.TemporaryFile() as file:
-        patiently(item.name, lambda: _fetch(str(item.address[0]), file))
+        with_retries(item.name, lambda: _fetch(str(item.address[0]), file))
         yield file
 
 

@@ -47,7 +47,7 @@ class ImagePart(ConditionPart, ABC):
     model_config = ConfigDict(serialize_by_alias=True)
 
     keys: ClassVar[frozenset[str]] = frozenset({"small_images", "conditions"})
-    keeps_size: ClassVar[bool]
+    requires_size: ClassVar[bool]
     """True if image files must have the size of the network's condition; false: they are cropped to it."""
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
@@ -84,12 +84,12 @@ class ImagePart(ConditionPart, ABC):
             return None
         assert inputs.image_source is not None
         crop = self.cropper(inputs.image_source.spec, inputs.pairs)
-        return self.of_stored(crop.read(files, inputs.key, self.keeps_size)[0], inputs)
+        return self.of_stored(crop.read(files, inputs.key, self.requires_size)[0], inputs)
 
     def of_stored(self, stored: Tensor, inputs: ConditionInputs) -> SamplingRequest:
         """Return the request for cropped images, uint8 [P, C, H, W]; sample i takes image i modulo P."""
         assert inputs.image_source is not None
-        image = self.as_seen(stored, inputs.image_source.spec)
+        image = self.as_condition(stored, inputs.image_source.spec)
         described = self.described(inputs.pairs) | {"sha256": digest(stored.numpy().tobytes().hex())}
         return SamplingRequest(
             conditions={IMAGE: image}, described={"image": described}, drawn=self.drawn(image, inputs.pairs)
@@ -100,7 +100,7 @@ class ImagePart(ConditionPart, ABC):
         """Return the cropper of files. spec: of the network. Raises ValueError if no file can contain such images."""
 
     @abstractmethod
-    def as_seen(self, stored: Tensor, spec: DataSpec) -> Tensor:
+    def as_condition(self, stored: Tensor, spec: DataSpec) -> Tensor:
         """Return cropped images, uint8 [B, C, H, W], as the network's condition, float32 [B, C', h, w] in [-1, 1]."""
 
     def described(self, pairs: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class ImageCondition(Degradations, ImagePart):
     source: Literal["self"] = Field(alias="from")
     """The image itself, degraded by shrink, gray, hole or edges."""
 
-    keeps_size: ClassVar[bool] = True
+    requires_size: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _is_made_in_one_way(self) -> Self:
@@ -205,7 +205,7 @@ class ImageCondition(Degradations, ImagePart):
             raise ValueError(f"The network takes images of {channels} channels, and pictures have 1 to 4.")
         return ImageCropper.from_description({"labels": {}, "crop": {"resolution": size, "channels": channels}})
 
-    def as_seen(self, stored: Tensor, spec: DataSpec) -> Tensor:
+    def as_condition(self, stored: Tensor, spec: DataSpec) -> Tensor:
         return from_uint8(stored)
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:

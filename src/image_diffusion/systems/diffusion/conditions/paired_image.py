@@ -44,7 +44,7 @@ class PairedImageCondition(ImagePart):
     pairs_example: ClassVar[str] = "{type: images, path: FOLDER}"
     source_key: ClassVar[str] = "small_images"
     source_advice: ClassVar[str] = "name a folder"
-    keeps_size: ClassVar[bool] = False
+    requires_size: ClassVar[bool] = False
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings without effect, and for images that are not a folder of files."""
@@ -69,13 +69,13 @@ class PairedImageCondition(ImagePart):
 
     def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
         """Return the second images [B, C, H, W] as the network's condition."""
-        return {IMAGE: as_seen(stored, spec.conditions[IMAGE][0])}
+        return {IMAGE: as_condition(stored, spec.conditions[IMAGE][0])}
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
         return "validation" if settings.small_images is None and not super().pictures(settings) else None
 
     def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
-        return as_seen(images.gather_of(self.reads, rows), _channels(images.beside[self.reads]))
+        return as_condition(images.gather_of(self.reads, rows), _channels(images.joined_sets[self.reads]))
 
     def pictures(self, settings: SampleConfig) -> list[Path]:
         """Return the image files of the configured folder, or those that the rows name. Raises ValueError for a folder
@@ -89,8 +89,8 @@ class PairedImageCondition(ImagePart):
             raise ValueError("The model does not say which images it was trained on. Train it again.")
         return ImageCropper.from_description(pairs)
 
-    def as_seen(self, stored: Tensor, spec: DataSpec) -> Tensor:
-        return as_seen(stored, spec.conditions[IMAGE][0])
+    def as_condition(self, stored: Tensor, spec: DataSpec) -> Tensor:
+        return as_condition(stored, spec.conditions[IMAGE][0])
 
     def described(self, pairs: Any) -> dict[str, Any]:
         return super().described(pairs) | {"labels": list(pairs["labels"])}
@@ -125,7 +125,7 @@ def _channels(pairs: Shards) -> int:
     return len(pairs.manifest["pairs"]["labels"]) or pairs.shape[0]
 
 
-def as_seen(stored: Tensor, channels: int) -> Tensor:
+def as_condition(stored: Tensor, channels: int) -> Tensor:
     """Return stored images uint8 [B, C, H, W] as a network's condition, float32 [B, channels, H, W] in [-1, 1]. Masks
     have a channel for each label: 1 inside the label and -1 elsewhere."""
     if stored.shape[1] == channels:
