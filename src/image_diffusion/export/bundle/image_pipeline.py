@@ -38,12 +38,14 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         generator: torch.Generator | None = None,
         output_type: str = "pil",
         numbers: list[dict[str, float | None]] | None = None,
+        seed: int = 0,
     ) -> Any:
         """Sample images, each from its own seed: they do not depend on the batch and equal those of image-diffusion.
 
         seeds: an image each; left out, `num_images` are drawn from `generator`. class_labels: numbers or names of
-        classes, each in turn; left out, those that `sample` gives the seeds. prompt: of a model conditioned on words,
-        each in turn. image_embeds: of a model conditioned on embeddings, float [N, dim], each in turn. image: of a
+        classes, each in turn; left out, each class in turn by seed, as `sample.labels: balanced` with `first_seed: 0`.
+        seed: `sample.seed`. prompt: of a model conditioned on words, each in turn.
+        image_embeds: of a model conditioned on embeddings, float [N, dim], each in turn. image: of a
         model conditioned on images, such as small ones to enlarge, float [N, C', h, w] in [-1, 1], each in turn.
         sampler: a sampler of image-diffusion, such as {"type": "ddim", "num_steps": 50}; left out, the one that its
         kind of model is usually sampled with. num_inference_steps: its steps. guidance_scale: one for the whole
@@ -65,7 +67,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
             num_inference_steps,
             guidance_scale,
             sampler,
-            {"precision": precision, "batch_size": batch_size},
+            {"precision": precision, "batch_size": batch_size, "seed": seed},
         )
         if output_type == "pt":
             return ImagePipelineOutput(images=images)
