@@ -419,6 +419,20 @@ def test_the_seed_of_the_settings_is_an_argument(tmp_path: Path) -> None:
     assert np.abs(here - there).max() <= 1 < np.abs(here - pipeline(**asked).images.astype(int)).max()
 
 
+def test_the_numbers_of_a_pipeline_are_read_as_those_of_a_table(tmp_path: Path) -> None:
+    """A NaN is a missing number; text and infinity are an error, which names the row."""
+    case = cases(tmp_path)["a U-Net that is told classes and numbers"]
+    export_of(case.system, "pipeline").write(case.system, case.model, case.codec, tmp_path / "out")
+    pipeline, asked = pipeline_of(tmp_path / "out"), {**case.asked, "class_labels": [0]}
+    empty, missing = (
+        pipeline(**asked | {"numbers": [{"age": 30.0, "dose": cell}]}).images for cell in (float("nan"), None)
+    )
+    assert np.array_equal(empty, missing)
+    for cell, what in (("old", "'old' is no number"), (float("inf"), "'inf' is not finite")):
+        with pytest.raises(ValueError, match=f"^numbers: age of row 1: {what}. Give a number, or null.$"):
+            pipeline(**asked | {"numbers": [{"age": "30"}, {"age": cell}]})
+
+
 def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) -> None:
     """Where the package is installed too, and two models of different code are loaded one after the other."""
     code = (
