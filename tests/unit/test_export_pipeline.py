@@ -70,6 +70,7 @@ class Case:
     told: dict[str, torch.Tensor] = field(default_factory=dict)
     pairs: dict[str, Any] = field(default_factory=dict)
     untrained: tuple[str, ...] = ()
+    seed: int = 0
     network: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,8 +96,9 @@ class Case:
     def images(self) -> np.ndarray:
         """What `sample` makes, uint8 [N, H, W, C]."""
         settings = SampleConfig(
-            sampler=self.sampler, guidance={"guidance_scale": self.guidance}, precision="float32", batch_size=3
-        )
+            sampler=self.sampler, guidance={"guidance_scale": self.guidance}, precision="float32", batch_size=3,
+            seed=self.seed,
+        )  # fmt: skip
         generator = Generator(self.network, self.system.reading, self.spec, self.codec, settings)
         labels = None if self.labels is None else torch.tensor(self.labels)
         found = generator(torch.tensor(SEEDS), labels, self.told)
@@ -255,10 +257,10 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     spec = DataSpec(channels=16, resolution=1)
     network = randomised(prior.build_network(spec))
     text = torch.randn(3, 16)
-    sampling = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 3}, guidance_scale=2.0)
+    sampling = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 3}, guidance_scale=2.0, seed=7)
     generator = EmbeddingGenerator(network, prior.reading(spec), spec, sampling)
     embedded = generator({"text_embed": text}, torch.tensor(SEEDS))
-    asked = {"text_embed": text.tolist(), "seeds": SEEDS, "num_inference_steps": 3, "guidance_scale": 2.0}
+    asked = {"text_embed": text.tolist(), "seeds": SEEDS, "num_inference_steps": 3, "guidance_scale": 2.0, "seed": 7}
     statistics = {"mean": torch.randn(16).tolist(), "std": (torch.rand(16) + 0.5).tolist()}
     kandinsky = PriorSystem(
         network=PriorTransformerConfig(depth=1, num_heads=2, head_width=8, max_text_len=4), image_statistics=statistics
@@ -303,12 +305,14 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     for name, (system, codec, sampler) in of_tokens.items():
         of = DataSpec(channels=codec.tokens.num_tokens, resolution=8, num_classes=3)  # type: ignore[attr-defined]
         trained = randomised(system.build_network(of))
-        settings = TokenSampleConfig.model_validate({"sampler": sampler, "guidance": {"guidance_scale": 2.0}})
+        settings = TokenSampleConfig.model_validate(
+            {"sampler": sampler, "guidance": {"guidance_scale": 2.0}, "seed": 7}
+        )
         labels = torch.tensor([2, 0, 1])
         images_ = system.sampling().generator(trained, of, codec, settings)(torch.tensor(SEEDS), labels)
         model = Model(trained, of, {}, ["a", "b", "c"], 1, 1, "0" * 64, num_steps=1, fingerprint="", system=system)
         export_of(system, "pipeline").write(system, model, codec, root / name)
-        call = {"seeds": SEEDS, "class_labels": ["c", 0, 1], "sampler": sampler, "guidance_scale": 2.0}
+        call = {"seeds": SEEDS, "class_labels": ["c", 0, 1], "sampler": sampler, "guidance_scale": 2.0, "seed": 7}
         made[f"{name} tokens"] = (
             images_.movedim(1, -1).numpy(), root / name, {**call, "batch_size": 2, "output_type": "np"},
         )  # fmt: skip
@@ -390,17 +394,43 @@ def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared], name
 )
 def test_the_code_of_the_card_runs(tmp_path: Path, system: DiTSystem) -> None:
     """With the default sampler of the folder, which fits the process and the objective."""
-    from diffusers import DiffusionPipeline
-
     case = Case(system, DataSpec(channels=3, resolution=8, num_classes=3), Rgb(), {})
     use = export_of(system, "pipeline").write(system, case.model, case.codec, tmp_path / "out")
     code = use.code.splitlines()[-1]
-    pipeline = DiffusionPipeline.from_pretrained(
-        tmp_path / "out", custom_pipeline=str(tmp_path / "out"), trust_remote_code=True
-    )
-    names: dict[str, Any] = {"pipeline": pipeline}
+    names: dict[str, Any] = {"pipeline": pipeline_of(tmp_path / "out")}
     exec(code, names)
     assert names["image"].size == (8, 8)
+
+
+def pipeline_of(folder: Path) -> Any:
+    from diffusers import DiffusionPipeline
+
+    return DiffusionPipeline.from_pretrained(folder, custom_pipeline=str(folder), trust_remote_code=True)
+
+
+def test_the_seed_of_the_settings_is_an_argument(tmp_path: Path) -> None:
+    """Without labels, the classes are those of the seeds, as with `sample.labels: balanced`."""
+    spec = DataSpec(channels=3, resolution=8, num_classes=3)
+    case = Case(dit(), spec, Rgb(), {"type": "ddim", "num_steps": 3}, labels=[0, 2, 2], seed=7)
+    export_of(case.system, "pipeline").write(case.system, case.model, case.codec, tmp_path / "out")
+    pipeline, asked = pipeline_of(tmp_path / "out"), case.asked
+    del asked["class_labels"]
+    here, there = case.images().astype(int), pipeline(**asked, seed=7).images.astype(int)
+    assert np.abs(here - there).max() <= 1 < np.abs(here - pipeline(**asked).images.astype(int)).max()
+
+
+def test_the_numbers_of_a_pipeline_are_read_as_those_of_a_table(tmp_path: Path) -> None:
+    """A NaN is a missing number; text and infinity are an error, which names the row."""
+    case = cases(tmp_path)["a U-Net that is told classes and numbers"]
+    export_of(case.system, "pipeline").write(case.system, case.model, case.codec, tmp_path / "out")
+    pipeline, asked = pipeline_of(tmp_path / "out"), {**case.asked, "class_labels": [0]}
+    empty, missing = (
+        pipeline(**asked | {"numbers": [{"age": 30.0, "dose": cell}]}).images for cell in (float("nan"), None)
+    )
+    assert np.array_equal(empty, missing)
+    for cell, what in (("old", "'old' is no number"), (float("inf"), "'inf' is not finite")):
+        with pytest.raises(ValueError, match=f"^numbers: age of row 1: {what}. Give a number, or null.$"):
+            pipeline(**asked | {"numbers": [{"age": "30"}, {"age": cell}]})
 
 
 def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,22 @@ def number_in(cell: Any) -> float | None:
     if math.isinf(number):
         raise ValueError(f"{text!r} is not finite")
     return None if math.isnan(number) else number
+
+
+def numbers_of(rows: Sequence[Mapping[str, Any]], key: str, columns: Container[str]) -> list[dict[str, float | None]]:
+    """Return the numbers of each row by column. key: of the rows, for messages. Raises ValueError for a value that is
+    not a number."""
+    numbers = []
+    for position, row in enumerate(rows):
+        numbers.append(dict[str, float | None]())
+        for name, cell in row.items():
+            if name not in columns:
+                continue
+            try:
+                numbers[-1][name] = number_in(cell)
+            except ValueError as error:
+                raise ValueError(f"{key}: {name} of row {position}: {error}. Give a number, or null.") from None
+    return numbers
 
 
 def measured(names: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -> NumberColumns:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.core.number_columns import NumberColumns, numbers_of
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
-from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
+from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, read_rows
 from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
 
 COUNT = "count"

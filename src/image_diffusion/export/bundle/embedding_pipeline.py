@@ -33,8 +33,8 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
 
         text_embed: [N, dim]; text_encodings: of a caption's tokens, [N, L, dim]. seeds: one per caption; if omitted,
         drawn from `generator`. num_candidates: embeddings sampled per caption, of which the nearest to the caption is
-        kept. settings: further settings of image-diffusion's EmbeddingSampling. Raises ValueError for arguments that do
-        not fit the model.
+        kept. settings: further settings of image-diffusion's EmbeddingSampling, such as `seed`. Raises ValueError for
+        arguments that do not fit the model.
         """
         cond = {"text_embed": text_embed}
         if text_encodings is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec, Packed
-from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.core.number_columns import NumberColumns, numbers_of
 from image_diffusion.core.pictures import as_pictures
 from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT
 from image_diffusion.export.bundle.base import ExportedModel, named
@@ -140,7 +140,7 @@ class ExportedDiffusion(ExportedModel):
             columns = NumberColumns.described(pairs["numbers"])
             if unknown := next((name for row in rows for name in row if name not in columns.names), None):
                 raise ValueError(f"numbers names {unknown}. The model takes {', '.join(columns.names)}.")
-            conditions[NUMBERS] = columns.scaled(rows)[numbers % len(rows)]
+            conditions[NUMBERS] = columns.scaled(numbers_of(rows, "numbers", columns.names))[numbers % len(rows)]
         if prompts:
             encoded = encode_captions(encoder_of(pairs["captions"], self.device), [*prompts, negative_prompt])
             conditions[TEXT] = encoded[numbers % len(prompts)]

@@ -39,19 +39,20 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         generator: torch.Generator | None = None,
         output_type: str = "pil",
         numbers: list[dict[str, float | None]] | None = None,
+        seed: int = 0,
     ) -> Any:
         """Sample images, each from its own seed: they do not depend on the batch and equal those of image-diffusion.
 
         seeds: one per image; if omitted, `num_images` seeds are drawn from `generator`. class_labels: numbers or names
-        of classes, used in turn; if omitted, those of the seeds in `sample`. prompt: for a model conditioned on text,
-        used in turn. image_embeds: for a model conditioned on embeddings, float [N, dim], used in turn. image: for a
-        model conditioned on images, such as small ones to enlarge, float [N, C', h, w] in [-1, 1], used in turn.
-        sampler: a sampler of image-diffusion, such as {"type": "ddim", "num_steps": 50}; if omitted, the default of the
-        type of system. num_inference_steps: its number of steps. guidance_scale: one for the whole condition, or one
-        for each part by its type. precision: float32, tf32 or bf16. output_type: "pil", "np" ([N, H, W, C]) or "pt"
-        ([N, C, H, W]): uint8, or the numbers of arrays, which "pil" shows as pictures. numbers: for a model conditioned
-        on numbers, rows of numbers by name, used in turn; a missing number is left out. Raises ValueError for arguments
-        that do not fit the model."""
+        of classes, used in turn; if omitted, each class in turn by seed, as with `sample.labels: balanced` and
+        `first_seed: 0`. seed: `sample.seed`. prompt: for a model conditioned on text, used in turn. image_embeds: for a
+        model conditioned on embeddings, float [N, dim], used in turn. image: for a model conditioned on images, such as
+        small ones to enlarge, float [N, C', h, w] in [-1, 1], used in turn. sampler: a sampler of image-diffusion, such
+        as {"type": "ddim", "num_steps": 50}; if omitted, the default of the type of system. num_inference_steps: its
+        number of steps. guidance_scale: one for the whole condition, or one for each part by its type. precision:
+        float32, tf32 or bf16. output_type: "pil", "np" ([N, H, W, C]) or "pt" ([N, C, H, W]): uint8, or the numbers of
+        arrays, which "pil" shows as pictures. numbers: for a model conditioned on numbers, rows of numbers by name,
+        used in turn; a missing number is left out. Raises ValueError for arguments that do not fit the model."""
         if seeds is None:
             seeds = torch.randint(2**31, (num_images,), generator=generator).tolist()
         images: Tensor = self.model(
@@ -66,7 +67,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
             num_inference_steps,
             guidance_scale,
             sampler,
-            {"precision": precision, "batch_size": batch_size},
+            {"precision": precision, "batch_size": batch_size, "seed": seed},
         )
         if output_type == "pt":
             return ImagePipelineOutput(images=images)

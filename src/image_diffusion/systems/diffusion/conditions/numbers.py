@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.core.number_columns import NumberColumns, numbers_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
@@ -15,7 +15,7 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
 from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, rows_of
-from image_diffusion.systems.diffusion.conditions.rows import numbers_of, read_rows
+from image_diffusion.systems.diffusion.conditions.rows import read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
@@ -46,7 +46,7 @@ class NumbersCondition(ConditionPart):
         super().check(section, settings, pairs)
         if settings.conditions is not None and not isinstance(settings.conditions, str):
             key = f"{section}.conditions"
-            numbers_of(read_rows(settings.conditions, key), key, None if pairs is None else pairs.columns)
+            numbers_of(read_rows(settings.conditions, key), key, self.names(pairs))
 
     def check_pairs(self, pairs: Any, data: DataConfig) -> None:
         pairs.check(data.source)

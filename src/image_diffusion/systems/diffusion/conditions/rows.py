@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.classes import ClassLabel
-from image_diffusion.core.number_columns import number_in
 from image_diffusion.core.types import IMAGE
 from image_diffusion.data.sources.table import read_columns
 from image_diffusion.systems.pairs.numbers import LABEL
@@ -41,22 +40,6 @@ def check_names(rows: Sequence[Row], columns: Sequence[str], key: str) -> None:
     for row in rows:
         if unknown := next((name for name in row if name not in known), None):
             raise ValueError(f"{key} names {unknown}, which is no column of pairs.columns. Known: {', '.join(known)}.")
-
-
-def numbers_of(rows: Sequence[Row], key: str, columns: Container[str] | None = None) -> list[dict[str, float | None]]:
-    """Return the numbers of each row by column. columns: of numbers; None: all but the class. Raises ValueError for a
-    value that is not a number."""
-    numbers = []
-    for position, row in enumerate(rows):
-        numbers.append(dict[str, float | None]())
-        for name, cell in row.items():
-            if name == LABEL or (columns is not None and name not in columns):
-                continue
-            try:
-                numbers[-1][name] = number_in(cell)
-            except ValueError as error:
-                raise ValueError(f"{key}: {name} of row {position}: {error}. Give a number, or null.") from None
-    return numbers
 
 
 def labels_of(rows: Sequence[Row], key: str) -> list[ClassLabel]:
