@@ -6,12 +6,17 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from image_diffusion.codecs.diffusers import Diffusers
 from image_diffusion.core.config.base import merged
+from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import load_experiment, parse_experiment
+from image_diffusion.experiments.resolve import built_on
+from image_diffusion.systems.base import Others
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "config/experiments").glob("*.yaml"), key=lambda path: path.stem)
@@ -32,15 +37,45 @@ def test_the_page_of_experiments_lists_every_one() -> None:
     assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in page]
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "config/README.md", "docs/text.md", "docs/prior.md", "docs/conditions.md"]
-)
+def shown(page: str) -> list[dict[str, Any]]:
+    """The blocks of YAML of a page."""
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
+
+
+def check(written: dict[str, Any], page: str) -> None:
+    """Parse an experiment, and check it if it needs neither another experiment nor weights of the Hub."""
+    experiment = parse_experiment(written, page)
+    if not built_on(experiment) and not isinstance(experiment.codec, Diffusers):
+        check_experiment(experiment, Others())
+
+
+PAGES = ["README.md", "config/README.md", *(f"docs/{name}.md" for name in ("text", "prior", "conditions", "tokens"))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/cascade.md", "docs/data.md"])
 def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    whole = [found for block in blocks if {"data", "system"} <= (found := yaml.safe_load(block)).keys()]
+    whole = [block for block in shown(page) if {"data", "system"} <= block.keys()]
     assert whole
     for experiment in whole:
-        parse_experiment(experiment, page)
+        check(experiment, page)
+
+
+@pytest.mark.parametrize("page", ["docs/synthesizing.md", "docs/arrays.md"])
+def test_sections_that_are_shown_fit_an_experiment(page: str) -> None:
+    written = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text()) | {"codec": {"type": "rgb"}}
+    for sections in shown(page):
+        check(merged(written, sections), page)
+
+
+@pytest.mark.parametrize("joined", [1, 2])
+def test_scales_of_the_parts_of_a_condition_are_an_experiment(joined: int) -> None:
+    """Alone, and joined with the block of pairs above."""
+    whole, *_, pairs, scales = shown("docs/conditions.md")
+    assert len(pairs["pairs"]) == 3 and "scales" in scales["sample"]["guidance"]
+    written = {"data": whole["data"], "train": whole["train"]}
+    for block in [pairs, scales][-joined:]:
+        written = merged(written, block)
+    check(written, "docs/conditions.md")
 
 
 HOW = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/how_do_i.md").read_text(), re.MULTILINE | re.DOTALL)
