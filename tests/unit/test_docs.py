@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from image_diffusion.codecs.diffusers import Diffusers
@@ -16,6 +18,7 @@ from image_diffusion.core.config.base import merged
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import load_experiment, parse_experiment
 from image_diffusion.experiments.resolve import built_on
+from image_diffusion.metrics.distances.jackknife import share_estimate
 from image_diffusion.systems.base import Others
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +79,30 @@ def test_scales_of_the_parts_of_a_condition_are_an_experiment(joined: int) -> No
     for block in [pairs, scales][-joined:]:
         written = merged(written, block)
     check(written, "docs/conditions.md")
+
+
+def table_of(cell: dict[str, Any]) -> dict[str, list[float]]:
+    """The rows of a table under a notebook's cell, by name."""
+    _, *rows = "".join(cell["outputs"][0]["data"]["text/plain"]).splitlines()
+    return {name: [float(value) for value in values] for name, *values in map(str.split, rows)}
+
+
+def test_the_tutorial_and_the_notebook_that_reads_its_results_tell_of_one_run() -> None:
+    cells = json.loads((ROOT / "docs/notebooks/read.ipynb").read_text())["cells"]
+    values, intervals = (
+        table_of(next(cell for cell in cells if last_line in "".join(cell["source"])))
+        for last_line in ('table[["value"', "pandas.DataFrame(intervals")
+    )
+    for name in ("inpipe_agreement", "copies", "inpipe_copies"):
+        of_300 = share_estimate(torch.arange(300) < round(300 * values[name][0])).interval
+        assert intervals[name] == [round(end, 3) for end in of_300 or ()], name
+    page = " ".join((ROOT / "docs/tutorial.md").read_text().split())
+    (agreement, _, _), (low, high) = values["inpipe_agreement"], intervals["inpipe_agreement"]
+    assert f"`inpipe_agreement` is {agreement:.3f}, with an interval from {low:.3f} to {high:.3f}:" in page
+    fd, real, _ = values["inpipe_fd"]
+    assert f"`inpipe_fd` is {fd:.3f}, while the same number of real pictures scores {real:.3f}," in page
+    assert f"its accuracy is {values['inpipe_c2st'][0]:.0%}," in page.replace(" %", "%")
+    assert f"`copies` is {values['copies'][0]:.0f}, with an interval up to {intervals['copies'][1]:.3f}:" in page
 
 
 HOW = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/how_do_i.md").read_text(), re.MULTILINE | re.DOTALL)
