@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from image_diffusion.codecs.diffusers import Diffusers
 from image_diffusion.core.config.base import merged
+from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import load_experiment, parse_experiment
+from image_diffusion.experiments.resolve import built_on
+from image_diffusion.metrics.distances.jackknife import share_estimate
+from image_diffusion.systems.base import Others
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "config/experiments").glob("*.yaml"), key=lambda path: path.stem)
@@ -32,15 +40,69 @@ def test_the_page_of_experiments_lists_every_one() -> None:
     assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in page]
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "config/README.md", "docs/text.md", "docs/prior.md", "docs/conditions.md"]
-)
+def shown(page: str) -> list[dict[str, Any]]:
+    """The blocks of YAML of a page."""
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
+
+
+def check(written: dict[str, Any], page: str) -> None:
+    """Parse an experiment, and check it if it needs neither another experiment nor weights of the Hub."""
+    experiment = parse_experiment(written, page)
+    if not built_on(experiment) and not isinstance(experiment.codec, Diffusers):
+        check_experiment(experiment, Others())
+
+
+PAGES = ["README.md", "config/README.md", *(f"docs/{name}.md" for name in ("text", "prior", "conditions", "tokens"))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/cascade.md", "docs/data.md"])
 def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    whole = [found for block in blocks if {"data", "system"} <= (found := yaml.safe_load(block)).keys()]
+    whole = [block for block in shown(page) if {"data", "system"} <= block.keys()]
     assert whole
     for experiment in whole:
-        parse_experiment(experiment, page)
+        check(experiment, page)
+
+
+@pytest.mark.parametrize("page", ["docs/synthesizing.md", "docs/arrays.md"])
+def test_sections_that_are_shown_fit_an_experiment(page: str) -> None:
+    written = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text()) | {"codec": {"type": "rgb"}}
+    for sections in shown(page):
+        check(merged(written, sections), page)
+
+
+@pytest.mark.parametrize("joined", [1, 2])
+def test_scales_of_the_parts_of_a_condition_are_an_experiment(joined: int) -> None:
+    """Alone, and joined with the block of pairs above."""
+    whole, *_, pairs, scales = shown("docs/conditions.md")
+    assert len(pairs["pairs"]) == 3 and "scales" in scales["sample"]["guidance"]
+    written = {"data": whole["data"], "train": whole["train"]}
+    for block in [pairs, scales][-joined:]:
+        written = merged(written, block)
+    check(written, "docs/conditions.md")
+
+
+def table_of(cell: dict[str, Any]) -> dict[str, list[float]]:
+    """The rows of a table under a notebook's cell, by name."""
+    _, *rows = "".join(cell["outputs"][0]["data"]["text/plain"]).splitlines()
+    return {name: [float(value) for value in values] for name, *values in map(str.split, rows)}
+
+
+def test_the_tutorial_and_the_notebook_that_reads_its_results_tell_of_one_run() -> None:
+    cells = json.loads((ROOT / "docs/notebooks/read.ipynb").read_text())["cells"]
+    values, intervals = (
+        table_of(next(cell for cell in cells if last_line in "".join(cell["source"])))
+        for last_line in ('table[["value"', "pandas.DataFrame(intervals")
+    )
+    for name in ("inpipe_agreement", "copies", "inpipe_copies"):
+        of_300 = share_estimate(torch.arange(300) < round(300 * values[name][0])).interval
+        assert intervals[name] == [round(end, 3) for end in of_300 or ()], name
+    page = " ".join((ROOT / "docs/tutorial.md").read_text().split())
+    (agreement, _, _), (low, high) = values["inpipe_agreement"], intervals["inpipe_agreement"]
+    assert f"`inpipe_agreement` is {agreement:.3f}, with an interval from {low:.3f} to {high:.3f}:" in page
+    fd, real, _ = values["inpipe_fd"]
+    assert f"`inpipe_fd` is {fd:.3f}, while the same number of real pictures scores {real:.3f}," in page
+    assert f"its accuracy is {values['inpipe_c2st'][0]:.0%}," in page.replace(" %", "%")
+    assert f"`copies` is {values['copies'][0]:.0f}, with an interval up to {intervals['copies'][1]:.3f}:" in page
 
 
 HOW = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/how_do_i.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -27,6 +27,7 @@ from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import Detected
 from image_diffusion.metrics.images.memorization import find_copies, reduced
 from image_diffusion.metrics.samples import Samples
+from image_diffusion.synthesis import utility as utility_module
 from image_diffusion.synthesis.card import data_card, score_page
 from image_diffusion.synthesis.config import RejectConfig, SynthesizeConfig
 from image_diffusion.synthesis.croissant import DataSetFacts, croissant
@@ -41,6 +42,8 @@ from image_diffusion.synthesis.set_folder import write_set
 from image_diffusion.synthesis.utility import (
     Classification,
     Labelled,
+    Regression,
+    Task,
     crossed_mean,
     rarest_classes,
     regression,
@@ -182,6 +185,27 @@ def test_the_sets_that_classifiers_are_trained_on() -> None:
     assert len(training_sets(real, stripes(4, 1))["real_and_all"]) == 14
     assert rarest_classes(torch.tensor([0, 0, 1, 2, 2, 3, 3]), 4).tolist() == [1]
     assert rarest_classes(torch.tensor([1, 1, 2, 3, 3]), 4).tolist() == [2], "a class without images is not learnt"
+
+
+@pytest.mark.parametrize(("task", "bounded"), [(Classification(2), True), (Regression(torch.ones(1)), False)])
+def test_a_gain_of_accuracy_lies_between_minus_one_and_one(
+    monkeypatch: pytest.MonkeyPatch, task: Task, bounded: bool
+) -> None:
+    def scores(train: Labelled, test: Labelled, task: Task, seed: int, steps: int) -> Tensor:
+        """All right on ten training images with odd seeds, and on more with even seeds; else all wrong."""
+        return torch.full((len(test),), float(seed % 2 == (len(train) == 10)), dtype=torch.float64)
+
+    monkeypatch.setattr(utility_module, "train_and_test", scores)
+    estimates = utility(stripes(10, 0), stripes(10, 1), stripes(40, 2), task, 2, 1, num_classes=2)
+    for name in ("gain", "gain_rarest"):
+        interval = estimates[name].interval
+        assert interval is not None
+        assert interval == (-1, 1) if bounded else interval[0] < -1 and interval[1] > 1
+
+
+def test_the_page_on_synthetic_sets_lists_every_score() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/synthesizing.md").read_text()
+    assert not [name for name in SCORES if f"`{name}`" not in page]
 
 
 def two_classes(count: int = 6) -> Samples:

@@ -194,10 +194,11 @@ def utility(
             right[name] = torch.stack(rows)  # [seeds, N]
     gain = right[list(sets)[-1]] - right["real"]
     estimates = {name: crossed_mean(rows, *task.bounds) for name, rows in right.items()}
-    estimates |= {"gain": crossed_mean(gain)}
+    low, high = task.bounds[0] - task.bounds[1], task.bounds[1] - task.bounds[0]  # of a difference of two scores
+    estimates |= {"gain": crossed_mean(gain, low, high)}
     if num_classes:
         rarest = torch.isin(held_out.labels, rarest_classes(real.labels, num_classes))
-        estimates["gain_rarest"] = crossed_mean(gain[:, rarest])
+        estimates["gain_rarest"] = crossed_mean(gain[:, rarest], low, high)
     return estimates
 
 
