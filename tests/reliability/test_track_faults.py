@@ -159,6 +159,71 @@ def test_damage_to_what_mlflow_shows_is_seen_and_sent_again(
     check_same(contents(database), whole)
 
 
+def test_a_copied_or_moved_store_uses_the_files_beside_it(empty: Path, tmp_path: Path) -> None:
+    """The store names its files by absolute paths: a copy would replace the files of the original."""
+    from mlflow import MlflowClient  # as above
+
+    def track_apart(folder: Path) -> None:
+        """As a command does: within a process, MLflow remembers where the files of a run are."""
+        assert status_of(forked(lambda: track(f"sqlite:///{folder}/mlflow.db", folder / "demo"))) == 0
+
+    def files_of(folder: Path) -> dict[str, bytes]:
+        mlruns = folder / "mlruns"
+        return {str(path.relative_to(mlruns)): path.read_bytes() for path in mlruns.rglob("[!.]*") if path.is_file()}
+
+    def check_locations(folder: Path) -> None:
+        client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+        experiments = {experiment.name: experiment for experiment in client.search_experiments()}
+        assert {name: experiments[name].artifact_location for name in elsewhere} == elsewhere
+        assert experiments["made in the UI"].artifact_location == f"{folder}/mlruns/2"
+        own = experiments["faults"]
+        (version,) = client.search_model_versions()
+        locations = [
+            own.artifact_location,
+            *(run.info.artifact_uri for run in client.search_runs([own.experiment_id])),
+            *(model.artifact_location for model in client.search_logged_models([own.experiment_id])),
+            client.get_model_version_download_uri(version.name, version.version),
+        ]
+        assert len(locations) == 6
+        assert [uri for uri in locations if not uri.startswith((folder / "mlruns" / "faults").as_uri())] == []
+
+    base, copy, moved = tmp_path / "bäse, 1", tmp_path / "cöpy 2", tmp_path / "moved"
+    make_experiment(base / "demo", steps=12)
+    shutil.copy(empty, base / "mlflow.db")
+    track_apart(base)
+    elsewhere = {"remote": "s3://bucket/mlruns/remote", "local": f"file://{tmp_path}/mlruns/local"}
+    for name, location in {**elsewhere, "made in the UI": f"{base}/mlruns/2"}.items():
+        MlflowClient(f"sqlite:///{base}/mlflow.db").create_experiment(name, location)
+    files = files_of(base)
+
+    shutil.copytree(base, copy)
+    with (copy / "demo" / "train" / "model.json").open("a") as model:
+        model.write("\n")
+    track_apart(copy)
+    assert files_of(base) == files
+    assert files_of(copy).keys() == files.keys() and files_of(copy) != files
+    check_locations(copy)
+
+    base.rename(moved)
+    track_apart(moved)
+    assert not base.exists() and files_of(moved) == files
+    check_locations(moved)
+
+
+def test_an_experiment_whose_files_are_elsewhere_keeps_them_there(empty: Path, tmp_path: Path) -> None:
+    from mlflow import MlflowClient  # as above
+
+    from image_diffusion.tracking.tracker import Tracker
+
+    shutil.copy(empty, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client, locations = MlflowClient(uri), ("s3://bucket/mlruns/p0", "/elsewhere/mlruns/1", "file:///elsewhere/p2")
+    for number, location in enumerate(locations):
+        client.create_experiment(f"p{number}", location)
+        Tracker(uri, f"p{number}")
+        assert client.get_experiment_by_name(f"p{number}").artifact_location == location
+
+
 def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
     from image_diffusion.tracking.connection import TrackingError
     from image_diffusion.tracking.tracker import Tracker

@@ -12,11 +12,13 @@ import logging
 import os
 import re
 import shutil
+import sqlite3
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +58,14 @@ _ABOUT = (
     "set, such as `crop`, are runs of their own."
 )
 _LOCK_PATIENCE_S = 300.0
+_ARTIFACT_COLUMNS = (  # every column of MLflow's tables that holds locations of artifacts
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+    ("trace_tags", "value"),
+)
 _REMOTE = ("mlflow", "requests", "urllib3", "sqlalchemy", "sqlite3", "alembic")  # packages of its exceptions
 
 
@@ -157,7 +167,7 @@ class Connection:
     def _experiment_named(self, project: str) -> str:
         experiment = self.client.get_experiment_by_name(project)
         if experiment is None:
-            location = None if self._local is None else (self._local.parent / "mlruns" / _folder(project)).as_uri()
+            location = None if self._local is None else _location(self._local, project)
             try:
                 return str(self.client.create_experiment(project, location))
             except MlflowException as error:  # another machine created it, or the response to a first request was lost
@@ -169,6 +179,8 @@ class Connection:
                 f"The MLflow experiment '{project}' was deleted. Restore it with `mlflow experiments restore "
                 f"--experiment-id {experiment.experiment_id}`, or choose another project name."
             )
+        if self._local is not None:
+            adopt_files(self._local, experiment.artifact_location, _location(self._local, project))
         return str(experiment.experiment_id)
 
     def _sentence(self, error: Exception) -> str:
@@ -206,9 +218,31 @@ def create_database(path: Path) -> None:
         fresh.replace(path)
 
 
+def adopt_files(database: Path, stored: str, location: str) -> None:
+    """Make a copied or moved sqlite store name the files beside it: MLflow stores absolute locations, and a copy would
+    replace the files of the original. MLflow cannot change a location, so its tables are rewritten, in one transaction.
+
+    stored: the location of the project's experiment in the store. location: the one that a new store would have, a URI
+    that ends in `/mlruns/<project>`. If `stored` is another URI of a local folder with this ending, all locations in
+    its `mlruns/` change, and no others: not those on S3, in other folders or of a server with its own artifact root.
+    """
+    folder = location.rpartition("/")[2]
+    if stored == location or not (stored.startswith("file:") and stored.endswith(f"/mlruns/{folder}")):
+        return
+    old, new = stored.removesuffix(folder), location.removesuffix(folder)
+    prefixes = [(old, new), (f"{sent.folder_of(old)}/", f"{sent.folder_of(new)}/")]  # MLflow also stores plain paths
+    with closing(sqlite3.connect(database)) as connection, connection:
+        for (table, column), (old, new) in product(_ARTIFACT_COLUMNS, prefixes):
+            connection.execute(
+                f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1) "
+                f"WHERE substr({column}, 1, length(:old)) = :old",
+                {"old": old, "new": new},
+            )
+
+
 def _sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
 
 
-def _folder(name: str) -> str:
-    return re.sub(r"[^\w.-]", "_", name)
+def _location(database: Path, project: str) -> str:
+    return (database.parent / "mlruns" / re.sub(r"[^\w.-]", "_", project)).as_uri()
