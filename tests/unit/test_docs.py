@@ -12,6 +12,7 @@ import yaml
 
 from image_diffusion.core.config.base import merged
 from image_diffusion.experiments.experiment import load_experiment, parse_experiment
+from image_diffusion.experiments.study import expand
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "config/experiments").glob("*.yaml"), key=lambda path: path.stem)
@@ -41,6 +42,14 @@ def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
     assert whole
     for experiment in whole:
         parse_experiment(experiment, page)
+
+
+def test_the_study_that_its_page_shows_is_one(tmp_path: Path) -> None:
+    [block] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/studies.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(text := (ROOT / "config/experiments/demo_flow.yaml").read_text())
+    (tmp_path / "other.yaml").write_text(text.replace("grad_clip: 1.0", "grad_clip: 0.5"))
+    (tmp_path / "study.yaml").write_text(block)
+    assert len(expand(tmp_path / "study.yaml", tmp_path).runs) == 9
 
 
 HOW = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/how_do_i.md").read_text(), re.MULTILINE | re.DOTALL)
