@@ -271,6 +271,16 @@ def test_masks_of_some_images_are_a_warning() -> None:
     assert not experiment.pair_sets
 
 
+def test_masks_beside_captions_are_a_warning_that_says_how_to_use_both() -> None:
+    facts = replace(FEW, captions=replace(CAPTIONS, count=480), masks=MASKS)
+    proposal, experiment = proposed(facts, "10min")
+    assert (
+        "480 images have a mask, which is not used: the captions are the condition. Add the masks to pairs and "
+        "system.condition (docs/conditions.md#parts-of-a-condition) to use both." in proposal.warnings
+    )
+    assert [pairs.type for pairs in experiment.pair_sets] == ["captions"]
+
+
 @pytest.mark.parametrize(
     ("channels", "cure"),
     [(1, " For grey images, delete data.dtype, set data.range: [low, high] and name them in pairs."), (5, "")],

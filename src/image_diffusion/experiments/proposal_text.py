@@ -40,6 +40,11 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
             f"{facts.masks.count:,} images have a mask, which is not used: masks are for pictures of 8 bits."
             f"{cure if facts.channels == 1 else ''}"
         )
+    elif facts.masks is not None and captions_of(facts) is not None:
+        yield (
+            f"{facts.masks.count:,} images have a mask, which is not used: the captions are the condition. Add the "
+            "masks to pairs and system.condition (docs/conditions.md#parts-of-a-condition) to use both."
+        )
     elif facts.masks is not None and masks_of(facts) is None:
         yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."
     if classes_of(facts) and (least := min(facts.per_class)) < _FEW_OF_A_CLASS:
