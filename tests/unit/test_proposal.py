@@ -195,6 +195,15 @@ def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: 
     assert experiment.system.objective.prediction == prediction  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("num_images", "where"),
+    [(120, "Look at evaluation/nearest.png: `copies` takes 100 images."), (130, "See `copies` in metrics.json.")],
+)
+def test_the_warning_of_copies_names_what_shows_them(num_images: int, where: str) -> None:
+    warnings = proposed(replace(FEW, num_images=num_images, per_class=()), "10min")[0].warnings
+    assert warnings[0].endswith(f" times: samples may be copies of them. {where}")
+
+
 def test_few_images_are_augmented_and_watched() -> None:
     _, experiment = proposed(replace(FEW, num_images=200), "10min")  # seen 600 times
     assert experiment.train.augment is not None
