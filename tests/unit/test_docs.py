@@ -18,6 +18,7 @@ from image_diffusion.core.config.base import merged
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import load_experiment, parse_experiment
 from image_diffusion.experiments.resolve import built_on
+from image_diffusion.experiments.study import expand
 from image_diffusion.metrics.distances.jackknife import share_estimate
 from image_diffusion.systems.base import Others
 
@@ -103,6 +104,14 @@ def test_the_tutorial_and_the_notebook_that_reads_its_results_tell_of_one_run() 
     assert f"`inpipe_fd` is {fd:.3f}, while the same number of real pictures scores {real:.3f}," in page
     assert f"its accuracy is {values['inpipe_c2st'][0]:.0%}," in page.replace(" %", "%")
     assert f"`copies` is {values['copies'][0]:.0f}, with an interval up to {intervals['copies'][1]:.3f}:" in page
+
+
+def test_the_study_that_its_page_shows_is_one(tmp_path: Path) -> None:
+    [block] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/studies.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(text := (ROOT / "config/experiments/demo_flow.yaml").read_text())
+    (tmp_path / "other.yaml").write_text(text.replace("grad_clip: 1.0", "grad_clip: 0.5"))
+    (tmp_path / "study.yaml").write_text(block)
+    assert len(expand(tmp_path / "study.yaml", tmp_path).runs) == 9
 
 
 HOW = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/how_do_i.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -258,6 +258,9 @@ def test_every_judge_says_how_many_are_copies(data: RealImages, tmp_path: Path):
     assert entries["copies"]["value"] is not None and "training images, each against" in entries["copies"]["note"]
     unknown = entries["inpipe_copies"]
     assert unknown["value"] is None and unknown["note"] == "no threshold: it takes 100 held-out images"
+    fewer = RealImages(images(99, 2), images(20, 1))
+    unknown = evaluate_samples(made, fewer, [Brightness()], EvaluateConfig())["metrics"]["copies"]
+    assert unknown["value"] is None and unknown["note"] == "no threshold: it takes 100 held-out or training images"
 
 
 def test_copies_seen_are_the_nearest_by_definition(monkeypatch: pytest.MonkeyPatch):

@@ -195,6 +195,15 @@ def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: 
     assert experiment.system.objective.prediction == prediction  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("num_images", "where"),
+    [(120, "Look at evaluation/nearest.png: `copies` takes 100 images."), (130, "See `copies` in metrics.json.")],
+)
+def test_the_warning_of_copies_names_what_shows_them(num_images: int, where: str) -> None:
+    warnings = proposed(replace(FEW, num_images=num_images, per_class=()), "10min")[0].warnings
+    assert warnings[0].endswith(f" times: samples may be copies of them. {where}")
+
+
 def test_few_images_are_augmented_and_watched() -> None:
     _, experiment = proposed(replace(FEW, num_images=200), "10min")  # seen 600 times
     assert experiment.train.augment is not None
@@ -269,6 +278,16 @@ def test_masks_of_some_images_are_a_warning() -> None:
     proposal, experiment = proposed(replace(FEW, masks=replace(MASKS, count=400)), "10min")
     assert "400 images have a mask. Masks of pictures are used if" in proposal.warnings[1]
     assert not experiment.pair_sets
+
+
+def test_masks_beside_captions_are_a_warning_that_says_how_to_use_both() -> None:
+    facts = replace(FEW, captions=replace(CAPTIONS, count=480), masks=MASKS)
+    proposal, experiment = proposed(facts, "10min")
+    assert (
+        "480 images have a mask, which is not used: the captions are the condition. Add the masks to pairs and "
+        "system.condition (docs/conditions.md#parts-of-a-condition) to use both." in proposal.warnings
+    )
+    assert [pairs.type for pairs in experiment.pair_sets] == ["captions"]
 
 
 @pytest.mark.parametrize(

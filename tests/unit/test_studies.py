@@ -90,6 +90,11 @@ def test_a_budget_of_operations_gives_costly_variants_fewer_steps(tmp_path: Path
         ),
         ({"metrics": ["inpipe_reacll"]}, "metrics: 'inpipe_reacll' is not a metric. "),
         (
+            {"metrics": ["bits_per_dim", "copies", "inpipe_fd", "fid"]},
+            "mine.yaml: metrics names fid, which evaluate of the base does not measure. Name a metric of one of "
+            "evaluate.detectors (inpipe_fd, …), or add its detector.",
+        ),
+        (
             {"variants": [{"name": "a", "changes": {"train.steps": 4}}]},
             "variant a is the same as variant base, with the budget",
         ),
@@ -112,6 +117,20 @@ def test_a_mistake_is_one_line(tmp_path: Path, changes: dict[str, Any], line: st
         expanded(tmp_path, **changes)
     assert str(caught.value).startswith(f"{tmp_path}/mine.yaml: ") and line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "metrics"),
+    [
+        ("demo_flow", {}, ["inpipe_class_fd", "inpipe_copies", "copies", "bits_per_dim", "psnr"]),
+        ("demo_flow", {"evaluate.detectors": ["inpipe", "inception"]}, ["fid", "kid", "inception_recall"]),
+        ("demo_codec", {}, ["inpipe_agreement_mean", "inpipe_reconstruction_fd_mean", "psnr_mean"]),
+    ],
+)
+def test_metrics_of_the_detectors_and_others_can_be_compared(
+    tmp_path: Path, base: str, changes: dict[str, Any], metrics: list[str]
+) -> None:
+    assert expanded(tmp_path, base=base, changes=changes, metrics=metrics, variants=[]).study.metrics == tuple(metrics)
 
 
 def test_other_data_under_the_same_name_is_a_mistake_of_its_variant(tmp_path: Path) -> None:

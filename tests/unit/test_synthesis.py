@@ -126,6 +126,8 @@ def test_a_requirement_holds_by_its_numbers() -> None:
         ("copy.upper < 1", "Unknown score 'copy'"),
         ("copies.top < 1", "Unknown field 'top' of copies. Known: value, lower, upper."),
         ("copies.upper < few", "'few' in"),
+        ("utility.real_and_3x > 0", "Unknown score 'utility.real_and_3x'. Did you mean utility.real_and_"),
+        ("utility.gain > 0", "needs .value, .lower or .upper after the name: utility.gain.value > 0."),
         ("copies.upper", "is not a comparison"),
         ("copies.upper < 1 or copies.value < 1", "is not a comparison"),
         ("__import__('os').remove('x')", "is not a comparison"),

@@ -25,6 +25,7 @@ from image_diffusion.experiments.request import (
     batch_of,
     captions_of,
     classes_of,
+    held_out_of,
     masks_of,
     passes_of,
 )
@@ -104,7 +105,7 @@ def _data(request: Request, design: Design) -> Iterator[Choice]:
     if facts.several_pages:
         yield Choice("pages", "first", "the first page of files that hold several")
     yield Choice(
-        "validation_fraction", _held_out(facts), "held out: the floor of the metrics, and the loss on unseen images"
+        "validation_fraction", held_out_of(facts), "held out: the floor of the metrics, and the loss on unseen images"
     )
     yield Choice("num_shards", 4 if facts.num_images < 10_000 else 16, "")
 
@@ -262,7 +263,7 @@ def _sample(facts: Facts, machine: Machine, num_samples: int) -> Iterator[Choice
 
 def _evaluate(facts: Facts) -> Iterator[Choice]:
     yield Choice("detectors", ["inpipe"], "a classifier that is trained on these images: needs no weights of others")
-    yield Choice("two_sample", facts.num_images * _held_out(facts) >= 50, "needs 50 held-out images to say something")
+    yield Choice("two_sample", facts.num_images * held_out_of(facts) >= 50, "needs 50 held-out images to say something")
     yield Choice("copies", True, "the nearest training image of each sample")
 
 
@@ -278,8 +279,3 @@ def _resources(machine: Machine, budget_s: float, speed: Speed | None) -> Iterat
     memory = 8000 if speed is None or machine.kind == "gpu" else max(2000, round(1.5 * 1024 * speed.memory_gib, -3))
     yield Choice("memory_mb", int(memory), "half as much again as was measured" if machine.kind == "cpu" else "")
     yield Choice("runtime_min", max(10, math.ceil(budget_s * 1.2 / 60)), "a fifth more than the budget")
-
-
-def _held_out(facts: Facts) -> float:
-    """Return the share of images that is held out; it is larger for few images, since metrics need a minimum number."""
-    return 0.2 if facts.num_images < 1000 else 0.1 if facts.num_images < 50_000 else 0.05

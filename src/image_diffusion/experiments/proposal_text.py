@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.data.quality.facts import Facts
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
-from image_diffusion.experiments.request import Design, Machine, captions_of, classes_of, masks_of, passes_of
+from image_diffusion.experiments.request import (
+    Design,
+    Machine,
+    captions_of,
+    classes_of,
+    held_out_of,
+    masks_of,
+    passes_of,
+)
+from image_diffusion.metrics.images.memorization import LEAST_HELD_OUT
 
 _FEW = 5_000
 """Number of images below which the user is warned of copies: five times the number of samples compared with them."""
@@ -28,9 +37,12 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
     """Yield a warning for each critical property of the images."""
     passes = passes_of(facts, design, steps)
     if facts.num_images < _FEW:
+        where = "See `copies` in metrics.json."
+        if facts.num_images * (1 - held_out_of(facts)) < LEAST_HELD_OUT:
+            where = f"Look at evaluation/nearest.png: `copies` takes {LEAST_HELD_OUT} images."
         yield (
             f"{facts.num_images:,} images are few, and each is seen {passes:,.0f} times: samples may be copies of "
-            "them. See `copies` in metrics.json."
+            f"them. {where}"
         )
     if facts.captions is not None and captions_of(facts) is None:
         yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
@@ -39,6 +51,11 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
         yield (
             f"{facts.masks.count:,} images have a mask, which is not used: masks are for pictures of 8 bits."
             f"{cure if facts.channels == 1 else ''}"
+        )
+    elif facts.masks is not None and captions_of(facts) is not None:
+        yield (
+            f"{facts.masks.count:,} images have a mask, which is not used: the captions are the condition. Add the "
+            "masks to pairs and system.condition (docs/conditions.md#parts-of-a-condition) to use both."
         )
     elif facts.masks is not None and masks_of(facts) is None:
         yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."

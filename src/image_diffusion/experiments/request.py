@@ -148,6 +148,11 @@ def masks_of(facts: Facts) -> MaskFacts | None:
     return masks if masks is not None and masks.count >= 0.9 * facts.num_images else None
 
 
+def held_out_of(facts: Facts) -> float:
+    """Return the share of images that is held out; it is larger for few images, since metrics need a minimum number."""
+    return 0.2 if facts.num_images < 1000 else 0.1 if facts.num_images < 50_000 else 0.05
+
+
 def batch_of(facts: Facts, design: Design) -> int:
     """Return the batch size of a design, at most the largest power of two up to a quarter of the number of images."""
     return min(design.batch, 1 << int(math.log2(facts.num_images / 4)))

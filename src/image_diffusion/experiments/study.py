@@ -23,8 +23,9 @@ from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
-from image_diffusion.metrics.choice import check_metric
-from image_diffusion.systems.base import spec_of
+from image_diffusion.metrics.choice import check_metric, lacks_detector, one_of
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.systems.base import makes, spec_of
 from image_diffusion.training.forecast.flops import operations_per_example
 from image_diffusion.training.trainer import Task
 
@@ -212,7 +213,20 @@ def expand(path: Path, experiments: Path) -> Expanded:
             raise ValueError(
                 f"{run.where} is the same as variant {other}, with the budget and the changes of all variants."
             )
+    _check_measured(study.metrics, runs[0].experiment, path)
     return Expanded(path.stem, study, base, runs)
+
+
+def _check_measured(metrics: tuple[str, ...], base: Experiment, path: Path) -> None:
+    """Raise ValueError for a metric of samples that no detector of the base, and so of any variant, measures."""
+    evaluate = base.evaluate
+    if not isinstance(evaluate, EvaluateConfig) or not makes(base, "images"):
+        return
+    if missing := [name for name in metrics if lacks_detector(name, evaluate.detectors)]:
+        raise ValueError(
+            f"{path}: metrics names {missing[0]}, which evaluate of the base does not measure. Name a metric of "
+            f"{one_of(evaluate.detectors)}, or add its detector."
+        )
 
 
 def _comparability_settings(experiment: Experiment) -> Any:

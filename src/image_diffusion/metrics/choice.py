@@ -60,15 +60,24 @@ def check_measured(rule: Rule, detectors: Sequence[DetectorConfig]) -> None:
     detectors: the detectors of the evaluation of the points.
     """
     for name, definition in rule.metrics.items():
-        of_detectors = {detector.metric_name(bare) for detector in detectors for bare in definition.names.split()}
-        if definition.judged in _OF_NO_POINT or (
-            definition.judged == _OF_DETECTORS and name not in of_detectors | {"copies"}
-        ):
-            shown = ", ".join(detector.metric_name("fd") for detector in detectors)
+        if definition.judged in _OF_NO_POINT or lacks_detector(name, detectors):
             raise ValueError(
                 f"sweep.choose compares {name}, which no point of sweep.checkpoint has. Name a metric of the samples, "
-                f"of one of evaluate.detectors ({shown}, …)."
+                f"of {one_of(detectors)}."
             )
+
+
+def lacks_detector(metric: str, detectors: Sequence[DetectorConfig]) -> bool:
+    """Return True if a metric of samples is measured only by a detector that is not among `detectors`."""
+    definition = definition_of(metric)
+    if definition is None or definition.judged != _OF_DETECTORS or metric == "copies":
+        return False
+    return metric not in {detector.metric_name(bare) for detector in detectors for bare in definition.names.split()}
+
+
+def one_of(detectors: Sequence[DetectorConfig]) -> str:
+    """Return "one of evaluate.detectors" with the Fréchet distance of each detector, for messages."""
+    return f"one of evaluate.detectors ({', '.join(detector.metric_name('fd') for detector in detectors)}, …)"
 
 
 def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> dict[str, Any]:

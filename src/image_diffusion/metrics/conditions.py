@@ -13,7 +13,7 @@ FIELDS = ("value", "lower", "upper")
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
-_CONDITION = re.compile(r"(?P<name>[\w.]+)\.(?P<field>\w+)\s*(?P<sign><=|>=|<|>)\s*(?P<bound>\S+)")
+_CONDITION = re.compile(r"(?P<number>[\w.]+)\s*(?P<sign><=|>=|<|>)\s*(?P<bound>\S+)")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,17 @@ def _parse_condition(text: str, kind: str, check_name: Callable[[str], None], ex
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a comparison of a {kind} with a number. Write for instance {example}.")
-    name, field = match["name"], match["field"]
-    check_name(name)
+    name, _, field = match["number"].rpartition(".")
+    try:
+        check_name(name)
+    except ValueError:
+        if field in FIELDS:
+            raise
+        name, field = match["number"], ""
+        check_name(name)
+    if not field:
+        cure = f"{name}.value {match['sign']} {match['bound']}"
+        raise ValueError(f"{text!r} needs .value, .lower or .upper after the name: {cure}.")
     if field not in FIELDS:
         raise ValueError(f"Unknown field {field!r} of {name}. Known: {', '.join(FIELDS)}.")
     try:

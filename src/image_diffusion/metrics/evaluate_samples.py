@@ -404,18 +404,24 @@ def _copies_in_features(
         held_out = held_out[fixed_subset(len(held_out), most)]
     copies = find_feature_copies(comparison.samples.features[rows], splits["train"].detected.features, held_out)
     name = f"nearest-{detector.metric_name('copies')}.png"
-    entry = _copies(copies, Part(samples, rows.numpy()), data, report, name)
+    entry = _copies(copies, Part(samples, rows.numpy()), data, report, name, "held-out")
     return named_by_detector({"copies": entry}, detector)
 
 
 def _copies(
-    copies: Copies, samples: ImageSet, data: RealImages, report: Path | None, name: str = "nearest.png"
+    copies: Copies,
+    samples: ImageSet,
+    data: RealImages,
+    report: Path | None,
+    name: str = "nearest.png",
+    real: str = "held-out or training",
 ) -> dict[str, Any]:
-    """Return the share of samples nearer to a training image than 99 % of real images are."""
+    """Return the share of samples nearer to a training image than 99 % of real images are. real: the images that may
+    set the threshold, for the note."""
     if report is not None:
         plot_copies(samples, data.train, copies, report / name)
     if copies.threshold is None:
-        note = f"no threshold: it takes {LEAST_HELD_OUT} held-out images"
+        note = f"no threshold: it takes {LEAST_HELD_OUT} {real} images"
         return Estimate(0, samples.num_samples, note=note).as_dict() | {"value": None}
     estimate = share_estimate(copies.flagged)
     if data.validation.num_samples < LEAST_HELD_OUT:
