@@ -20,6 +20,8 @@ from sklearn.datasets import load_digits
 
 import crops
 from image_diffusion.core.config.base import parse
+from image_diffusion.core.files.atomic import stamp_of
+from image_diffusion.core.texts import cell_text
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.quality.contact_sheets import write_sheets
@@ -367,9 +369,43 @@ def test_a_cell_that_can_be_no_path_is_one_bad_row(tmp_path: Path) -> None:
 
 def test_blank_cells_and_columns_behind_the_others_are_none(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("path,label,,\na.png,x,,\nb.png,y,,,,\n")  # as spreadsheets write them
-    assert read_columns(tmp_path / "table.csv", "path", "label") == {
+    assert read_columns(tmp_path / "table.csv") == {
         "path": ["a.png", "b.png"], "label": ["x", "y"], "": ["", ""]
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
+def test_a_table_converts_only_the_columns_that_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    rows = [{"path": f" {i}.png", "label": "cat", "age": f"age {i}"} for i in range(3)]
+    delimiter = "\t" if ending == "tsv" else ","
+    lines = [delimiter.join(row) for row in (rows[0], *(row.values() for row in rows))]
+    path = tmp_path / f"table.{ending}"
+    path.write_text("\n".join(map(json.dumps, rows) if ending == "jsonl" else lines))
+    for i in range(2):
+        (tmp_path / f"{i}.png").write_bytes(png(i))
+    every = read_columns(path)
+    assert list(every) == ["path", "label", "age"] and every["path"] == ["0.png", "1.png", "2.png"]
+    with pytest.raises(ValueError, match="no column 'size'. Known: path, label, age"):
+        read_columns(path, "size")
+    converted: list[str | None] = []
+    monkeypatch.setattr(
+        "image_diffusion.data.sources.table.cell_text", lambda cell: converted.append(cell) or cell_text(cell)
+    )
+    assert read_columns(path, "label", "path") == {name: every[name] for name in ("path", "label")}
+    (group,) = parse(Source, {"type": "table", "path": str(path)}, "here").file_groups()
+    assert len(converted) == 12 and not any("age" in str(cell) for cell in converted)
+    assert group.names == [path.name, "0.png", "1.png"]
+    for number, name in enumerate(group.names):
+        assert group.at(name) == str(tmp_path / name) and group.stamp(number) == stamp_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("line", ["[]", "5", "null", '"path"'])
+def test_a_line_of_json_that_is_no_object_is_one_clear_error(tmp_path: Path, line: str) -> None:
+    (tmp_path / "table.jsonl").write_text(f'{{"path": "0.png"}}\n{line}\n')
+    with pytest.raises(ValueError, match="table.jsonl is not valid JSON, one object a line"):
+        read_columns(tmp_path / "table.jsonl", "path")
 
 
 def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Path) -> None:

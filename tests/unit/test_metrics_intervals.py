@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from image_diffusion.metrics.compute import Reference, measure
+from image_diffusion.metrics.compute import Reference, measure, measure_preview
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.distances import mmd, precision_recall
 from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
 from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance
@@ -58,6 +59,31 @@ def test_every_estimate_lies_in_its_interval(seed: int, kind: str, n: int, m: in
         assert low - 1e-9 <= estimate.value <= high + 1e-9 or "without bias" in estimate.note, (name, estimate)
         if name in ("kd", "cmmd", "mind") and kind in ("same", "part"):
             assert low <= 0 < high, (name, estimate)
+
+
+def test_what_depends_on_the_reference_alone_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    real, made = drawn(rng, 80, 0), [drawn(rng, count, 0.2) for count in (50, 60, 60)]
+    configs = [
+        EvaluateConfig(cmmd=True, two_sample=False, neighbours=k, neighbour_references=most)
+        for k, most in ((3, 1000), (5, 1000), (3, 70))
+    ]
+
+    def estimates(references: list[Reference]) -> list[dict[str, Estimate]]:
+        calls = [(seen(rows), references.pop(), config) for config in configs for rows in made]
+        measured = [measure(rows, None, reference, [], config) for rows, reference, config in calls]
+        previews = [measure_preview(rows, None, reference, c.neighbour_references) for rows, reference, c in calls]
+        return measured + previews
+
+    expected = estimates([Reference.from_images(seen(real), None) for _ in range(9)])
+    pairs, radii, within, neighbour_radii = [], [], mmd._within, precision_recall.neighbour_radii
+    monkeypatch.setattr(mmd, "_within", lambda *given: pairs.append((given[0], len(given[1]))) or within(*given))
+    monkeypatch.setattr(
+        precision_recall, "neighbour_radii", lambda rows, k: radii.append((len(rows), k)) or neighbour_radii(rows, k)
+    )
+    assert repr(estimates([Reference.from_images(seen(real), None)] * 9)) == repr(expected)
+    assert sorted(rows for kernel, rows in pairs if kernel is mmd._cubic and rows > 60) == [70, 80]
+    assert sorted(radii) == [(70, 3), (80, 3), (80, 5)]
 
 
 @pytest.mark.parametrize(

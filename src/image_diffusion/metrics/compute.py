@@ -5,9 +5,9 @@ The floor: a metric between two sets of real images, at the same number of image
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from image_diffusion.metrics.distances.class_metrics import agreement, class_fre
 from image_diffusion.metrics.distances.frechet import frechet_estimate, frechet_infinity
 from image_diffusion.metrics.distances.inception_score import inception_score_estimate
 from image_diffusion.metrics.distances.jackknife import Estimate
-from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance
+from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance, own_pairs
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments
-from image_diffusion.metrics.distances.precision_recall import manifold_estimates
+from image_diffusion.metrics.distances.precision_recall import ball_radii, manifold_estimates
 from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
 from image_diffusion.metrics.features.base import Detected, Detector
 from image_diffusion.metrics.reliability import floor_doubt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,21 @@ class Reference:
     gaussians: Mapping[str, Gaussian]
     detected: Detected | None = None
     labels: Tensor | None = None
+    _computed: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def from_images(cls, detected: Detected, labels: Tensor | None) -> Reference:
         """Return the reference of a set of real images."""
         return cls(gaussians_of(detected), detected, labels)
+
+    def computed_once(self, compute: Callable[..., T], most: int, *settings: Any) -> T:
+        """Return `compute(features, *settings)` for the features of at most `most` images, from the first such call."""
+        assert self.detected is not None
+        key = (compute, most, *settings)
+        if key not in self._computed:
+            self._computed[key] = compute(_subset(self.detected.features, most), *settings)
+        result: T = self._computed[key]
+        return result
 
 
 def gaussians_of(detected: Detected) -> dict[str, Gaussian]:
@@ -69,13 +81,14 @@ def measure(
     if detected.logits is not None and not classes:
         estimates["score"] = inception_score_estimate(detected.logits, settings.score_split)
     if reference.detected is not None:
-        real = _subset(reference.detected.features, settings.neighbour_references)
-        samples = _subset(detected.features, settings.neighbour_references)
-        estimates["kd"] = kernel_distance(samples, real)
+        most, k = settings.neighbour_references, settings.neighbours
+        real, samples = (_subset(rows.features, most) for rows in (reference.detected, detected))
+        estimates["kd"] = kernel_distance(samples, real, reference_pairs=reference.computed_once(own_pairs, most))
         estimates["mind"] = monge_distance(samples, real)
         if settings.cmmd:
             estimates["cmmd"] = cmmd(samples, real)
-        estimates |= manifold_estimates(detected.features, real, settings.neighbours)
+        radii = reference.computed_once(ball_radii, most, k)
+        estimates |= manifold_estimates(detected.features, real, k, radii)
         if settings.two_sample:
             estimates["c2st"] = two_sample_test(detected.features, reference.detected.features)
     if classes and labels is not None and detected.logits is not None:
@@ -100,7 +113,8 @@ def measure_preview(
     estimates: dict[str, Estimate] = {}
     if reference.detected is not None:
         real, samples = (_subset(rows.features, most_references) for rows in (reference.detected, detected))
-        estimates["kd"] = kernel_distance(samples, real)
+        pairs = reference.computed_once(own_pairs, most_references)
+        estimates["kd"] = kernel_distance(samples, real, reference_pairs=pairs)
     estimates["fd"] = frechet_estimate(block_moments(detected.features), reference.gaussians["fd"])
     if labels is not None and detected.logits is not None:
         estimates["agreement"] = agreement(detected.logits.argmax(dim=1), labels)

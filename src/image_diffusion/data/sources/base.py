@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from abc import abstractmethod
 from array import array
 from collections import Counter
@@ -16,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.files.atomic import Stamp
+from image_diffusion.core.files.atomic import Stamp, stamp_in
 from image_diffusion.core.texts import decoded
 
 _GROUPS_A_SHARD = 32  # groups of images that are read together; the number of groups in a shard then varies by a sixth
@@ -279,10 +280,16 @@ def check_size(size: int) -> None:
 
 def is_file(path: Path) -> bool:
     """True if a path, which may be any text, names a file."""
+    return stamp_if_file(path) is not None
+
+
+def stamp_if_file(path: Path) -> Stamp | None:
+    """Return the stamp of a file; None if a path, which may be any text, names no file."""
     try:
-        return path.is_file()
-    except (OSError, ValueError):  # a text too long for a path, or with a null character
-        return False
+        status = path.stat()
+    except (OSError, ValueError):  # no file; a text too long for a path, or with a null character
+        return None
+    return stamp_in(status) if stat.S_ISREG(status.st_mode) else None
 
 
 def read_image(path: Path) -> bytes:

@@ -17,9 +17,19 @@ from image_diffusion.core.files.atomic import Stamp, stamp_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.texts import cell_text, class_name, decoded, lines_in
 from image_diffusion.data.sources.arrow import open_table
-from image_diffusion.data.sources.base import FewFiles, Item, Listing, RowSource, is_file, number_labels, read_image
+from image_diffusion.data.sources.base import (
+    FewFiles,
+    Item,
+    Listing,
+    RowSource,
+    number_labels,
+    read_image,
+    stamp_if_file,
+)
 
 Part = Literal["path", "label", "caption"]
+Columns = tuple[dict[str, None], dict[str, list[str]]]
+"""Names of all columns of a table, and the cells of the wanted ones by name."""
 
 
 class PathTable(FewFiles, RowSource):
@@ -84,12 +94,12 @@ class PathTable(FewFiles, RowSource):
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return the table and every existing image that it lists."""
-        table = Path(self.path)
+        table, folder = Path(self.path), Path(self.path).parent
         files = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
         for name, _ in self._labels():
-            path = table.parent / name
-            if is_file(path):
-                files[name] = (str(path), stamp_of(path))
+            path = folder / name
+            if stamp := stamp_if_file(path):
+                files[name] = (str(path), stamp)
         return files
 
     def rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -183,51 +193,59 @@ class PathList(PathTable):
 
 
 def read_columns(table: Path, *wanted: str) -> dict[str, list[str]]:
-    """Return the columns of a `.csv`, `.tsv`, `.jsonl` or `.parquet` file, cells as text, empty where there is nothing.
+    """Return columns of a `.csv`, `.tsv`, `.jsonl` or `.parquet` file, cells as text, empty where there is nothing.
 
-    Raises ValueError for a file that cannot be read, or without a wanted column.
+    wanted: names of the columns; all if empty. Raises ValueError for a file that cannot be read, or without a wanted
+    column.
     """
-    columns = _READERS.get(table.suffix.lower(), _read_parquet)(table)
+    names, columns = _READERS.get(table.suffix.lower(), _read_parquet)(table, wanted)
     for name in wanted:
-        if name not in columns:
-            raise ValueError(f"{table} has no column '{name}'. Known: {', '.join(columns)}.")
+        if name not in names:
+            raise ValueError(f"{table} has no column '{name}'. Known: {', '.join(names)}.")
     return columns
 
 
-def _read_csv(table: Path, delimiter: str = ",") -> dict[str, list[str]]:
+def _read_csv(table: Path, wanted: tuple[str, ...], delimiter: str = ",") -> Columns:
     try:
-        reader = csv.DictReader(io.StringIO(decoded(table.read_bytes()), newline=""), strict=True, delimiter=delimiter)
-        names = reader.fieldnames or []
+        reader = csv.reader(io.StringIO(decoded(table.read_bytes()), newline=""), strict=True, delimiter=delimiter)
+        names = next(reader, [])
         if twice := next((name for name in names if name and names.count(name) > 1), None):
             raise csv.Error(f"two columns are named {twice!r}")
         rows = []
         for row in reader:
-            if any(surplus := row.get(None) or []):  # spreadsheets write blank lines
+            if any(surplus := row[len(names) :]):  # spreadsheets write empty cells
                 raise csv.Error(
                     f"line {reader.line_num} has {len(names) + len(surplus)} cells, the header {len(names)}; "
                     f"put texts with the delimiter {delimiter!r} in quotes"
                 )
-            rows.append(row)
-        return {name: [cell_text(row[name]) for row in rows] for name in names}
+            if row:  # not a blank line
+                rows.append(row)
+        return dict.fromkeys(names), {
+            name: [cell_text(row[place]) if place < len(row) else "" for row in rows]
+            for place, name in enumerate(names)
+            if name in (wanted or names)
+        }
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{table} is not valid CSV: {error}.") from None
 
 
-def _read_jsonl(table: Path) -> dict[str, list[str]]:
+def _read_jsonl(table: Path, wanted: tuple[str, ...]) -> Columns:
     try:
         rows = [json.loads(line) for line in lines_in(table.read_bytes()) if line.strip()]
-        names = dict.fromkeys(name for row in rows for name in row)
-        return {name: [cell_text(row.get(name)) for row in rows] for name in names}
+        names = dict.fromkeys(name for row in rows for name in row.keys())  # noqa: SIM118 - fails if it is no object
+        return names, {name: [cell_text(row.get(name)) for row in rows] for name in names if name in (wanted or names)}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{table} is not valid JSON, one object a line: {error}.") from None
 
 
-def _read_parquet(table: Path) -> dict[str, list[str]]:
+def _read_parquet(table: Path, wanted: tuple[str, ...]) -> Columns:
     opened = open_table(table)
-    return {name: list(map(cell_text, cells)) for name, cells in opened.columns(tuple(opened.schema.names)).items()}
+    names = opened.schema.names
+    cells = opened.columns(wanted or tuple(names))
+    return dict.fromkeys(names), {name: list(map(cell_text, cells[name])) for name in cells}
 
 
-_READERS: dict[str, Callable[[Path], dict[str, list[str]]]] = {
+_READERS: dict[str, Callable[[Path, tuple[str, ...]], Columns]] = {
     ".csv": _read_csv,
     ".tsv": partial(_read_csv, delimiter="\t"),
     ".jsonl": _read_jsonl,

@@ -23,15 +23,20 @@ from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each
 _ROWS = 1024
 _CMMD_SIGMA, _CMMD_SCALE = 10.0, 1000.0
 Kernel = Callable[[Tensor, Tensor], Tensor]
+OwnPairs = tuple[Tensor, Tensor]
+"""Sums of a kernel over the pairs of different rows of one set, float64: by pair of blocks, [B, B], and in total."""
 
 
-def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None = None) -> Estimate:
+def kernel_distance(
+    features: Tensor, reference: Tensor, kernel: Kernel | None = None, reference_pairs: OwnPairs | None = None
+) -> Estimate:
     """Return the squared MMD between [N, D] and [M, D]; its interval, centred on the unbiased value, leaves out one
     block of the samples, then of the reference, at a time. The estimator may be negative, the distance may not: the
     interval is bounded as in `jackknife` (Mandelkern and Schultz 2000), so that it contains zero even if the two sets
     share images, which makes the estimator too small.
 
-    kernel: float64 rows [R, D] and [S, D] -> [R, S]; unset: KID's kernel.
+    kernel: float64 rows [R, D] and [S, D] -> [R, S]; unset: KID's kernel. reference_pairs: `own_pairs` of the
+    reference with this kernel; unset: computed.
     """
     kernel = kernel or _cubic
     n, m = len(features), len(reference)
@@ -39,8 +44,8 @@ def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None =
         raise ValueError(f"A kernel distance needs at least 2 samples on each side; got {n} and {m}.")
     x, y = features.to(torch.float64), reference.to(torch.float64)
     block, block_of_reference = block_of_each(n), block_of_each(m)
-    within, inner = _within(kernel, x, block)
-    within_reference, among = _within(kernel, y, block_of_reference)
+    within, inner = own_pairs(x, kernel)
+    within_reference, among = reference_pairs or own_pairs(y, kernel)
     across = torch.zeros(NUM_BLOCKS, dtype=torch.float64)  # for each block of the samples
     across_reference = torch.zeros(NUM_BLOCKS, dtype=torch.float64)
     for rows in torch.arange(n).split(_ROWS):
@@ -64,6 +69,11 @@ def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None =
     return replace(estimate, interval=(low, high - min(0.0, value)))
 
 
+def own_pairs(features: Tensor, kernel: Kernel | None = None) -> OwnPairs:
+    """Return the sums over the pairs of one set [N, D]. kernel: as in `kernel_distance`."""
+    return _within(kernel or _cubic, features.to(torch.float64), block_of_each(len(features)))
+
+
 def cmmd(features: Tensor, reference: Tensor) -> Estimate:
     """Return CMMD between [N, D] and [M, D], normalized to norm 1; its interval leaves out a block of samples at a
     time."""
@@ -82,8 +92,7 @@ def _distance(inner: Tensor, among: Tensor, outer: Tensor, n: int, m: int) -> fl
     return float(inner) / (n * (n - 1)) + float(among) / (m * (m - 1)) - 2 * float(outer) / (n * m)
 
 
-def _within(kernel: Kernel, x: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of the kernel over pairs of different rows, float64: by pair of blocks, [B, B], and in total."""
+def _within(kernel: Kernel, x: Tensor, block: Tensor) -> OwnPairs:
     sums = torch.zeros(NUM_BLOCKS, NUM_BLOCKS, dtype=torch.float64)
     for rows in torch.arange(len(x)).split(_ROWS):
         columns = torch.zeros(NUM_BLOCKS, len(rows), dtype=torch.float64)

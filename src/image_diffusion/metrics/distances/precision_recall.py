@@ -22,18 +22,18 @@ _SPARE_NEIGHBOURS = 20
 _BORDER = 1 + 1e-9  # factor of squared radii, far above the rounding errors that put copies on the border outside
 
 
-def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[str, Estimate]:
+def manifold_estimates(
+    features: Tensor, reference: Tensor, k: int = 3, reference_radii: Tensor | None = None
+) -> dict[str, Estimate]:
     """Return precision, recall, density and coverage of samples [N, D] against a reference [M, D].
 
     Intervals leave out one block of the samples at a time, exactly: a ball that loses a neighbour is measured again.
-    Raises ValueError if a set has k members or fewer.
+    reference_radii: `ball_radii` of the reference; unset: computed. Raises ValueError if a set has k members or fewer.
     """
-    for kind, rows in (("samples", features), ("reference images", reference)):
-        if len(rows) <= k:
-            raise ValueError(f"Precision and recall with k = {k} need more than {k} {kind}; got {len(rows)}.")
+    _check_number("samples", features, k)
+    radii = ball_radii(reference, k) if reference_radii is None else reference_radii
     device = best_device()
     features, reference, block = (tensor.to(device) for tensor in (features, reference, block_of_each(len(features))))
-    radii = _BORDER * neighbour_radii(reference, k)
     without = (_BORDER * _radii_without_each_block(features, k, block)).T.contiguous()  # [1 + blocks, N]
     widest = without.amax(dim=0)
     samples_inside = torch.zeros(len(features), dtype=torch.float64, device=device)
@@ -60,6 +60,15 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
     }
 
 
+def ball_radii(reference: Tensor, k: int) -> Tensor:
+    """Return the squared radii of the balls of a reference [M, D], float64 [M], on the best device.
+
+    Raises ValueError if it has k members or fewer.
+    """
+    _check_number("reference images", reference, k)
+    return _BORDER * neighbour_radii(reference.to(best_device()), k)
+
+
 def neighbour_radii(points: Tensor, k: int) -> Tensor:
     """Return the squared distance of each point to its k-th nearest neighbour in the set, float64 [N]."""
     return torch.cat(
@@ -77,6 +86,11 @@ def squared_distances(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, T
         norms = x_norm[rows].unsqueeze(1) + y_norm
         squared = (x[rows] @ y.T).mul_(-2).add_(norms)
         yield rows, squared.masked_fill_(squared <= norms.mul_(_FLOAT32_NOISE), 0)
+
+
+def _check_number(kind: str, rows: Tensor, k: int) -> None:
+    if len(rows) <= k:
+        raise ValueError(f"Precision and recall with k = {k} need more than {k} {kind}; got {len(rows)}.")
 
 
 def _radii_without_each_block(points: Tensor, k: int, block: Tensor) -> Tensor:
