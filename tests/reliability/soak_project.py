@@ -24,7 +24,7 @@ from PIL import Image
 
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.journal.reader import Point, history_for_weights, read_journal
-from image_diffusion.tracking.shown_metrics import shown
+from image_diffusion.tracking.shown_metrics import shown_points
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -250,7 +250,7 @@ def _not_tracked(folder: Path, name: str, stage: str) -> str:
         held = {row for run in tracked if run["stage"] == stage for row in database.execute(query, (run["run_id"],))}
     history = read_journal(folder / "results" / name / "journal" / stage)
     points = history.points if history is not None else []
-    keys = {point.key for point in (shown(points) if stage == "train" else points)}
+    keys = {point.key for point in (shown_points(points) if stage == "train" else points)}
     return str([point for point in _points(folder, name, stage) if point[0] in keys and point not in held])
 
 

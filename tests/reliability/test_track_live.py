@@ -26,7 +26,7 @@ from tracked import forked, status_of
 from image_diffusion.core.journal.reader import Point
 from image_diffusion.tracking.live import follow, send
 from image_diffusion.tracking.plan import Request
-from image_diffusion.tracking.shown_metrics import scalars, shown
+from image_diffusion.tracking.shown_metrics import scalars, shown_points
 
 pytestmark = pytest.mark.slow
 
@@ -128,5 +128,5 @@ def all_points(folder: Path) -> set[tuple[str, int]]:
         if record["type"] == "metrics":
             seen = {"examples_seen": record["examples_seen"]} if "examples_seen" in record else {}
             found += [Point(key, value, record["step"], 0) for key, value in (record["values"] | seen).items()]
-    kept = shown(found)
+    kept = shown_points(found)
     return {(point.key, point.step) for point in (*kept, *scalars(kept, "fid"))}

@@ -49,7 +49,7 @@ def test_a_parquet_file_of_hugging_face(tmp_path: Path) -> None:
     listing = source.listing()
     assert listing.classes == source.known_classes() == ["7", "10", "3"]
     assert [item.name for item in listing.items] == [f"twelve.parquet/{row:09d}" for row in range(12)]
-    assert {item.together for item in listing.items} == {f"twelve.parquet/{group}" for group in range(3)}
+    assert {item.group_key for item in listing.items} == {f"twelve.parquet/{group}" for group in range(3)}
     assert source.read_captions(("text",))["twelve.parquet/000000007"] == ["image 7"]
 
 
@@ -117,7 +117,7 @@ def test_a_change_of_a_file_is_seen(tmp_path: Path) -> None:
 def test_row_groups_stay_whole_where_there_are_enough_of_them() -> None:
     items = [Item(f"a/{row:09d}", None, (), f"a/{row // 10}") for row in range(1280)]
     for num_shards, whole in ((4, True), (5, False)):
-        groups = [{item.together for item in shard} for shard in by_shard(items, num_shards)]
+        groups = [{item.group_key for item in shard} for shard in by_shard(items, num_shards)]
         assert (sum(map(len, groups)) == 128) is whole
     names = [Item(f"{row}.png", None, ()) for row in range(1000)]
     assert all(shard for shard in by_shard(names, 100))

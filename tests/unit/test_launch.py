@@ -14,7 +14,7 @@ import pytest
 
 from image_diffusion.core.process.command import STOPPED
 from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
-from image_diffusion.core.process.parent_watch import VARIABLE, announce, mark
+from image_diffusion.core.process.parent_watch import VARIABLE, end_with_parent, process_identifier
 from image_diffusion.training.parallel.launch import Layout, command_line, main, own_name, recorder
 from warm import warm_python
 
@@ -94,7 +94,7 @@ def test_the_launcher_becomes_the_command_with_the_threads_it_was_given(monkeypa
     assert program == line[0] == sys.executable and line[-3:] == ["--module", "program", "x"]
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
     assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "7"
-    assert environment[VARIABLE] == f"another {mark()}"
+    assert environment[VARIABLE] == f"another {process_identifier()}"
 
 
 def launch(
@@ -298,10 +298,10 @@ def test_a_last_word_is_written_at_once_with_its_end(raised: str) -> None:
 
 def test_a_job_of_a_queue_outlives_the_one_that_has_sent_it() -> None:
     environment = {VARIABLE: "another"}
-    announce(environment)
-    assert environment[VARIABLE] == f"another {mark()}"
-    announce(environment, queued=True)
-    assert environment[VARIABLE] == mark()
+    end_with_parent(environment)
+    assert environment[VARIABLE] == f"another {process_identifier()}"
+    end_with_parent(environment, queued=True)
+    assert environment[VARIABLE] == process_identifier()
 
 
 def test_a_run_that_is_told_to_end_when_it_has_nothing_left_to_save_counts_as_stopped(tmp_path: Path) -> None:

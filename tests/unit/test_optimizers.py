@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.nn.blocks import inner_matrices, of_parts
+from image_diffusion.nn.blocks import inner_matrices, set_num_maps
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.parameter_groups import tune
 from image_diffusion.training.optim.lion import Lion
@@ -42,7 +42,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
-        shared = of_parts(nn.Linear(8, 24), 3)
+        shared = set_num_maps(nn.Linear(8, 24), 3)
         self.blocks = nn.ModuleList([nn.Sequential(shared, nn.Linear(24, 8, bias=False)), nn.Conv2d(8, 6, 3)])
 
 
@@ -149,7 +149,7 @@ def test_muon_keeps_one_moment_of_a_matrix_and_needs_nothing_else() -> None:
 @pytest.mark.parametrize("freeze", [(), ("blocks.*",)])
 def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
     config = TrainConfig.model_validate({"steps": 1, "freeze": freeze, "optimizer": {"type": "muon"}})
-    assert config.tunes
+    assert config.checks_network
     with pytest.raises(ValueError, match=r"train\.optimizer is muon, but no linear or convolutional layer in the"):
         tune(network() if freeze else nn.Sequential(nn.Linear(2, 2)), config)
 

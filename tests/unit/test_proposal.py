@@ -20,7 +20,7 @@ from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.config.yaml12 import from_text
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.data.quality.facts import CaptionFacts, Facts, look, source_of
+from image_diffusion.data.quality.facts import CaptionFacts, Facts, describe_source, source_of
 from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import Table
@@ -388,24 +388,24 @@ def pictures(folder: Path, mode: str, size: tuple[int, int], count: int = 8) -> 
 
 
 def test_pictures_are_described(tmp_path: Path) -> None:
-    facts = look(source_of(pictures(tmp_path, "RGB", (30, 20))))
+    facts = describe_source(source_of(pictures(tmp_path, "RGB", (30, 20))))
     assert (facts.num_images, facts.per_class, facts.short_side, facts.aspect) == (8, (4, 4), 20, (1.5, 1.5))
     assert (facts.channels, facts.dtype, facts.transparent, facts.captions) == (3, None, False, None)
     (tmp_path / "a/0.txt").write_text("a  caption\nanother one")
     (tmp_path / "a/2.txt").write_text("a caption\nof four words\nand a fourth")
-    assert look(source_of(tmp_path)).captions == CaptionFacts(2, "caption", 2, 3, ("a caption",))
+    assert describe_source(source_of(tmp_path)).captions == CaptionFacts(2, "caption", 2, 3, ("a caption",))
 
 
 def test_grey_pictures_are_grey_however_they_are_stored(tmp_path: Path) -> None:
-    assert look(source_of(pictures(tmp_path / "grey", "L", (16, 16)))).channels == 1
+    assert describe_source(source_of(pictures(tmp_path / "grey", "L", (16, 16)))).channels == 1
     for number in range(4):
         (tmp_path / "rgb").mkdir(exist_ok=True)
         Image.new("RGB", (16, 16), (number, number, number)).save(tmp_path / f"rgb/{number}.png")
-    assert look(source_of(tmp_path / "rgb")).channels == 1
+    assert describe_source(source_of(tmp_path / "rgb")).channels == 1
 
 
 def test_alpha_channels_are_seen(tmp_path: Path) -> None:
-    assert look(source_of(pictures(tmp_path, "RGBA", (16, 16)))).transparent
+    assert describe_source(source_of(pictures(tmp_path, "RGBA", (16, 16)))).transparent
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_alpha_channels_are_seen(tmp_path: Path) -> None:
 def test_arrays_are_described(numbers: np.ndarray, dtype: str, channels: int, tmp_path: Path) -> None:
     for number in range(4):
         np.save(tmp_path / f"{number}.npy", numbers)
-    facts = look(source_of(tmp_path))
+    facts = describe_source(source_of(tmp_path))
     assert (facts.dtype, facts.channels, facts.per_class) == (dtype, channels, ())
     assert facts.short_side == sorted(numbers.shape)[-2]
 
@@ -428,20 +428,20 @@ def test_arrays_are_described(numbers: np.ndarray, dtype: str, channels: int, tm
 def test_grey_pictures_of_16_bits_are_arrays(tmp_path: Path) -> None:
     for number in range(4):
         tifffile.imwrite(tmp_path / f"{number}.tif", np.full((32, 32), 1000 * number, np.uint16))
-    facts = look(source_of(tmp_path))
+    facts = describe_source(source_of(tmp_path))
     assert (facts.dtype, facts.channels) == ("uint16", 1)
 
 
 def test_pictures_that_are_not_read_may_be_odd(tmp_path: Path) -> None:
     for number in range(70):
         Image.new("RGB", (16, 16)).save(tmp_path / f"{number:02}.jpg")
-    plain = look(source_of(tmp_path))
+    plain = describe_source(source_of(tmp_path))
     assert not plain.deep and not plain.several_pages
     Image.fromarray(np.full((16, 16), 30_000, np.uint16)).save(tmp_path / "01.jpg.png")  # one of 71: 64 are read
-    deep = look(source_of(tmp_path))
+    deep = describe_source(source_of(tmp_path))
     assert deep.deep and not deep.several_pages and "range: file" in proposed(deep, "10min")[0].text
     Image.new("L", (16, 16)).save(tmp_path / "01.jpg.tif", save_all=True, append_images=[Image.new("L", (16, 16))])
-    paged = look(source_of(tmp_path))
+    paged = describe_source(source_of(tmp_path))
     assert paged.several_pages and "pages: first" in proposed(paged, "10min")[0].text
 
 
@@ -449,19 +449,22 @@ def test_pictures_that_would_be_nearly_black_are_refused(tmp_path: Path) -> None
     pictures(tmp_path, "RGB", (16, 16))
     Image.fromarray(np.full((16, 16), 4_000, np.uint16)).save(tmp_path / "a" / "deep.png")
     with pytest.raises(ValueError, match=r"1 of 9 images that were read have 16 bits and use values up to 4,000 of"):
-        look(source_of(tmp_path))
+        describe_source(source_of(tmp_path))
 
 
 def test_what_a_person_may_not_expect_is_noticed(tmp_path: Path) -> None:
     pictures(tmp_path / "soft" / "images", "RGB", (16, 16))
     masks(tmp_path / "soft" / "masks", tmp_path / "soft" / "images", *range(40))
-    assert "The folder masks is a class" in look(source_of(tmp_path / "soft")).notices[-1]
+    assert "The folder masks is a class" in describe_source(source_of(tmp_path / "soft")).notices[-1]
     flat = pictures(tmp_path / "flat", "RGB", (16, 16)) / "a"
     for path in [*flat.iterdir()]:
         Image.new("L", (16, 16)).save(flat / f"{path.stem}_mask.png")
-    assert "4 of 8 files are named as masks of others (0_mask.png beside 0.png)" in look(source_of(flat)).notices[-1]
+    assert (
+        "4 of 8 files are named as masks of others (0_mask.png beside 0.png)"
+        in describe_source(source_of(flat)).notices[-1]
+    )
     Image.new("L", (16, 16)).save(flat / "stack.tif", save_all=True, append_images=[Image.new("L", (16, 16))])
-    assert "Files hold several pages, of which the first is used." in look(source_of(flat)).notices[-1]
+    assert "Files hold several pages, of which the first is used." in describe_source(source_of(flat)).notices[-1]
 
 
 def test_a_class_of_few_images_is_named() -> None:
@@ -473,7 +476,7 @@ def test_damaged_files_make_no_arrays_of_pictures(tmp_path: Path) -> None:
     pictures(tmp_path, "RGB", (16, 16), 8)
     for number in range(10):
         (tmp_path / "a" / f"broken{number}.png").write_bytes(b"no picture")
-    facts = look(source_of(tmp_path))
+    facts = describe_source(source_of(tmp_path))
     assert (facts.dtype, facts.channels, facts.num_images) == (None, 3, 18)
 
 
@@ -492,10 +495,10 @@ def test_masks_next_to_the_images_are_found(tmp_path: Path) -> None:
     masks(tmp_path / "cells" / "Masks", tmp_path / "cells" / "photos", 0, 7)
     (tmp_path / "cells" / "Masks" / "a" / "v1.0.png").unlink()
     (tmp_path / "cells" / "Masks" / "b" / "v1.1.png").write_bytes(b"damaged")
-    facts = look(source_of(tmp_path / "cells"))
+    facts = describe_source(source_of(tmp_path / "cells"))
     assert facts.source == Folder(path=str(tmp_path / "cells" / "photos")) and facts.per_class == (4, 4)
     assert facts.masks == MaskFacts(str(tmp_path / "cells" / "Masks"), 7, (0, 7))
-    assert look(source_of(tmp_path / "cells" / "photos")) == facts
+    assert describe_source(source_of(tmp_path / "cells" / "photos")) == facts
 
 
 @pytest.mark.parametrize(
@@ -509,7 +512,7 @@ def test_masks_next_to_the_images_are_found(tmp_path: Path) -> None:
 def test_masks_have_a_few_values(values: Any, found: object, tmp_path: Path) -> None:
     pictures(tmp_path / "images", "RGB", (16, 16))
     masks(tmp_path / "masks", tmp_path / "images", *values)
-    facts = look(source_of(tmp_path))
+    facts = describe_source(source_of(tmp_path))
     assert (facts.masks and facts.masks.values) == found
 
 
@@ -533,9 +536,9 @@ def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
         for path in sorted((tmp_path / "images").rglob("*.png")):
             archive.write(path, path.relative_to(tmp_path / "images"))
-    assert look(source_of(tmp_path / "labels.csv")).per_class == (1, 1)
-    assert look(source_of(tmp_path / "images.zip")).per_class == (2, 2)
-    captioned = look(source_of(tmp_path / "metadata.csv"))
+    assert describe_source(source_of(tmp_path / "labels.csv")).per_class == (1, 1)
+    assert describe_source(source_of(tmp_path / "images.zip")).per_class == (2, 2)
+    captioned = describe_source(source_of(tmp_path / "metadata.csv"))
     assert (captioned.num_images, captioned.per_class) == (1, ())
     assert captioned.captions == CaptionFacts(1, "text", 1, 2, ("a caption",))
     assert source_of(tmp_path) == Folder(path=str(tmp_path))  # two tables name its images: which one is meant?
@@ -563,7 +566,7 @@ def test_a_folder_is_read_by_the_table_in_it(
     (tmp_path / "words.csv").write_text("word,text\nx,images\n")  # names no images
     (tmp_path / "broken.csv").write_bytes(b"\xff\xfe\x00")
     (tmp_path / name).write_text(text)
-    facts = look(source_of(tmp_path))
+    facts = describe_source(source_of(tmp_path))
     assert isinstance(facts.source, Table) and facts.source.path == str(tmp_path / name)
     assert (facts.source.label_column, facts.per_class) == (label_column, per_class)
     assert (facts.captions and facts.captions.column) == column
@@ -597,7 +600,7 @@ def test_a_table_without_paths_names_its_columns(tmp_path: Path) -> None:
 def test_volumes_without_axes_are_left_to_a_person(tmp_path: Path) -> None:
     np.save(tmp_path / "0.npy", np.zeros((32, 32, 32), np.uint8))
     with pytest.raises(ValueError, match=r"Nothing states which axes of 32 x 32 x 32 numbers .* data\.axes"):
-        look(source_of(tmp_path))
+        describe_source(source_of(tmp_path))
 
 
 def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
@@ -607,10 +610,10 @@ def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.docx is no folder of images"):
         source_of(tmp_path / "a.docx")
     with pytest.raises(ValueError, match="holds no images: of 1 files none could be read"):
-        look(source_of(tmp_path))
+        describe_source(source_of(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no files"):
-        look(source_of(tmp_path / "empty"))
+        describe_source(source_of(tmp_path / "empty"))
 
 
 OF_WEIGHTS = {
@@ -748,7 +751,7 @@ def test_arrays_without_classes_are_measured(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(40):
         tifffile.imwrite(tmp_path / f"{number}.tif", generator.integers(0, 4096, (32, 32), dtype=np.uint16))
-    facts = look(source_of(tmp_path))
+    facts = describe_source(source_of(tmp_path))
     sections = choices(Request(facts, "images", CPU, 600.0), DESIGNS["cpu"][0], 200, 100)
     speed = measured(parsed(sections), facts, CPU)
     assert 0 < speed.pass_s < speed.step_s < 10 and 0 < speed.detector_s < 1 and 0 < speed.crop_s < 1
@@ -789,7 +792,7 @@ def test_latents_of_weights_are_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     experiment = load_experiment(tmp_path / "new/config/experiments/mine.yaml")
     assert experiment.codec.name == "vae" and experiment.data.resolution == 64
-    speed = measured(experiment, look(source_of(tmp_path / "images")), CPU)
+    speed = measured(experiment, describe_source(source_of(tmp_path / "images")), CPU)
     assert 0 < speed.encode_s < 1 and 0 < speed.decode_s < 1
 
 

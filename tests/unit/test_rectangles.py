@@ -13,7 +13,7 @@ from PIL import Image
 from image_diffusion.codecs.base import latent_spec
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, read_json, write_json
-from image_diffusion.core.resolution import divided, resolution_of, shown
+from image_diffusion.core.resolution import divided, resolution_of, size_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.augment.operations import Augment
 from image_diffusion.data.augment.warp import Affine, warp
@@ -61,7 +61,7 @@ def test_a_square_is_written_in_one_way() -> None:
     assert (data(16).folder, data([16, 24]).folder) == ("x-16", "x-16x24")
     assert data([16, 16]).crop_identity() == data(16).crop_identity()
     assert data([16, 24]).crop_identity()["resolution"] == [16, 24]
-    assert (shown(16), shown(SIZE), resolution_of(4, 4), divided(SIZE, 8), divided(SIZE, 16)) == (
+    assert (size_text(16), size_text(SIZE), resolution_of(4, 4), divided(SIZE, 8), divided(SIZE, 16)) == (
         "16 x 16",
         "16 x 24",
         4,

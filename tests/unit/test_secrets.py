@@ -24,9 +24,9 @@ from image_diffusion.core.process.secrets import (
     STORE,
     for_shell,
     hidden,
-    shown,
     store_named,
     variable_of,
+    without_credentials,
     without_password,
 )
 from image_diffusion.data.config import DataConfig
@@ -48,9 +48,9 @@ STORES = {
 }
 
 
-@pytest.mark.parametrize(("uri", "shown"), STORES.items())
-def test_what_is_shown_of_a_store_has_no_password(uri: str, shown: str) -> None:
-    assert without_password(uri) == shown
+@pytest.mark.parametrize(("uri", "expected"), STORES.items())
+def test_what_is_shown_of_a_store_has_no_password(uri: str, expected: str) -> None:
+    assert without_password(uri) == expected
 
 
 def test_stores_are_told_apart_without_their_passwords() -> None:
@@ -139,7 +139,7 @@ URLS = {
 
 @pytest.mark.parametrize(("text", "expected"), URLS.items())
 def test_a_url_is_shown_without_user_and_query(text: str, expected: str) -> None:
-    assert shown(text) == expected == hidden(text)
+    assert without_credentials(text) == expected == hidden(text)
 
 
 PLANTED = (

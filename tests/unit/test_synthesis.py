@@ -113,11 +113,11 @@ def test_a_requirement_holds_by_its_numbers() -> None:
         "copies": {"value": 0.0, "lower": 0.0, "upper": 0.02, "note": ""},
         "utility.gain": {"value": None, "lower": None, "upper": None, "note": "too few"},
     }
-    assert conditions[0].miss(scores) == "copies.upper is 0.02"
+    assert conditions[0].violation(scores) == "copies.upper is 0.02"
     assert faults(scores, "copies.upper < 0.01") == ["copies.upper < 0.01: copies.upper is 0.02"]
-    assert "was not measured (too few)" in str(conditions[1].miss(scores))
+    assert "was not measured (too few)" in str(conditions[1].violation(scores))
     scores["copies"]["upper"] = 0.009
-    assert conditions[0].miss(scores) is None
+    assert conditions[0].violation(scores) is None
 
 
 @pytest.mark.parametrize(

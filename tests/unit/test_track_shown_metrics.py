@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from image_diffusion.core.journal.reader import Point
 from image_diffusion.core.journal.writer import Journal
 from image_diffusion.tracking.plan import Request, plan
-from image_diffusion.tracking.shown_metrics import measured, scalars, shown
+from image_diffusion.tracking.shown_metrics import measured, scalars, shown_points
 from image_diffusion.tracking.tracker import Tracker
 
 QUARTERS = [f"{name}_q{i}" for name in ("loss", "mse", "vb") for i in range(4)]
@@ -28,8 +28,8 @@ def keys(points: list[Point]) -> list[str]:
 
 def test_what_repeats_the_loss_of_its_section_is_left_out() -> None:
     points = series(**{"train/loss": [3, 2], "train/mse": [3, 2], "train/vb": [3, 1], "validation/mse": [3, 2]})
-    assert keys(shown(points)) == ["train/loss", "train/vb", "validation/mse"]
-    assert keys(shown(series(loss=[1], odd=[1]))) == ["loss", "odd"]
+    assert keys(shown_points(points)) == ["train/loss", "train/vb", "validation/mse"]
+    assert keys(shown_points(series(loss=[1], odd=[1]))) == ["loss", "odd"]
 
 
 def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:

@@ -36,7 +36,7 @@ from image_diffusion.training.optim.schedule import Constant, Cosine, Exponentia
 from image_diffusion.training.parallel import flat_parameters as flat_vectors
 from image_diffusion.training.parallel import world as distributed
 from image_diffusion.training.parallel.flat_parameters import Flat
-from image_diffusion.training.parallel.gradients import Ordered, Shared, shares
+from image_diffusion.training.parallel.gradients import OrderedGradient, SharedGradient, shares
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.parallel.zero import SlicedFlat
 from image_diffusion.training.trainer import Trainer
@@ -262,9 +262,9 @@ def test_the_gradient_is_that_of_the_mean_for_any_microbatch(microbatch: int | N
         return Losses(loss, {"twice": 2 * loss.detach()})
 
     gradients = (
-        Ordered(flat, ALONE, 10, microbatch or 10, lambda loss: loss)
+        OrderedGradient(flat, ALONE, 10, microbatch or 10, lambda loss: loss)
         if strict
-        else Shared(flat, ALONE, 10, microbatch, lambda loss: loss)
+        else SharedGradient(flat, ALONE, 10, microbatch, lambda loss: loss)
     )
     for _ in range(2):  # nothing of a step is left in the next
         losses = gradients(examples(10), losses_of)
@@ -287,11 +287,11 @@ def test_strict_sends_twice_the_gradient_however_many_processes_there_are(
     for processes in (2, 8, 40):
         sent.clear()
         world = World(0, processes, torch.device("cpu"))
-        ordered = Ordered(flat, world, processes, 1, lambda loss: loss)
+        ordered = OrderedGradient(flat, world, processes, 1, lambda loss: loss)
         ordered(examples(processes), lambda some, _: Losses(cut(some.stored).sum(1), {}))
         most = sorted(sent)[-2:]  # the rest are losses
         assert sum(most) <= 2 * (flat.gradient.nbytes + 4 * processes)
-    Ordered(flat, World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
+    OrderedGradient(flat, World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
     assert "3 processes share 2 chunks of 8 examples, so that 1 have nothing to do" in capsys.readouterr().err
 
 
@@ -597,7 +597,7 @@ def test_sums_over_processes_begin_while_the_backward_pass_goes_on(
     monkeypatch.setattr(distributed.dist, "reduce_scatter_tensor", begin)
     cut, world = network(), World(0, 2, torch.device("cpu"))
     flat = SlicedFlat(cut, world, reduce=reduce) if sliced else Flat(cut, reduce)
-    shared = Shared(flat, world, 10, None, lambda loss: loss)
+    shared = SharedGradient(flat, world, 10, None, lambda loss: loss)
     cut[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
     shared(examples(10), lambda some, _: Losses(cut(some.stored).sum(1), {}))
     assert order[0] == 160 and "first layer" in order, "the last layer's are on their way when the first one's come"
@@ -616,11 +616,11 @@ def test_weights_that_were_rounded_once_give_the_gradients_of_autocast(dtype: to
             with torch.autocast("cpu", dtype):
                 return Losses(cut(some.stored).square().sum(1).float(), {})
 
-        Shared(flat, ALONE, 10, 6, lambda loss: loss)(examples(10), losses_of)
+        SharedGradient(flat, ALONE, 10, 6, lambda loss: loss)(examples(10), losses_of)
         gradients.append([slot.within(flat.local) for slot in flat.slots])
         assert {p.dtype for p in cut.parameters()} == ({dtype, torch.float32} if sliced else {torch.float32})
         assert cut[1].weight.dtype == cut[3].bias.dtype == torch.float32, "autocast leaves norms alone"
-        with flat.holding(2 * flat.values), torch.no_grad():
+        with flat.with_weights(2 * flat.values), torch.no_grad():
             assert torch.equal(cut[3].weight, 2 * network()[3].weight)
     for plain, rounded in zip(*gradients, strict=True):
         assert plain.any() and torch.equal(plain, rounded)

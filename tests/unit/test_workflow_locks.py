@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from image_diffusion.workflow.integrity.locks import hold, take_over
+from image_diffusion.workflow.integrity.locks import lock_results, take_over
 from image_diffusion.workflow.jobs import slurm_queue as queue_module
-from image_diffusion.workflow.jobs.slurm_queue import is_in_queue, orphans, settle, tell_of_unseen_jobs
+from image_diffusion.workflow.jobs.slurm_queue import is_in_queue, orphans, tell_of_unseen_jobs, wait_for_or_cancel
 
 HERE = socket.gethostname()
 
@@ -112,12 +112,12 @@ def test_orphans_are_waited_for_when_they_do_what_is_wanted_and_cancelled_else(
     left = orphans(tmp_path)
     assert [each.job for each in left] == ["11", "12", "15", "16"]
     monkeypatch.setattr(queue_module.time, "sleep", lambda pause_s: queue(tmp_path, "", monkeypatch))
-    settle(left, wanted, wait=True)
+    wait_for_or_cancel(left, wanted, wait=True)
     assert cancelled.read_text() == "12 15 16\n", "of an old configuration, of a stage that begins anew, of nobody"
     first, second = capsys.readouterr().err.splitlines()
     assert first == "Cancelling what a killed Snakemake left in the queue: 12 15 16"
     assert second.startswith("Waiting for Slurm job 11 (rule_train_wildcards_one), which a Snakemake has left ")
-    settle(left, wanted, wait=False)
+    wait_for_or_cancel(left, wanted, wait=False)
     assert cancelled.read_text().endswith("11 12 15 16\n")
 
 
@@ -132,7 +132,7 @@ def test_a_job_that_was_sent_in_the_second_of_its_configuration_is_waited_for(
     os.utime(config, (written, written))
     left = orphans(tmp_path)
     monkeypatch.setattr(queue_module.time, "sleep", lambda pause_s: queue(tmp_path, "", monkeypatch))
-    settle(left, [job("train", config, "one")], wait=True)
+    wait_for_or_cancel(left, [job("train", config, "one")], wait=True)
     assert capsys.readouterr().err.startswith("Waiting for Slurm job 11")
     assert not cancelled.exists() or cancelled.read_text() == ""
 
@@ -142,7 +142,7 @@ def test_a_configuration_that_changed_after_a_job_was_sent_is_no_longer_its_own(
 ) -> None:
     cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
     (tmp_path / "train.yaml").touch()
-    settle(orphans(tmp_path), [job("train", tmp_path / "train.yaml", "one")], wait=True)
+    wait_for_or_cancel(orphans(tmp_path), [job("train", tmp_path / "train.yaml", "one")], wait=True)
     assert cancelled.read_text() == "11\n"
 
 
@@ -205,7 +205,7 @@ def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> Non
     (tmp_path / "three/.owner").mkdir(parents=True)
     for name, path in {"one": ".snakemake/owner", "two": ".snakemake", "three": ".owner"}.items():
         with pytest.raises(SystemExit) as error:
-            hold(tmp_path / name) if name == "three" else take_over(tmp_path / name)
+            lock_results(tmp_path / name) if name == "three" else take_over(tmp_path / name)
         told = str(error.value)
         assert told.startswith(f"error: {tmp_path / name / path} cannot be written: ")
         assert told.endswith(". Remove it and start again.") and "\n" not in told
@@ -213,7 +213,7 @@ def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> Non
 
 def test_results_in_a_place_that_cannot_exist_are_one_clear_line() -> None:
     with pytest.raises(SystemExit) as error:
-        hold(Path("/proc/x"))
+        lock_results(Path("/proc/x"))
     told = str(error.value)
     assert told.startswith("error: /proc/x cannot be written: ") and told.endswith(". Name another folder.")
 
@@ -221,7 +221,7 @@ def test_results_in_a_place_that_cannot_exist_are_one_clear_line() -> None:
 def test_results_on_a_disk_that_is_not_mounted_are_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "results").symlink_to(tmp_path / "disk/results")
     with pytest.raises(SystemExit) as error:
-        hold(tmp_path / "results")
+        lock_results(tmp_path / "results")
     assert str(error.value) == (
         f"error: {tmp_path}/results is a link to {tmp_path}/disk/results, which is missing. Mount its disk, or make "
         f"that folder."
@@ -234,14 +234,14 @@ def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "there")
-    first = hold(tmp_path / "results")
-    with hold(tmp_path / "results"):  # of the same folder: Snakemake's own locks keep the two apart
+    first = lock_results(tmp_path / "results")
+    with lock_results(tmp_path / "results"):  # of the same folder: Snakemake's own locks keep the two apart
         first.close()  # as a dry run, which has ended before the other
         monkeypatch.chdir(tmp_path / "here")
         with pytest.raises(SystemExit) as told:
-            hold(tmp_path / "results")
+            lock_results(tmp_path / "results")
         assert str(told.value).startswith(
             f"error: Another Snakemake works in {tmp_path / 'results'}: process {os.getpid()} "
         )
         assert f"started in {tmp_path / 'there'}. Wait until it has ended, or set `results`" in str(told.value)
-    hold(tmp_path / "results").close()
+    lock_results(tmp_path / "results").close()

@@ -20,7 +20,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.workflow.studies import StudyPlan
 from image_diffusion.workflow.tables import places
-from image_diffusion.workflow.terminal import VARIABLE, brief, name_runs
+from image_diffusion.workflow.terminal import VARIABLE, name_runs, use_brief_output
 from plans import a_plan, plans_of
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def printed(logger: logging.Logger, handler: logging.StreamHandler[io.StringIO])
 
 def test_each_job_has_two_lines_and_messages_stay(logger: logging.Logger) -> None:
     (handler,) = logger.handlers
-    assert brief(settings())
+    assert use_brief_output(settings())
     assert printed(logger, handler) == [  # type: ignore[arg-type]
         "3 jobs, which log to logs/",
         "sample_part 2",
@@ -76,7 +76,7 @@ def test_each_job_has_two_lines_and_messages_stay(logger: logging.Logger) -> Non
 
 def test_a_run_of_a_study_has_its_variant_and_seed_in_its_lines(logger: logging.Logger) -> None:
     (handler,) = logger.handlers
-    assert brief(settings())
+    assert use_brief_output(settings())
     variants = [{"name": name, "runs": [f"{name}-0", "micro"]} for name in ("base", "other")]
     name_runs([StudyPlan("rates", variants, [3, 4])])
     lines = printed(logger, handler)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_a_run_of_a_study_has_its_variant_and_seed_in_its_lines(logger: logging.
 @pytest.mark.parametrize("option", ["dryrun", "verbose"])
 def test_dry_runs_and_verbose_runs_print_all(logger: logging.Logger, option: str) -> None:
     before = list(logger.handlers)
-    assert not brief(settings(**{option: True}))
+    assert not use_brief_output(settings(**{option: True}))
     assert logger.handlers == before
 
 

@@ -20,7 +20,7 @@ from image_diffusion.workflow import terminal
 is_head = workflow.modifier.is_main_snakefile() and not workflow.remote_exec
 if is_head:
     owner = take_over(Path())
-terminal.begin(workflow.output_settings if is_head else None)
+terminal.configure_output(workflow.output_settings if is_head else None)
 context = start(
     root,
     config,

@@ -35,7 +35,7 @@ def height_width(resolution: int | Size) -> Size:
     return (resolution, resolution) if isinstance(resolution, int) else resolution
 
 
-def shown(resolution: int | Size) -> str:
+def size_text(resolution: int | Size) -> str:
     """Return a resolution as text: 48 x 96."""
     return "{} x {}".format(*height_width(resolution))
 

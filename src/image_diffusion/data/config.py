@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.levels import DType
-from image_diffusion.core.resolution import Resolution, height_width, shown
+from image_diffusion.core.resolution import Resolution, height_width, size_text
 from image_diffusion.data.crop import AnyCrop
 from image_diffusion.data.crop.adm import AdmCrop
 from image_diffusion.data.crop.filter_expression import parse_rule
@@ -201,7 +201,7 @@ class DataConfig(Sparse):
     @property
     def folder(self) -> str:
         """Name of the data set's folder under results/datasets."""
-        side = self.resolution if isinstance(self.resolution, int) else shown(self.resolution).replace(" ", "")
+        side = self.resolution if isinstance(self.resolution, int) else size_text(self.resolution).replace(" ", "")
         return f"{self.name}-{side}"
 
     @property

@@ -52,7 +52,7 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     check_export(experiment, others)
     if experiment.synthesize is not None:
         check_synthesize(experiment)
-    if experiment.train.tunes:
+    if experiment.train.checks_network:
         spec = spec_of(experiment, others.codec)
         with shapes_only():
             network = experiment.system.build_network(spec)

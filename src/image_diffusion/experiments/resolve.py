@@ -28,7 +28,7 @@ from image_diffusion.experiments.experiment import (
 from image_diffusion.experiments.study import Expanded
 from image_diffusion.systems.base import Others, makes
 from image_diffusion.systems.pairs.config import PairsConfig
-from image_diffusion.systems.pairs.inputs import written
+from image_diffusion.systems.pairs.inputs import pairs_entry
 from image_diffusion.workflow.plans import PairPlan, Plan, plan_file
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
@@ -200,7 +200,7 @@ def train_stage(name: str, experiment: Experiment) -> TrainStage:
         system=experiment.system,
         train=experiment.train,
         preview=experiment.preview,
-        encoder=written(encoders, [pairs.kind for pairs in experiment.pair_sets]),
+        encoder=pairs_entry(encoders, [pairs.kind for pairs in experiment.pair_sets]),
     )
 
 

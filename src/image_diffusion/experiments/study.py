@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.config.base import Config, differing_keys, dump, load, merged, over, read_inherited
+from image_diffusion.core.config.base import Config, differing_keys, dump, load, merged, merged_over, read_inherited
 from image_diffusion.core.config.errors import suggestion
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
@@ -179,14 +179,14 @@ def expand(path: Path, experiments: Path) -> Expanded:
             common = merged(_nested(study.changes), _nested(variant.changes))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        experiment = parse_experiment(over(raw, common), where)
+        experiment = parse_experiment(merged_over(raw, common), where)
         if (steps := _steps(study.budget, experiment, where, base)) is not None:
             common = merged(common, {"train": {"steps": steps}})
         sample = experiment.system.sections.get("sample")
         seeded = ["train", *(["sample"] if sample is not None and "seed" in sample.kind.model_fields else [])]
         for seed in study.seeds:
             own = merged(common, {section: {"seed": seed} for section in seeded})
-            experiment = parse_experiment(over(raw, own), where)
+            experiment = parse_experiment(merged_over(raw, own), where)
             name = file.stem if dump(experiment) == unchanged else f"{file.stem}-{digest([file.stem, own])[:8]}"
             runs.append(Run(name, variant.name, seed, where, experiment))
         if variant.experiment is not None and _comparability_settings(experiment) != _comparability_settings(

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from image_diffusion.core.markdown import table, text
-from image_diffusion.core.resolution import shown
+from image_diffusion.core.resolution import size_text
 from image_diffusion.systems.base import Model
 
 
@@ -61,7 +61,7 @@ def model_card(
         "System": model.system.type,
         "Parameters": f"{parameters:,}",
         "Data": data,
-        "Works on": f"{model.spec.channels} x {shown(model.spec.resolution)} values an image",
+        "Works on": f"{model.spec.channels} x {size_text(model.spec.resolution)} values an image",
         "Classes": ", ".join(model.classes) or "none",
         "Trained for": f"{model.step:,} steps, {model.examples_seen:,} examples",
         "SHA-256 of the weights": f"`{model.sha256}`",
@@ -93,5 +93,5 @@ def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, A
     how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
     doubted = ", ".join(f"`{key}`" for key, entry in metrics if doubt and entry.get("doubt") == doubt)
     doubts = [f"Do not rely on {doubted}: {text(doubt)}."] if doubted else []
-    shown = table(("Metric", "Value", "95 % interval", "Images", ""), rows)
-    return ["## Results", *doubts, shown, *([how] if how else [])]
+    lines = table(("Metric", "Value", "95 % interval", "Images", ""), rows)
+    return ["## Results", *doubts, lines, *([how] if how else [])]

@@ -100,12 +100,15 @@ def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> di
     for condition in rule.conditions:
         measured = [score[condition.name][condition.field] for score in scores]
         if all(number is None for number in measured):
-            miss = condition.miss(scores[0])
-            raise ValueError(f"sweep.choose asks for {condition.text}, but {miss}. Measure it, or change the rule.")
+            violation = condition.violation(scores[0])
+            raise ValueError(
+                f"sweep.choose asks for {condition.text}, but {violation}. Measure it, or change the rule."
+            )
     readings = reading(entries)
     sign = -1 if _better(metric) == "higher" else 1
     misses = [
-        [miss for condition in rule.conditions if (miss := condition.miss(score)) is not None] for score in scores
+        [violation for condition in rule.conditions if (violation := condition.violation(score)) is not None]
+        for score in scores
     ]
     excess = [sum(_excess(condition, score) for condition in rule.conditions) for score in scores]
     best = min(range(len(points)), key=lambda i: (len(misses[i]), excess[i], sign * readings[i]))
@@ -171,7 +174,7 @@ def _score(point: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 def _excess(condition: Condition, scores: Mapping[str, Mapping[str, Any]]) -> float:
     """Return the amount by which a number misses the bound; 0 if the condition holds."""
-    if condition.miss(scores) is None:
+    if condition.violation(scores) is None:
         return 0.0
     number = scores[condition.name][condition.field]
     return math.inf if number is None else abs(number - condition.bound)

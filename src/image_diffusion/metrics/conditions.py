@@ -26,7 +26,7 @@ class Condition:
     sign: str
     bound: float
 
-    def miss(self, scores: Mapping[str, Mapping[str, Any]]) -> str | None:
+    def violation(self, scores: Mapping[str, Mapping[str, Any]]) -> str | None:
         """Return a description of the number if the condition does not hold; None if it holds. A missing number does
         not fulfil a condition.
 

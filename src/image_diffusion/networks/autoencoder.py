@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.resolution import divided, shown
+from image_diffusion.core.resolution import divided, size_text
 from image_diffusion.core.types import DataSpec
 
 
@@ -39,8 +39,8 @@ class AutoencoderConfig(Config):
             )
         if divided(spec.resolution, self.downsampling) is None:
             raise ValueError(
-                f"The resolution is {shown(spec.resolution)}, but {len(self.block_channels)} blocks divide each edge "
-                f"by {self.downsampling}. Choose a multiple of {self.downsampling}, or fewer block_channels."
+                f"The resolution is {size_text(spec.resolution)}, but {len(self.block_channels)} blocks divide each "
+                f"edge by {self.downsampling}. Choose a multiple of {self.downsampling}, or fewer block_channels."
             )
 
     def latent_shape(self, spec: DataSpec) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
-from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.blocks import set_num_maps
 from image_diffusion.nn.embedders import ImageEmbedder, LabelEmbedder, PatchEmbedder, TextEmbedder, TimeEmbedder
 from image_diffusion.nn.image_input import input_channels, with_image
 from image_diffusion.nn.inputs import check_inputs, grid_of, unpatchify
@@ -309,7 +309,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(width, num_heads, head_norm, context=reads)
         self.norm2 = _norm(config, width)
         self.mlp = SwiGlu(width, round(2 * hidden / 3)) if config.mlp == "swiglu" else Mlp(width, hidden)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), of_parts(Linear(width, 6 * width), 6))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), set_num_maps(Linear(width, 6 * width), 6))
 
     def forward(
         self,
@@ -336,7 +336,7 @@ class FinalLayer(nn.Module):
         width = config.shape.width
         self.norm_final = _norm(config, width)
         self.linear = Linear(width, out_features)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), of_parts(Linear(width, 2 * width), 2))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), set_num_maps(Linear(width, 2 * width), 2))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Tokens [B, N, D], condition [B, D] -> [B, N, out_features]."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.resolution import divided, shown
+from image_diffusion.core.resolution import divided, size_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.quantizers import FiniteScalars, VectorQuantiser, VectorQuantiserConfig
 from image_diffusion.networks.weights import openai_dvae
@@ -102,8 +102,8 @@ class DVAEConfig(Config):
             )
         if divided(spec.resolution, self.downsampling) is None:
             raise ValueError(
-                f"The resolution is {shown(spec.resolution)}, but num_layers = {self.num_layers} divides each edge by "
-                f"{self.downsampling}. Set data.resolution to multiples of that."
+                f"The resolution is {size_text(spec.resolution)}, but num_layers = {self.num_layers} divides each edge "
+                f"by {self.downsampling}. Set data.resolution to multiples of that."
             )
         if self.layout == "openai" and not self.num_resnet_blocks:
             raise ValueError("layout openai is made of residual blocks. Set num_resnet_blocks to 1 or more.")

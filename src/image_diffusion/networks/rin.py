@@ -20,7 +20,7 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
-from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.blocks import set_num_maps
 from image_diffusion.nn.image_input import input_channels, with_image
 from image_diffusion.nn.inputs import check_inputs, grid_of
 from image_diffusion.nn.numbers import add_numbers, with_numbers
@@ -240,7 +240,7 @@ class Attention(nn.Module):
         self.q_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
         self.to_q = nn.Linear(width, inner, bias=False)
-        self.to_kv = of_parts(nn.Linear(context_width or width, 2 * inner, bias=False), 2)
+        self.to_kv = set_num_maps(nn.Linear(context_width or width, 2 * inner, bias=False), 2)
         self.to_out = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, condition: Tensor, context: Tensor | None = None) -> Tensor:
@@ -266,7 +266,7 @@ class LinearAttention(nn.Module):
         self.time_cond = None if scale_width is None else _scale_and_shift(scale_width, width)
         self.q_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
-        self.to_qkv = of_parts(nn.Linear(width, 3 * inner, bias=False), 3)
+        self.to_qkv = set_num_maps(nn.Linear(width, 3 * inner, bias=False), 3)
         self.to_out = nn.Sequential(nn.Linear(inner, width, bias=False), Norm(width))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ def _line_positions(width: int) -> nn.Sequential:
 
 def _scale_and_shift(condition_width: int, width: int) -> nn.Sequential:
     """Build the layers that map the condition [B, E] -> scale and shift [B, 2 width], initially zero."""
-    linear = of_parts(nn.Linear(condition_width, 2 * width), 2)
+    linear = set_num_maps(nn.Linear(condition_width, 2 * width), 2)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return nn.Sequential(nn.SiLU(), linear)

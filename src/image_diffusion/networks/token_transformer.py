@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.resolution import shown
+from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.nn.embedders import LabelEmbedder, TextEmbedder
 from image_diffusion.nn.linear import Linear
@@ -107,8 +107,8 @@ class TokenTransformer(nn.Module):
         return self._logits(x[:, P - self.causal :])
 
     def begin(self, label: Tensor | None = None, text: Tensor | None = None, count: int = 1) -> tuple[Tensor, Past]:
-        """Return the logits [B, K] of the first token of a causal network, and the cache that `go_on` needs. count: B,
-        for a network without conditions."""
+        """Return the logits [B, K] of the first token of a causal network, and the cache that `next_logits` needs.
+        count: B, for a network without conditions."""
         condition = label if label is not None else text
         prefix, prefix_mask = self._prefix(count if condition is None else len(condition), label, text)
         past = Past([KeyValues() for _ in self.blocks], prefix_mask)
@@ -118,7 +118,7 @@ class TokenTransformer(nn.Module):
             x = block(x, mask, angles, cache)
         return self._logits(x[:, -1]), past
 
-    def go_on(self, token: Tensor, place: int, past: Past) -> Tensor:
+    def next_logits(self, token: Tensor, place: int, past: Past) -> Tensor:
         """Return the logits [B, K] of the token after `token`, int64 [B], which is at position `place`."""
         x = (self.x_embedder(token) + self.pos_embed[:, place])[:, None]  # [B, 1, D]
         mask = None if past.prefix_mask is None else F.pad(past.prefix_mask, (0, place + 1), value=True)
@@ -131,7 +131,7 @@ class TokenTransformer(nn.Module):
         count = math.prod(self.spec.size)
         if tokens.ndim != 2 or tokens.shape[1] != count:
             raise ValueError(
-                f"Tokens are {list(tokens.shape)}, but the network was built for {shown(self.spec.resolution)} of "
+                f"Tokens are {list(tokens.shape)}, but the network was built for {size_text(self.spec.resolution)} of "
                 f"them, [B, {count}]. Use tokens of its own codec."
             )
         expected = {"text": hasattr(self, "text_embedder"), "label": hasattr(self, "y_embedder")}

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.resolution import divided, shown
+from image_diffusion.core.resolution import divided, size_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
-from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.blocks import set_num_maps
 from image_diffusion.nn.image_input import input_channels, with_image
 from image_diffusion.nn.inputs import check_inputs
 from image_diffusion.nn.numbers import add_numbers, with_numbers
@@ -107,13 +107,13 @@ class UNetConfig(Config):
         multipliers = self.multipliers or MULTIPLIERS.get(shorter)
         if multipliers is None:
             raise ValueError(
-                f"There are no published multipliers for images of {shown(spec.resolution)} pixels, only "
+                f"There are no published multipliers for images of {size_text(spec.resolution)} pixels, only "
                 f"for {', '.join(map(str, MULTIPLIERS))}. Set network.multipliers, or use one of these."
             )
         coarsest = 2 ** (len(multipliers) - 1)
         if divided(spec.resolution, coarsest) is None:
             raise ValueError(
-                f"Images of {shown(spec.resolution)} pixels cannot be halved {len(multipliers) - 1} "
+                f"Images of {size_text(spec.resolution)} pixels cannot be halved {len(multipliers) - 1} "
                 f"times, as {len(multipliers)} multipliers require. Use fewer, or a multiple of {coarsest} pixels."
             )
         levels = {shorter >> i: int(multiplier * self.channels) for i, multiplier in enumerate(multipliers)}
@@ -279,7 +279,7 @@ class ResidualBlock(nn.Module):
         )
         self.resample = resample or nn.Identity()
         maps = 2 if config.scale_shift_norm else 1
-        modulation = of_parts(nn.Linear(4 * config.channels, maps * out_channels), maps)
+        modulation = set_num_maps(nn.Linear(4 * config.channels, maps * out_channels), maps)
         self.emb_layers = nn.Sequential(nn.SiLU(), modulation)
         self.out_layers = nn.Sequential(
             nn.GroupNorm(GROUPS, out_channels),
@@ -312,7 +312,7 @@ class Attention(nn.Module):
         self.num_heads, self.order = config.heads(channels, upward), config.attention_order
         self.norm = nn.GroupNorm(GROUPS, channels)
         maps = 3 * self.num_heads if self.order == "legacy" else 3
-        self.qkv = of_parts(nn.Conv1d(channels, 3 * channels, 1), maps)
+        self.qkv = set_num_maps(nn.Conv1d(channels, 3 * channels, 1), maps)
         self.proj_out = nn.Conv1d(channels, channels, 1)
         zero(self.proj_out)
 

@@ -19,7 +19,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() for block in blocks(child)]
 
 
-def of_parts(layer: L, count: int) -> L:
+def set_num_maps(layer: L, count: int) -> L:
     """Record that the outputs of a layer are `count` maps of equal size, such as queries, keys and values."""
     cast("Any", layer).parts = count
     return layer
@@ -27,7 +27,7 @@ def of_parts(layer: L, count: int) -> L:
 
 def inner_matrices(network: nn.Module) -> dict[str, int]:
     """Return the names of the weights of linear and convolutional layers in and between the network's blocks, each with
-    its number of maps (`of_parts`).
+    its number of maps (`set_num_maps`).
 
     Excludes layers before and after the blocks in the network's definition, embeddings, depthwise convolutions, and
     blocks that the network names in `ends` because they are its first or last layer.

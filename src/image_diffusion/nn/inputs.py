@@ -8,7 +8,7 @@ import math
 
 from torch import Tensor
 
-from image_diffusion.core.resolution import Size, divided, shown
+from image_diffusion.core.resolution import Size, divided, size_text
 from image_diffusion.core.types import DataSpec
 
 
@@ -55,8 +55,8 @@ def grid_of(spec: DataSpec, patch: int) -> Size:
     grid = divided(spec.resolution, patch)
     if grid is None:
         raise ValueError(
-            f"x of {shown(spec.resolution)} pixels cannot be cut into patches of {patch} x {patch}. Set network.patch "
-            f"to a divisor of {math.gcd(*spec.size)}, or change the resolution of the data."
+            f"x of {size_text(spec.resolution)} pixels cannot be cut into patches of {patch} x {patch}. Set "
+            f"network.patch to a divisor of {math.gcd(*spec.size)}, or change the resolution of the data."
         )
     return grid
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.blocks import set_num_maps
 from image_diffusion.nn.linear import Linear, uses_pytorch_product, writes_gelu
 from image_diffusion.nn.positions import rotate
 
@@ -44,12 +44,12 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = of_parts(Linear(width, 3 * width), 3)
+        self.qkv = set_num_maps(Linear(width, 3 * width), 3)
         self.q_norm = norm(width // num_heads) if norm else nn.Identity()
         self.k_norm = norm(width // num_heads) if norm else nn.Identity()
         self.proj = Linear(width, width)
         if context:
-            self.context_kv = of_parts(Linear(width, 2 * width), 2)
+            self.context_kv = set_num_maps(Linear(width, 2 * width), 2)
             self.context_k_norm = norm(width // num_heads) if norm else nn.Identity()
 
     def forward(
@@ -132,7 +132,7 @@ class SwiGlu(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.w12 = of_parts(Linear(width, 2 * hidden), 2)
+        self.w12 = set_num_maps(Linear(width, 2 * hidden), 2)
         self.w3 = Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:

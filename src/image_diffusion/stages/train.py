@@ -29,7 +29,7 @@ from image_diffusion.data.shards.remote import folder_of, place
 from image_diffusion.data.shards.staging import begin_staging
 from image_diffusion.experiments.experiment import TrainStage
 from image_diffusion.systems.base import check_flips
-from image_diffusion.systems.pairs.inputs import by_kind, written
+from image_diffusion.systems.pairs.inputs import pairs_by_kind, pairs_entry
 from image_diffusion.systems.sampling import PreviewInputs
 from image_diffusion.training.parallel.world import HANG_S, World, place_on_node
 from image_diffusion.training.session import run
@@ -175,7 +175,7 @@ def prepare_training(
     read = training.joined_sets or {kind: training}
     described = {of_kind: shards.manifest["pairs"] for of_kind, shards in read.items() if "pairs" in shards.manifest}
     if described:
-        model["pairs"] = written(described, system.joined_kinds)
+        model["pairs"] = pairs_entry(described, system.joined_kinds)
     if NUMBERS in read and "missing_numbers" in read[NUMBERS].manifest:
         model["missing_numbers"] = read[NUMBERS].manifest["missing_numbers"]
     if carried:
@@ -205,7 +205,7 @@ def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> 
             f"--pairs names {len(held)} sets, but the {stage.system.type} reads {' and '.join(kinds)} beside its data. "
             f"Leave out a set of {unread}."
         )
-    wanted = by_kind(stage.encoder, kinds)
+    wanted = pairs_by_kind(stage.encoder, kinds)
     for kind in kinds:
         if kind not in of_kind:
             folder, other = next((folder, other) for other, folder in of_kind.items())

@@ -106,7 +106,7 @@ def _effective_number(synthetic: Samples, real: RealImages, detector: Detector) 
 def faults(scores: Scores, requirement: str) -> list[str]:
     """Return a sentence for each condition of a requirement that is not met; empty if the set may be released."""
     conditions = parse_requirement(requirement)
-    return [f"{row.text}: {miss}" for row in conditions if (miss := row.miss(scores)) is not None]
+    return [f"{row.text}: {violation}" for row in conditions if (violation := row.violation(scores)) is not None]
 
 
 def numbers_of(scores: Scores) -> dict[str, float]:

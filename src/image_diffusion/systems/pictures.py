@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import load
-from image_diffusion.core.resolution import shown
+from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import WHITE, DataConfig
 from image_diffusion.data.sources.folder import Folder
@@ -91,8 +91,8 @@ def read_pictures(
     factor, key = data.size[0] // spec.size[0], "sample.start.images"
     if data.size != (factor * spec.size[0], factor * spec.size[1]):
         raise ValueError(
-            f"{crop} makes crops of {shown(data.resolution)}, but the network was trained on {shown(spec.resolution)}. "
-            f"Name the crop.yaml of its data set."
+            f"{crop} makes crops of {size_text(data.resolution)}, but the network was trained on "
+            f"{size_text(spec.resolution)}. Name the crop.yaml of its data set."
         )
     known, mask = (None, None) if inpainting is None else _known_part(inpainting, data, factor)
     return Pictures(
@@ -139,8 +139,8 @@ def _known_part(inpainting: Inpainting, data: DataConfig, factor: int) -> tuple[
         j = i % len(masks)
         if size != mask_sizes[j]:
             raise ValueError(
-                f"sample.given.mask: {masks[j]} has {shown(mask_sizes[j])} pixels, but {files[i]} has {shown(size)}. "
-                "Give a mask the size of its image."
+                f"sample.given.mask: {masks[j]} has {size_text(mask_sizes[j])} pixels, but {files[i]} has "
+                f"{size_text(size)}. Give a mask the size of its image."
             )
     mask = levels >= _KNOWN
     is_full, is_empty = mask.flatten(1).all(1), ~least_known(mask, factor).flatten(1).any(1)

@@ -18,7 +18,7 @@ from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.captions import read_captions
 from image_diffusion.data.encoded.latents import encode_shards, write_manifest
-from image_diffusion.data.quality.facts import Facts, look, source_of, spread
+from image_diffusion.data.quality.facts import Facts, describe_source, source_of, spread
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.folder import Folder, files_in, stem_of
 from image_diffusion.experiments.experiment import EncodeStage, Experiment
@@ -51,7 +51,7 @@ def propose_for(images: Path, budget: str, cores: int | None, weights: Path | No
     start_s = time.process_time()  # of this process, which has imported the modules of a stage
     seconds_of(budget)
     start = None if weights is None else start_of(weights)
-    facts = look(source_of(images))
+    facts = describe_source(source_of(images))
     machine = machine_of(cores, start_s)
     torch.set_num_threads(machine.cores)
     name = re.sub(r"[^A-Za-z0-9._]", "_", images.resolve().stem).lstrip("._") or "images"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.core.process.parent_watch import end_with, mark
+from image_diffusion.core.process.parent_watch import end_with, process_identifier
 from image_diffusion.tracking.plan import Request, watched
 
 
@@ -90,7 +90,9 @@ def send_in_subprocess(store: str, project: str, requests: Sequence[Request], li
     Raises OSError."""
     apart = get_context("spawn")
     receiver, sender = apart.Pipe(duplex=False)
-    process = apart.Process(target=_send_and_report, args=(sender, mark(), store, project, requests, live))
+    process = apart.Process(
+        target=_send_and_report, args=(sender, process_identifier(), store, project, requests, live)
+    )
     process.start()
     sender.close()
     try:

@@ -84,7 +84,7 @@ class Models:
                 self._write(self._client.log_outputs, weights.run_id, [LoggedModelOutput(model_id, weights.step)])
             return model_id
 
-    def use(self, run_id: str, model_id: str) -> None:
+    def record_model_use(self, run_id: str, model_id: str) -> None:
         """Record that a run used a logged model."""
         with self._naming_errors():
             used = {entry.model_id for entry in self._client.get_run(run_id).inputs.model_inputs}

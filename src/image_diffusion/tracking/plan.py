@@ -29,7 +29,7 @@ from image_diffusion.core.names import carried_files
 from image_diffusion.core.process.commands import module_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.data.shards.records import content_digest
-from image_diffusion.tracking.shown_metrics import measured, scalars, shown
+from image_diffusion.tracking.shown_metrics import measured, scalars, shown_points
 from image_diffusion.workflow.plans import used_weights
 
 PARENT = "train"
@@ -341,7 +341,7 @@ def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:
 
 def _shown(training: PlannedRun, children: Sequence[PlannedRun], headline: str) -> list[Point]:
     """Return the points of a training's run: its own and its children's."""
-    own = shown(training.points)
+    own = shown_points(training.points)
     of_children = measured([point for child in children for point in _headline(child, child.points)], headline)
     ended = training.history.status == "finished"
     return [*own, *of_children, *(scalars([*own, *of_children], headline) if ended else ())]
@@ -354,11 +354,11 @@ def _merged_params(training: PlannedRun, others: Sequence[PlannedRun]) -> tuple[
     for other in others:
         stage = other.history.stage
         for key, value in {**other.params, **other.changed}.items():
-            shown = f"data.{key}" if stage == "crop" else key
+            name = f"data.{key}" if stage == "crop" else key
             if stage != "crop" and not key.startswith(f"{stage}."):
                 continue
-            if params.setdefault(shown, value) != value:
-                changed[shown] = value
+            if params.setdefault(name, value) != value:
+                changed[name] = value
     return params, changed
 
 

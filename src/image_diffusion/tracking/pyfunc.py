@@ -25,7 +25,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import System
-from image_diffusion.systems.pairs.inputs import by_kind
+from image_diffusion.systems.pairs.inputs import pairs_by_kind
 from image_diffusion.systems.sampling import Predict
 from image_diffusion.training.load_model import load_codec, load_model
 
@@ -86,7 +86,7 @@ def usage(folder: Path, embeds: bool = False) -> Usage | None:
     described, where = read_model(folder), f"{folder}/model.json"
     system: System = parse(AnySystem, described["system"], where)
     spec = parse(DataSpec, described["spec"], where)
-    pairs = by_kind(described.get("pairs"), system.joined_kinds or ("pairs",))
+    pairs = pairs_by_kind(described.get("pairs"), system.joined_kinds or ("pairs",))
     served = system.sampling().served(spec, described["classes"], pairs, embeds)
     if served is None:
         return None

@@ -23,7 +23,7 @@ _OF_SYNTHESIZE = ("utility.gain", "copies", "membership.auc")
 """Scores of `synthesize` that a training shows."""
 
 
-def shown(points: Sequence[Point]) -> list[Point]:
+def shown_points(points: Sequence[Point]) -> list[Point]:
     """Select the points logged by a training that its run shows. A metric with the same values as the loss of its
     section, such as the squared error if it is the loss, is left out."""
     series: dict[str, list[tuple[int, float]]] = {}

@@ -118,7 +118,7 @@ def send(
             runs.send_dataset(run_id, item, history.stage)
         model_id = model[1] if model is not None and run.latest and model[0] == run.parent else None
         if model_id is not None:
-            models.use(run_id, model_id)
+            models.record_model_use(run_id, model_id)
         measured_on = (used[0].name, used[0].digest) if used else None
         for step, earlier in ({} if live else swept_weights(run, run_id, request)).items():
             of_step = [point for point in run.points if point.step == step]

@@ -223,9 +223,9 @@ class TrainConfig(Sparse):
                 )
 
     @property
-    def tunes(self) -> bool:
+    def checks_network(self) -> bool:
         """True if the section refers to parts of the network, so that checking it requires building the network."""
-        return bool(self.freeze or self.lora or self.layer_decay or self.lr_factors or self.optimizer.looks_inside)
+        return bool(self.freeze or self.lora or self.layer_decay or self.lr_factors or self.optimizer.needs_network)
 
     def advice(self) -> list[str]:
         """Return a sentence for each valid setting that is probably a mistake."""

@@ -14,7 +14,7 @@ from image_diffusion.core.files.weights import read_model, read_weights
 from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import Model, System
-from image_diffusion.systems.pairs.inputs import by_kind
+from image_diffusion.systems.pairs.inputs import pairs_by_kind
 
 
 def load_model(folder: Path) -> Model:
@@ -24,7 +24,7 @@ def load_model(folder: Path) -> Model:
     system: System = parse(AnySystem, model["system"], where)
     spec = parse(DataSpec, model["spec"], where)
     network = system.build_network(spec)
-    pairs = by_kind(model.get("pairs"), system.joined_kinds or ("pairs",))
+    pairs = pairs_by_kind(model.get("pairs"), system.joined_kinds or ("pairs",))
     if "missing_numbers" in model:
         pairs[NUMBERS] = pairs[NUMBERS] | {"missing": model["missing_numbers"]}
     try:

@@ -18,7 +18,7 @@ from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.types import DataSpec
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import System
-from image_diffusion.systems.pairs.inputs import by_kind
+from image_diffusion.systems.pairs.inputs import pairs_by_kind
 from image_diffusion.systems.warm_start import Change, Trained, fitted, other_settings, table
 from image_diffusion.training.checkpoint.manager import NullState, State, part_writer
 from image_diffusion.training.checkpoint.stop_signal import Stop
@@ -166,7 +166,7 @@ def _weights_info(model: dict[str, Any], where: str, *, named: bool) -> Trained:
     """Return the description of weights. named: True if classes have names; classes of published weights are only
     numbers."""
     system: System = parse(AnySystem, model["system"], where)
-    pairs = by_kind(model.get("pairs"), system.joined_kinds or ("pairs",))
+    pairs = pairs_by_kind(model.get("pairs"), system.joined_kinds or ("pairs",))
     return Trained(system, parse(DataSpec, model["spec"], where), model["classes"] if named else None, pairs)
 
 

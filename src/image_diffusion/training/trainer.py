@@ -34,7 +34,7 @@ from image_diffusion.training.optim.base import FlatOptimizer
 from image_diffusion.training.optim.ema import Averages
 from image_diffusion.training.optim.precision import Precision, dtype_of
 from image_diffusion.training.parallel.flat_parameters import Flat, Vector
-from image_diffusion.training.parallel.gradients import Ordered, Shared, gather_losses, shares
+from image_diffusion.training.parallel.gradients import OrderedGradient, SharedGradient, gather_losses, shares
 from image_diffusion.training.parallel.preflight import check_memory
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.parallel.zero import SlicedFlat
@@ -127,10 +127,10 @@ class Trainer:
         self.precision = Precision(config.precision, world.device, self.flat.is_whole, not self.flat.sums_gradients)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
-        self.gradients: Shared | Ordered = (
-            Ordered(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scaler.scale)
+        self.gradients: SharedGradient | OrderedGradient = (
+            OrderedGradient(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scaler.scale)
             if strict
-            else Shared(self.flat, world, config.global_batch, config.microbatch, self.precision.scaler.scale)
+            else SharedGradient(self.flat, world, config.global_batch, config.microbatch, self.precision.scaler.scale)
         )
         self.averages = Averages(config.ema, self.flat.values)
         self.best = BestWeights(self.flat, self._copy_buffers)
@@ -211,7 +211,7 @@ class Trainer:
         """Do update number `step`, counted from 1, of the weights and then of their averages."""
         self.precision.scaler.step(self.optimizer.torch)
         self.precision.scaler.update()
-        self.flat.show()
+        self.flat.update_network()
         self.averages.update(step)
 
     def validated(self, step: int, loss: float) -> None:
@@ -247,7 +247,7 @@ class Trainer:
         together; each may then compute for any length of time."""
         self.network.eval()
         try:
-            with self.flat.holding(self._average()), torch.no_grad(), self.eagerly():
+            with self.flat.with_weights(self._average()), torch.no_grad(), self.eagerly():
                 yield self.network
         finally:
             self.network.train()
@@ -304,7 +304,7 @@ class Trainer:
                 component.load_state_dict(extra[name])
         for group, state in self._tensors().items():
             load_in_place(state, None if checkpoint is None else checkpoint.groups[group], self.world)
-        self.flat.show()
+        self.flat.update_network()
         was_intermediate = step == self.config.steps and not extra["ended"]  # the run was configured for more steps
         return step, reports_due or was_intermediate
 

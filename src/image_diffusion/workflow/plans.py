@@ -170,7 +170,7 @@ class Plan:
         named = (self.codec_experiment, self.small_images_experiment, self.embeddings_experiment)
         return [name for name in (*named, self.against_experiment, self.start_experiment) if name]
 
-    def of_tokens(self) -> Plan:
+    def token_plan(self) -> Plan:
         """Return the plan for encoding the data set to tokens with the discrete VAE that this experiment trains."""
         configs = {"crop": self.configs["crop"], "encode": self.configs["tokens"]}
         return replace(self, codec=self.tokens, codec_experiment=self.experiment, codec_files=[], configs=configs)
@@ -227,7 +227,7 @@ class Plans:
             add(name)
         return cls(plans, tuple(names), study_plans)
 
-    def with_others(self, results: str | Path) -> Plans:
+    def with_all_plans(self, results: str | Path) -> Plans:
         """Return all plans under the results, these last, so that they take precedence for a shared data set. Plans
         that cannot be read are left out."""
         others: dict[str, Plan] = {}
@@ -246,7 +246,7 @@ class Plans:
     @cached_property
     def latents(self) -> dict[tuple[str, str], Plan]:
         """A plan that uses latents or tokens, by data set and codec."""
-        plans = [*self.by_name.values(), *(plan.of_tokens() for plan in self.by_name.values() if plan.tokens)]
+        plans = [*self.by_name.values(), *(plan.token_plan() for plan in self.by_name.values() if plan.tokens)]
         return {(plan.dataset, plan.codec): plan for plan in plans if plan.codec}
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any
 
 from image_diffusion.core.config.base import read_inherited, read_yaml
 from image_diffusion.core.config.errors import nearest
-from image_diffusion.core.files.atomic import code_below, digest, is_ahead, read_json, sha256_file, write_json
+from image_diffusion.core.files.atomic import code_below, digest, is_in_future, read_json, sha256_file, write_json
 from image_diffusion.workflow.code_digest import package_digest, scripts_digest, stage_digests
 from image_diffusion.workflow.environment import package_beside, with_package
 from image_diffusion.workflow.plans import Plans, plan_file
@@ -211,4 +211,4 @@ def _intact(files: Mapping[str, str], results: Path) -> bool:
     paths = {Path(path): sha256 for path, sha256 in files.items()}
     written = (path for path in paths if path.is_relative_to(results))
     unchanged = all(path.is_file() and sha256_file(path) == sha256 for path, sha256 in paths.items())
-    return unchanged and not any(map(is_ahead, written))
+    return unchanged and not any(map(is_in_future, written))

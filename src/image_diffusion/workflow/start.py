@@ -12,12 +12,12 @@ from typing import Any, TextIO
 from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.native import fault_of
 from image_diffusion.core.process.out_of_resources import sentence_on
-from image_diffusion.core.process.parent_watch import announce
+from image_diffusion.core.process.parent_watch import end_with_parent
 from image_diffusion.core.process.secrets import variable_of
 from image_diffusion.workflow.code_digest import note_code
 from image_diffusion.workflow.environment import package_beside, refuse_storage, search_path
 from image_diffusion.workflow.inputs import Files
-from image_diffusion.workflow.integrity.locks import hold
+from image_diffusion.workflow.integrity.locks import lock_results
 from image_diffusion.workflow.integrity.snakemake_patches import ignore_parts_in_records
 from image_diffusion.workflow.jobs.gpu_locks import VARIABLE, devices_here
 from image_diffusion.workflow.mirror.mirror_process import Mirroring
@@ -76,10 +76,11 @@ def start(
     refuse_storage(provider)
     ignore_parts_in_records()
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
-    announce(os.environ, queued=remote)
+    end_with_parent(os.environ, queued=remote)
     results = str(Path(str(config.get("results", "results"))))  # one spelling of a/, ./a and a, for the rules
     mirroring = Mirroring(config.get("mirror") if is_head else None, results, package_beside(root))
-    lock = hold(Path(results)) if holds else None  # after the mirror, which may refuse this machine before it writes
+    # After the mirror, which may refuse this machine before it writes.
+    lock = lock_results(Path(results)) if holds else None
     try:
         if moved(f"{results}/") != f"{results}/":
             raise ValueError(
@@ -93,7 +94,7 @@ def start(
             code = resolve(root, {**config, **targets}, beside)
         plans = Plans.read(results, targets["experiments"], targets["study"])
         if remote:  # Snakemake may have been started for other experiments since this job was submitted
-            plans = plans.with_others(results)
+            plans = plans.with_all_plans(results)
         else:
             if not _LISTS & set(arguments):
                 look_at_sources(plans, Path(results), config.get("trust_ctime", True))

@@ -80,15 +80,15 @@ class BriefHandler(logging.Handler):
         return None
 
 
-def begin(settings: Any | None) -> None:
+def configure_output(settings: Any | None) -> None:
     """Make the terminal output brief, and set the environment variable for `logged` accordingly.
 
     settings: Snakemake's output settings; None for a module or a submitted job.
     """
-    os.environ[VARIABLE] = "1" if settings is not None and brief(settings) else ""
+    os.environ[VARIABLE] = "1" if settings is not None and use_brief_output(settings) else ""
 
 
-def brief(settings: Any) -> bool:
+def use_brief_output(settings: Any) -> bool:
     """Make the terminal output brief; return False for a dry run, with --verbose or with another logger.
 
     settings: Snakemake's output settings.

@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema
 
 from image_diffusion.core.config import yaml12
 from image_diffusion.core.config.errors import nearest, sentence
-from image_diffusion.core.process.secrets import check_no_secrets, shown
+from image_diffusion.core.process.secrets import check_no_secrets, without_credentials
 
 T = TypeVar("T")
 
@@ -138,12 +138,14 @@ def parse(kind: Any, data: Any, where: str) -> Any:
     try:
         check_no_secrets(data)
     except ValueError as error:
-        raise ValueError(f"{shown(where)}: {error}") from None
+        raise ValueError(f"{without_credentials(where)}: {error}") from None
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         problems = [sentence(problem, kind, data) for problem in error.errors()]
-        raise ValueError(shown("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems)))) from None
+        raise ValueError(
+            without_credentials("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems)))
+        ) from None
 
 
 def load(kind: type[T], path: Path, changes: Sequence[str] = ()) -> T:
@@ -244,7 +246,7 @@ def beyond_defaults(config: Config, defaults: Config | None = None) -> set[str]:
 BASE = "base"
 
 
-def over(base: Any, written: Any) -> dict[str, Any]:
+def merged_over(base: Any, written: Any) -> dict[str, Any]:
     """Return the data of a file or variant merged over its base, without sections that it leaves empty."""
     return {key: value for key, value in merged(base, written).items() if value is not None or key not in written}
 
@@ -271,5 +273,5 @@ def read_inherited(path: Path) -> tuple[Any, list[Path]]:
         levels.append(inherited)
     data = levels.pop()
     for written in reversed(levels):
-        data = over(data, written)
+        data = merged_over(data, written)
     return data, files

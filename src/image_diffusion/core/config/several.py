@@ -18,7 +18,7 @@ OneOrSeveral = Annotated[Annotated[T, Tag("(one)")] | Annotated[tuple[T, ...], T
 """A value, or a list of values."""
 
 
-def alone(example: str) -> BeforeValidator:
+def single_value(example: str) -> BeforeValidator:
     """Return a validator that replaces a list of one value by the value, and rejects an empty list. example: a value
     for the message."""
 

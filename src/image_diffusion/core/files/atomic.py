@@ -75,7 +75,7 @@ def remove_unfinished(folder: Path, name: str = "*") -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Hold an exclusive lock on a folder in this context. On a file system without locks, this has no effect."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -146,7 +146,7 @@ def write_text(path: Path, text: str) -> None:
 _AHEAD_S = 10.0
 
 
-def is_ahead(path: Path) -> bool:
+def is_in_future(path: Path) -> bool:
     """Return True if the modification time of a file is in the future, because a clock was wrong. A few seconds, by
     which a file server may be ahead, are ignored."""
     return path.stat().st_mtime > time.time() + _AHEAD_S
@@ -155,7 +155,7 @@ def is_ahead(path: Path) -> bool:
 def write_if_changed(path: Path, text: str) -> None:
     """Write UTF-8 text atomically, unless the file already contains it and its modification time is not in the
     future."""
-    if not path.is_file() or is_ahead(path) or path.read_bytes() != text.encode("utf-8"):
+    if not path.is_file() or is_in_future(path) or path.read_bytes() != text.encode("utf-8"):
         write_text(path, text)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from image_diffusion.core.files.atomic import (
     Stamp,
-    alone,
     digest,
+    folder_lock,
     read_json,
     sha256_file,
     stamp_of,
@@ -48,7 +48,7 @@ def damaged(folder: Path, files: Mapping[str, str]) -> list[str]:
     for name in files:
         inside(folder, name, follow=True)
     fetch_missing(folder, files)
-    with alone(folder) if sum(unread(folder, files).values()) > AT_ONCE_BYTES else nullcontext():
+    with folder_lock(folder) if sum(unread(folder, files).values()) > AT_ONCE_BYTES else nullcontext():
         hashes = _hashes_of(folder, files)
         return [name for name, sha256 in files.items() if hashes[name] != sha256]
 

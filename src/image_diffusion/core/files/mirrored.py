@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files.atomic import Stamp, alone, atomic_write, stamp_of, write_bytes
+from image_diffusion.core.files.atomic import Stamp, atomic_write, folder_lock, stamp_of, write_bytes
 from image_diffusion.core.files.store import Store
 from image_diffusion.core.process.errors import log_line
 
@@ -126,7 +126,7 @@ def fetch_missing(folder: Path, files: Mapping[str, str]) -> None:
         path = folder / name
         if not path.exists() and is_mirrored(path, sha256):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with alone(path.parent):
+            with folder_lock(path.parent):
                 if not path.exists():  # another process may have fetched it meanwhile
                     _fetch(path)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from image_diffusion.core.files.atomic import make_folder, sync_folder, write_bytes
-from image_diffusion.core.process.secrets import shown
+from image_diffusion.core.process.secrets import without_credentials
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Store:
         except ImportError as error:
             raise ValueError(f"{self.url} cannot be opened: {error}. Install that package.") from None
         except Exception as error:  # each of fsspec's protocols raises its own
-            raise ValueError(shown(f"{self.url} cannot be opened: {_reason(error)}.")) from None
+            raise ValueError(without_credentials(f"{self.url} cannot be opened: {_reason(error)}.")) from None
 
     def get(self, name: str) -> bytes | None:
         """Return the content of an object; None if there is none."""
@@ -153,7 +153,7 @@ def with_retries(
             raise
         except Exception as error:  # each of fsspec's protocols raises its own
             if wait is None or isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError):
-                raise ValueError(shown(f"{url} cannot be {done}: {_reason(error)}. {advice}")) from None
+                raise ValueError(without_credentials(f"{url} cannot be {done}: {_reason(error)}. {advice}")) from None
             time.sleep(wait)
     raise AssertionError("unreachable")
 

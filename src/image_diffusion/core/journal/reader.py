@@ -321,8 +321,8 @@ def _merge(attempts: list[_AttemptRecord]) -> History:
         limit = min(limit, resumed)
         if attempt.id in on_the_way:
             limit_on_the_way = min(limit_on_the_way, resumed)
-    points, superseded = _held([attempt.points for attempt in attempts], limits)
-    images, _ = _held([attempt.images for attempt in attempts], limits)
+    points, superseded = _split_superseded([attempt.points for attempt in attempts], limits)
+    images, _ = _split_superseded([attempt.images for attempt in attempts], limits)
     first, last = attempts[0], attempts[-1]
     absent = {id_ for attempt in attempts for id_ in attempt.after} - {attempt.id for attempt in attempts}
     records_of_absent = {id_: last.after.get(id_, 0) for id_ in sorted(absent)}
@@ -372,7 +372,7 @@ def _warn_of_loss(stage: str, attempt: str, lost: int, records: int) -> None:
     )
 
 
-def _held(attempts: list[list[Entry]], limits: list[float]) -> tuple[list[Entry], list[Entry]]:
+def _split_superseded(attempts: list[list[Entry]], limits: list[float]) -> tuple[list[Entry], list[Entry]]:
     """Return the entries of the attempts with each (key, step) once, from the last attempt valid at this step, and the
     rest."""
     latest: dict[tuple[str, int], Entry] = {}

@@ -21,12 +21,12 @@ GRACE_S = 90
 """Seconds that a process has to save and end before it is killed."""
 
 
-def announce(environment: MutableMapping[str, str], queued: bool = False) -> None:
+def end_with_parent(environment: MutableMapping[str, str], queued: bool = False) -> None:
     """Make processes started with this environment end with this process, and with those already named in it. queued:
     True if this process is a job of a queue, which outlives the processes named, since they only submitted it.
     """
     named = None if queued else environment.get(VARIABLE)
-    environment[VARIABLE] = " ".join(filter(None, [named, mark()]))
+    environment[VARIABLE] = " ".join(filter(None, [named, process_identifier()]))
 
 
 def end_with(marks: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def end_with(marks: Sequence[str]) -> None:
         threading.Thread(target=_wait, args=(watched,), daemon=True, name="lifeline").start()
 
 
-def mark() -> str:
+def process_identifier() -> str:
     """Return an identifier of this process that is unique over all machines; empty on a system without /proc."""
     machine = _machine()
     return f"{machine}:{os.getpid()}:{_started(os.getpid())}" if machine else ""

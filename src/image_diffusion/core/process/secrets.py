@@ -41,7 +41,7 @@ def without_password(uri: str) -> str:
     return re.sub("://.*@", "://", uri).partition("?")[0]
 
 
-def shown(text: str) -> str:
+def without_credentials(text: str) -> str:
     """Return a text with every URL without user, password and query."""
     return _URL.sub(lambda match: match["scheme"] + match["place"], text)
 
@@ -57,8 +57,8 @@ def check_no_secrets(data: Any, key: str = "") -> None:
             check_no_secrets(value, key)
     elif isinstance(data, str) and _USER.search(data):
         raise ValueError(
-            f"{key} has a URL with a user or a password in it ({shown(data)}). Move them to ~/.netrc: machine HOST "
-            f"login USER password PASSWORD."
+            f"{key} has a URL with a user or a password in it ({without_credentials(data)}). Move them to ~/.netrc: "
+            f"machine HOST login USER password PASSWORD."
         )
     elif isinstance(data, str) and _SECRET.search(data):
         raise ValueError(_query_advice(key, data))
@@ -85,8 +85,8 @@ def for_shell(url: str) -> str:
 
 def _query_advice(key: str, url: str) -> str:
     return (
-        f"{key} has a URL with a query ({shown(url)}), which would be written into results. Remove it, or move it "
-        f"to an environment variable and write ?${{NAME}} in its place."
+        f"{key} has a URL with a query ({without_credentials(url)}), which would be written into results. Remove it, "
+        f"or move it to an environment variable and write ?${{NAME}} in its place."
     )
 
 
@@ -97,7 +97,7 @@ def variable_of(uri: str) -> str:
 
 
 def hidden(text: str) -> str:
-    """Return a text without passwords from the environment, and with its URLs as in `shown`."""
+    """Return a text without passwords from the environment, and with its URLs as in `without_credentials`."""
     uri = os.environ.get(STORE, "")
     credentials = re.findall("://(.*)@", uri)
     passwords = [credential.partition(":")[2] for credential in credentials] + re.findall("password=([^&]*)", uri)
@@ -105,4 +105,4 @@ def hidden(text: str) -> str:
     for secret in (*credentials, *passwords, *map(unquote, passwords), *others):  # some messages contain it decoded
         if secret:
             text = text.replace(secret, "***")
-    return shown(text)
+    return without_credentials(text)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.resolution import Size, shown
+from image_diffusion.core.resolution import Size, size_text
 from image_diffusion.core.types import IMAGE, Batch
 from image_diffusion.data.augment.warp import Affine, warp
 from image_diffusion.data.shards.loader import mirrored
@@ -73,7 +73,7 @@ class Augment(Config):
             )
         if self.transpose and size[0] != size[1]:
             raise ValueError(
-                f"train.augment.transpose is true, but the images are rectangles, {shown(size)}. Leave it out."
+                f"train.augment.transpose is true, but the images are rectangles, {size_text(size)}. Leave it out."
             )
         for name in _COLORS:
             allowed = (3,) if name == "saturation" else (1, 3)

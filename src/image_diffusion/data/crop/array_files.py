@@ -48,7 +48,7 @@ class Undecided(ValueError):  # noqa: N818 - likewise
 
 
 @dataclass(frozen=True)
-class Stack:
+class ArrayFile:
     """Numbers of a file. axes: a letter for each: Y, X, C for channels, others as tifffile has them; None where the
     file does not state them. names: of the channels, where the file states them. format: of the file. pixel_size:
     height and width of a pixel in micrometres, as the numbers lie in the file; None where it is not stated. missing:
@@ -63,11 +63,11 @@ class Stack:
     missing: float = math.nan
 
 
-def read_stack(data: bytes, max_pixels: int, pages: str | None) -> Stack:
+def read_array_file(data: bytes, max_pixels: int, pages: str | None) -> ArrayFile:
     """Return the numbers of a file. max_pixels, pages: as in the section data. Raises BadImage, Undecided, and other
     exceptions where the file is damaged."""
     if data.startswith(b"\x93NUMPY"):
-        return Stack(np.load(io.BytesIO(data), allow_pickle=False), None, "NPY")
+        return ArrayFile(np.load(io.BytesIO(data), allow_pickle=False), None, "NPY")
     if data[:4] in _TIFF:
         return _tiff(data, max_pixels, pages)
     if data[128:132] == b"DICM":
@@ -77,14 +77,14 @@ def read_stack(data: bytes, max_pixels: int, pages: str | None) -> Stack:
             _check_pixels([max((member.file_size for member in arrays.zip.infolist()), default=0) // 8], max_pixels)
             if len(arrays.files) != 1:
                 raise BadImage(f"not one array: the file holds {len(arrays.files)}")
-            return Stack(arrays[arrays.files[0]], None, "NPZ")
+            return ArrayFile(arrays[arrays.files[0]], None, "NPZ")
     start = _inflated(data, _NIFTI_HEADER) if data[:2] == b"\x1f\x8b" else data[:_NIFTI_HEADER]
     if start[344:348] == b"n+1\0" or start[4:8] == b"n+2\0":
         return _nifti(data, start, max_pixels)
     return _picture(data, max_pixels)
 
 
-def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
+def _tiff(data: bytes, max_pixels: int, pages: str | None) -> ArrayFile:
     """Read a TIFF, its axes as OME, ImageJ or the tags state them."""
     from tifffile import TiffFile  # imported here: pictures do not need it
 
@@ -107,7 +107,7 @@ def _tiff(data: bytes, max_pixels: int, pages: str | None) -> Stack:
         names = _names_in_ome(ome) if ome is not None else _names_in_imagej(file, series)
         size = _size_in_ome(ome) if ome is not None else _size_in_tags(file, page)
         stated = names if all(names) else ()
-        return Stack(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size, missing)
+        return ArrayFile(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size, missing)
 
 
 def _numbers_of(series: TiffPageSeries) -> NDArray[Any]:
@@ -187,7 +187,7 @@ def _size(*sides: tuple[Any, str]) -> tuple[float, float] | None:
     return (lengths[0], lengths[1]) if all(0 < length < math.inf for length in lengths) else None
 
 
-def _dicom(data: bytes, max_pixels: int) -> Stack:
+def _dicom(data: bytes, max_pixels: int) -> ArrayFile:
     """Read a DICOM file: stored numbers, inverted where 0 is white, then rescaled by slope and intercept or the
     modality LUT (PS3.3 C.7.6.3, C.11.1). The window is ignored, since it is for display."""
     try:
@@ -210,7 +210,7 @@ def _dicom(data: bytes, max_pixels: int) -> Stack:
     spacing = file.get("PixelSpacing") or (None, None)
     size = _size((spacing[0], "mm"), (spacing[1], "mm"))
     axes = "YX" if numbers.ndim == 2 else "ZYX"
-    return Stack(apply_modality_lut(numbers, file), axes, "DICOM", pixel_size=size)
+    return ArrayFile(apply_modality_lut(numbers, file), axes, "DICOM", pixel_size=size)
 
 
 def _has_unit(file: Any) -> bool:
@@ -219,7 +219,7 @@ def _has_unit(file: Any) -> bool:
     return str(file.get("RescaleType") or "US") != "US" or file.get("Modality") == "CT"
 
 
-def _nifti(data: bytes, start: bytes, max_pixels: int) -> Stack:
+def _nifti(data: bytes, start: bytes, max_pixels: int) -> ArrayFile:
     """Read a NIfTI volume, put into the nearest orientation of which rows run from the front to the back, columns from
     the left to the right, and slices from the feet to the head. Slope and intercept are applied."""
     try:
@@ -236,7 +236,7 @@ def _nifti(data: bytes, start: bytes, max_pixels: int) -> Stack:
     image = nibabel.as_closest_canonical(kind.from_bytes(data))
     width, height = image.header.get_zooms()[:2]
     unit = image.header.get_xyzt_units()[0]
-    return Stack(
+    return ArrayFile(
         np.asanyarray(image.dataobj)[:, ::-1],
         "XYZTC"[: len(shape)],
         "NIfTI",
@@ -250,7 +250,7 @@ def _inflated(data: bytes, count: int) -> bytes:
         return file.read(count)
 
 
-def _picture(data: bytes, max_pixels: int) -> Stack:
+def _picture(data: bytes, max_pixels: int) -> ArrayFile:
     """Read a file with Pillow, without loss of bits."""
     with Image.open(io.BytesIO(data)) as image:
         _check_pixels(image.size, max_pixels)
@@ -266,7 +266,7 @@ def _picture(data: bytes, max_pixels: int) -> Stack:
     if stored.bits > 8 and stored.white and stored.white != stored.decoded_white:
         # Pillow has scaled them to 16 bits (PNM, JPEG 2000)
         numbers = np.rint(numbers.astype(np.float64) * stored.white / stored.decoded_white).astype(np.int64)
-    return Stack(numbers, "YX" if numbers.ndim == 2 else "YXC", format_)
+    return ArrayFile(numbers, "YX" if numbers.ndim == 2 else "YXC", format_)
 
 
 def _inverted(numbers: NDArray[Any], bits: int) -> NDArray[Any]:

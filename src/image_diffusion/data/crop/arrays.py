@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from image_diffusion.data.config import WHITE, Channels, DataConfig
-from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
+from image_diffusion.data.crop.array_files import ArrayFile, BadImage, Undecided, read_array_file
 
 _EXACT = 2**24
 """Integers up to this value are exact in float32."""
@@ -52,7 +52,7 @@ def read_array(data: bytes, config: DataConfig) -> Arrays:
     exceptions mean that the file is damaged.
     """
     assert config.dtype is not None
-    stack = read_stack(data, config.max_pixels, config.pages)
+    stack = read_array_file(data, config.max_pixels, config.pages)
     numbers, axes = _select_pages(stack, config)
     is_turned, size = stack.orientation in _TURNED, stack.pixel_size
     if stack.axes is None or [axes.index(axis) for axis in "YX"] != [stack.axes.index(axis) for axis in "YX"]:
@@ -78,7 +78,7 @@ def crops_of_array(pixels: NDArray[Any], config: DataConfig, data: bytes) -> lis
     return [(np.rint(crop) if is_integer else crop).astype(pixels.dtype) for crop in crops]
 
 
-def _select_pages(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
+def _select_pages(stack: ArrayFile, config: DataConfig) -> tuple[NDArray[Any], str]:
     """Return the numbers of a file and a letter for each axis. Along axes other than channels, rows and columns, the
     first index or all are kept, as `pages` states."""
     numbers = stack.numbers

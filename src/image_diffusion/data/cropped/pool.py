@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing.sharedctypes import Synchronized
 
-from image_diffusion.core.process.parent_watch import end_with, mark
+from image_diffusion.core.process.parent_watch import end_with, process_identifier
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.cropped.plan import Task
 from image_diffusion.data.cropped.shard import ShardCropper
@@ -62,7 +62,7 @@ def _pool(processes: int) -> tuple[ProcessPoolExecutor, Synchronized[int]] | Non
     try:
         spawn = multiprocessing.get_context("spawn")
         done: Synchronized[int] = spawn.Value("q", 0)
-        return ProcessPoolExecutor(processes, spawn, _initialize, (mark(), done)), done
+        return ProcessPoolExecutor(processes, spawn, _initialize, (process_identifier(), done)), done
     except OSError as error:  # shared memory is in /dev/shm
         reason = "several share memory in /dev/shm, which this machine does not give"
         print(f"crop: one process crops, since {reason}: {error}.", file=sys.stderr)

@@ -151,7 +151,7 @@ def write_pairs(
     bad = [row for record in records for row in record.quarantined]
     write_quarantine(output / "quarantine.csv", bad)
     count = sum(record.num_samples for record in records)
-    _judge(bad, count, max_bad_fraction, output)
+    _check_bad_fraction(bad, count, max_bad_fraction, output)
     remove_surplus(output, pairs.num_shards)
     write_index(output / "index.npy", indices)
     manifest = {
@@ -176,7 +176,7 @@ def write_pairs(
     return manifest, written
 
 
-def _judge(bad: list[Quarantined], good: int, max_bad_fraction: float, output: Path) -> None:
+def _check_bad_fraction(bad: list[Quarantined], good: int, max_bad_fraction: float, output: Path) -> None:
     """Raise ValueError when too few pairs are left."""
     total = good + len(bad)
     if not total:

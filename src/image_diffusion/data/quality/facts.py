@@ -15,7 +15,7 @@ import numpy as np
 from image_diffusion.core.levels import DType
 from image_diffusion.core.texts import lines_in
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
+from image_diffusion.data.crop.array_files import ArrayFile, BadImage, Undecided, read_array_file
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.cropped.checks import DARK
@@ -163,7 +163,7 @@ def spread(values: Sequence[T], count: int) -> list[T]:
     return [values[number * len(values) // count] for number in range(count)] if len(values) > count else [*values]
 
 
-def look(source: Images) -> Facts:
+def describe_source(source: Images) -> Facts:
     """Describe a source from its listing and READ of its images, with the readers of `crop`.
 
     Raises ValueError where there are no images, none of those can be read, or a person has to decide how.
@@ -268,11 +268,11 @@ def _read(source: Images, items: Sequence[Item], config: DataConfig) -> tuple[li
     return crops, reasons
 
 
-def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[Stack]:
+def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[ArrayFile]:
     stacks = []
     for item in items:
         try:
-            stacks.append(read_stack(source.read(item), config.max_pixels, config.pages))
+            stacks.append(read_array_file(source.read(item), config.max_pixels, config.pages))
         except (Undecided, ModuleNotFoundError):
             raise
         except Exception:  # decoders raise nearly any exception for damaged files
@@ -300,7 +300,7 @@ def _of_pictures(crops: Sequence[Crop], endings: Set[str]) -> dict[str, Any]:
     }
 
 
-def _of_arrays(stacks: Sequence[Stack]) -> dict[str, Any]:
+def _of_arrays(stacks: Sequence[ArrayFile]) -> dict[str, Any]:
     axes = [stack.axes or _axes(stack.numbers.shape) for stack in stacks]
     shapes = [dict(zip(names, stack.numbers.shape, strict=True)) for names, stack in zip(axes, stacks, strict=True)]
     types = {_TYPES.get(str(stack.numbers.dtype), "float32") for stack in stacks}

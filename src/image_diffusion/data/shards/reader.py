@@ -24,7 +24,7 @@ from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.errors import log_line_once
-from image_diffusion.core.process.secrets import shown
+from image_diffusion.core.process.secrets import without_credentials
 from image_diffusion.data.shards.manifest import check_manifest
 from image_diffusion.data.shards.mmap import Region
 from image_diffusion.data.shards.records import content_digest, read_index, share_of_hashes
@@ -291,7 +291,7 @@ def open_shards(
     """
     is_url = "://" in str(folder)
     where = Remote(str(folder), cache or cache_folder()) if is_url else Path(folder)
-    path = shown(f"{folder}/manifest.json") if is_url else f"{folder}/manifest.json"
+    path = without_credentials(f"{folder}/manifest.json") if is_url else f"{folder}/manifest.json"
     if isinstance(where, Path) and not Path(path).is_file():
         raise ValueError(f"{path} does not exist. Run the stage that writes {folder} first.")
     manifest = check_manifest(where.manifest() if isinstance(where, Remote) else read_json(Path(path)), path)

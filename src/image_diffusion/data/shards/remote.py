@@ -19,7 +19,7 @@ from image_diffusion.core.files.atomic import atomic_write, parse_json
 from image_diffusion.core.files.checksums import Inspection, damaged
 from image_diffusion.core.files.store import blocks_of, with_retries
 from image_diffusion.core.names import inside
-from image_diffusion.core.process.secrets import shown
+from image_diffusion.core.process.secrets import without_credentials
 
 
 def place(text: str) -> Path | str:
@@ -47,7 +47,9 @@ class Remote:
     def manifest(self) -> Any:
         """Fetch the manifest and return it as plain data. Raises ValueError."""
         url = f"{self.url}/manifest.json"
-        return parse_json(with_retries(url, lambda: b"".join(blocks_of(url))), shown(url), "Write it again.")
+        return parse_json(
+            with_retries(url, lambda: b"".join(blocks_of(url))), without_credentials(url), "Write it again."
+        )
 
     def inspect(self, hashes: Iterable[str]) -> Inspection | None:
         """Start to verify the cached copies of these files by their hashes; None when none is cached."""

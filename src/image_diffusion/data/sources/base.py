@@ -38,16 +38,15 @@ class Item:
     """One image of a source.
 
     name: unique and stable within the source, in plain text; it decides the shard and the order. label: the number of
-    its class, None without classes. address: location of its bytes in the source. together: key shared by images that
-    are best read one after another; empty if there are none. turn: number of the tar, for an item that is a tar of
-    images.
-    """
+    its class, None without classes. address: location of its bytes in the source. group_key: key shared by images that
+    are best read one after another; empty if there are none. tar_number: number of the tar, for an item that is a tar
+    of images."""
 
     name: str
     label: int | None
     address: tuple[str | int, ...]
-    together: str = ""
-    turn: int | None = None
+    group_key: str = ""
+    tar_number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -300,13 +299,13 @@ def read_image(path: Path) -> bytes:
 
 def by_shard(items: Sequence[Item], num_shards: int) -> list[list[Item]]:
     """Return the items of each shard, in their given order. A hash of the name decides the shard, so that adding an
-    image moves no other. Images with equal `together` share a shard if there are enough such groups to fill the shards
+    image moves no other. Images with equal `group_key` share a shard if there are enough such groups to fill the shards
     evenly. Tars are assigned in turn."""
     shards: list[list[Item]] = [[] for _ in range(num_shards)]
-    in_groups = len({item.together for item in items}) >= _GROUPS_A_SHARD * num_shards
+    in_groups = len({item.group_key for item in items}) >= _GROUPS_A_SHARD * num_shards
     for item in items:
-        key = item.together if in_groups and item.together else item.name
+        key = item.group_key if in_groups and item.group_key else item.name
         hashed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-        number = hashed if item.turn is None else item.turn
+        number = hashed if item.tar_number is None else item.tar_number
         shards[number % num_shards].append(item)
     return shards

@@ -23,7 +23,15 @@ from functools import partial
 from pathlib import Path
 
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.files.atomic import Stamp, atomic_write, digest, is_ahead, read_json, sha256_file, write_json
+from image_diffusion.core.files.atomic import (
+    Stamp,
+    atomic_write,
+    digest,
+    is_in_future,
+    read_json,
+    sha256_file,
+    write_json,
+)
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import FileGroup, plain_text
 
@@ -85,7 +93,7 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
     noted = _revision(path)
     # False if the file is damaged, or the process was killed before writing it
     whole = noted is not None and revision in (None, noted)
-    whole = whole and not is_ahead(path)
+    whole = whole and not is_in_future(path)
     if changed or not whole:
         _write(source, path, now, num_bytes, None if changed else revision)
     elif now != cached:

@@ -51,7 +51,7 @@ class ImageTables(FewFiles, RowSource):
             return Listing([item for item, _ in rows], [], [])
         names = self._class_names()
         numbers = names or number_labels((label for _, label in rows if label is not None), self.path)
-        items = [Item(item.name, numbers[label], item.address, item.together) for item, label in rows if label]
+        items = [Item(item.name, numbers[label], item.address, item.group_key) for item, label in rows if label]
         return Listing(items, list(numbers), [(item.name, "no class") for item, label in rows if not label])
 
     def known_classes(self) -> list[str] | None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from image_diffusion.core.files.atomic import Stamp, alone
+from image_diffusion.core.files.atomic import Stamp, folder_lock
 from image_diffusion.data.sources.base import FewFiles, Item, Listing, number_labels, plain_text
 from image_diffusion.data.sources.folder import Walk
 
@@ -117,7 +117,7 @@ def _load(name: str, path: str, options: tuple[tuple[str, Any], ...], download: 
         if not download:
             return kind(path, **arguments)
         Path(path).mkdir(parents=True, exist_ok=True)
-        with alone(Path(path)):  # locks out other processes of this package
+        with folder_lock(Path(path)):  # locks out other processes of this package
             return kind(path, **arguments)
     except Exception as error:  # each set raises its own
         advice = (

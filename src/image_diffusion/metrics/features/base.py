@@ -135,7 +135,7 @@ def unpacked(arrays: Arrays, count: int) -> list[Detected]:
 
 
 @torch.inference_mode()
-def look(
+def features_of_rows(
     detectors: Sequence[Callable[[Tensor], Detected]], images: ImageSet, rows: NDArray[np.int64], title: str
 ) -> Iterator[tuple[NDArray[np.int64], list[Detected]]]:
     """Yield each detector's features of some rows of a set, with the rows: this process's share, in parts. Each image
@@ -180,6 +180,6 @@ def detect_each(
     order = np.arange(images.num_samples)
     if limit is not None and limit < len(order):
         order = np.sort(np.random.default_rng(0).permutation(order)[:limit])
-    parts = [features for _, features in look(detectors, images, order, title)]
+    parts = [features for _, features in features_of_rows(detectors, images, order, title)]
     every = [features for gathered_parts in gathered(parts) for features in gathered_parts]
     return [Detected.join([features[i] for features in every]) for i in range(len(detectors))]

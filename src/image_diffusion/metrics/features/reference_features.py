@@ -26,7 +26,7 @@ from image_diffusion.core.files.partial_results import gathered, rows_of_part
 from image_diffusion.core.names import inside
 from image_diffusion.metrics.compute import gaussians_of
 from image_diffusion.metrics.distances.moments import Gaussian
-from image_diffusion.metrics.features.base import AT_ONCE, Detected, Detector, ImageSet, look
+from image_diffusion.metrics.features.base import AT_ONCE, Detected, Detector, ImageSet, features_of_rows
 from image_diffusion.metrics.features.statistics_files import read_statistics, write_statistics
 
 FORMAT = 2
@@ -150,7 +150,7 @@ def _description(detector: Detector, splits: Mapping[str, ImageSet]) -> dict[str
 
 def _look(detector: Detector, images: ImageSet, split: str, rows: NDArray[np.int64]) -> Iterator[tuple[int, Detected]]:
     """Yield this process's features of some rows of a split, on the CPU, each group with the index of its first row."""
-    for chosen, (features,) in look([detector], images, rows, f"features of the {split} split"):
+    for chosen, (features,) in features_of_rows([detector], images, rows, f"features of the {split} split"):
         on_cpu = {which: rows.to("cpu", torch.float32).contiguous() for which, rows in features.tensors.items()}
         yield int(chosen[0]), Detected(**on_cpu)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.core.files.weights import without_wrappers
-from image_diffusion.core.resolution import shown
+from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import DataSpec
 
 SMALLEST = 32
@@ -41,7 +41,7 @@ class LpipsConfig(Config):
         if spec.channels not in (1, 3) or min(spec.size) < SMALLEST:
             raise ValueError(
                 f"{key} is set, but LPIPS compares grey or RGB images of at least {SMALLEST} pixels; these have "
-                f"{spec.channels} channels and {shown(spec.resolution)} pixels. Leave it out."
+                f"{spec.channels} channels and {size_text(spec.resolution)} pixels. Leave it out."
             )
         for name, path in (("backbone", self.backbone), ("heads", self.heads)):
             _check_file(path, f"{key}.{name}")

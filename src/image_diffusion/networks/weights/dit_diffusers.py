@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.files.atomic import atomic_folder
-from image_diffusion.core.resolution import shown
+from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.weights.dit import diffusers_names
@@ -60,7 +60,7 @@ def check_transformer(config: DiTConfig, spec: DataSpec) -> None:
         )
     if not isinstance(spec.resolution, int):
         raise ValueError(
-            f"The network works on {shown(spec.resolution)} values, but diffusers' DiT takes squares alone. Set "
+            f"The network works on {size_text(spec.resolution)} values, but diffusers' DiT takes squares alone. Set "
             "export.format to pipeline."
         )
 

@@ -31,7 +31,7 @@ class Autoregressive(TokenSampler):
         logits = predictor.begin()
         for place in range(places):
             if place:
-                logits = predictor.go_on(tokens[:, place - 1], place - 1)
+                logits = predictor.next_logits(tokens[:, place - 1], place - 1)
             token = drawn(self.probabilities(logits), at_step(streams, place).uniform("token"))
             tokens = tokens.clone()
             tokens[:, place] = token

@@ -89,9 +89,9 @@ class Predictor:
         logits, self._past = self._network.begin(**self._cond, count=self.count)
         return self._guided(logits)
 
-    def go_on(self, token: Tensor, place: int) -> Tensor:
+    def next_logits(self, token: Tensor, place: int) -> Tensor:
         """Return the logits of the token after `token` [B], which stands at `place`: [B, K]."""
-        return self._guided(self._network.go_on(self._both(token), place, self._past))
+        return self._guided(self._network.next_logits(self._both(token), place, self._past))
 
     def _both(self, tokens: Tensor) -> Tensor:
         return tokens if self._scale == 1 else torch.cat([tokens, tokens])

@@ -10,7 +10,7 @@ import torch
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.process.errors import log_line_once
-from image_diffusion.core.resolution import shown
+from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import IMAGE, TEXT, DataSpec
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.nn.inputs import size_of
@@ -280,8 +280,8 @@ def _check_against(experiment: Sections, others: Others) -> None:
     own, other = ((section.data.num_channels, section.data.resolution) for section in (experiment, others.against))
     if own != other:
         raise ValueError(
-            f"evaluate.against.experiment makes images of {other[0]} x {shown(other[1])}, this one of {own[0]} x "
-            f"{shown(own[1])}. Compare images of one size."
+            f"evaluate.against.experiment makes images of {other[0]} x {size_text(other[1])}, this one of {own[0]} x "
+            f"{size_text(own[1])}. Compare images of one size."
         )
 
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from image_diffusion.core.config.several import OneOrSeveral, alone
+from image_diffusion.core.config.several import OneOrSeveral, single_value
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ServedFrom, check_unused
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ServedModel, check_unused
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
@@ -47,10 +47,10 @@ _EXAMPLE = "a part, such as {type: label}"
 OnePart = Annotated[Part, Field(discriminator="type")]
 OneVector = Annotated[LabelCondition | _Vector, Field(discriminator="type")]
 
-AnyCondition = Annotated[OneOrSeveral[OnePart], alone(_EXAMPLE), AfterValidator(_fitting)]
+AnyCondition = Annotated[OneOrSeveral[OnePart], single_value(_EXAMPLE), AfterValidator(_fitting)]
 """One part, or a list of parts that apply together. A list of one part equals that part."""
 
-VectorCondition = Annotated[OneOrSeveral[OneVector], alone(_EXAMPLE), AfterValidator(_fitting)]
+VectorCondition = Annotated[OneOrSeveral[OneVector], single_value(_EXAMPLE), AfterValidator(_fitting)]
 """One part or a list, of the types that every network takes: added to the embedding of the time, or to the input."""
 
 
@@ -159,7 +159,7 @@ class Conditions:
         """Return the image files that the settings name."""
         return [path for part in self.parts for path in part.pictures(settings)]
 
-    def served(self, model: ServedFrom) -> dict[str, Column] | None:
+    def served(self, model: ServedModel) -> dict[str, Column] | None:
         """Return the columns of a request of a served model: the seed, and those of every part. None if a part cannot
         be in a request. Raises ValueError for two columns of the same name."""
         columns = {"seed": Column("long", required=True, example=(0, 1))}

@@ -24,7 +24,7 @@ from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import Conditions
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, ServedFrom
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, ServedModel
 from image_diffusion.systems.diffusion.conditions.rows import read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
 from image_diffusion.systems.diffusion.prompts import classes_named, read_prompts
@@ -184,7 +184,7 @@ class ImageSampling(Sampling, ABC):
     ) -> Served | None:
         """Return the columns of a request: seeds, and those of each part of the condition. None if a part cannot be in
         a request."""
-        columns = self.condition.served(ServedFrom(spec, classes, pairs, embeds))
+        columns = self.condition.served(ServedModel(spec, classes, pairs, embeds))
         if columns is None:
             return None
         return Served(columns, dtype=spec.levels.dtype if spec.levels is not None else "uint8")

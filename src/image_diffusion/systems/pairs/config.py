@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.config.several import OneOrSeveral, alone
+from image_diffusion.core.config.several import OneOrSeveral, single_value
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
 from image_diffusion.data.encoded.pairs import TOKENS, PairSet, Splits
@@ -186,10 +186,10 @@ def _of_different_kinds(value: Any) -> Any:
 
 _EXAMPLE = "a set, such as {type: captions}"
 
-SeveralImagePairs = Annotated[OneOrSeveral[ImagePairs], alone(_EXAMPLE), AfterValidator(_of_different_kinds)]
+SeveralImagePairs = Annotated[OneOrSeveral[ImagePairs], single_value(_EXAMPLE), AfterValidator(_of_different_kinds)]
 """One set, or a list of sets, that an image network reads next to the images. A list of one set equals that set."""
 
-SeveralVectorPairs = Annotated[OneOrSeveral[VectorPairs], alone(_EXAMPLE), AfterValidator(_of_different_kinds)]
+SeveralVectorPairs = Annotated[OneOrSeveral[VectorPairs], single_value(_EXAMPLE), AfterValidator(_of_different_kinds)]
 """One set, or a list of sets, that every image network can read next to the images."""
 
 SeveralPairs = OneOrSeveral[PairsConfig]

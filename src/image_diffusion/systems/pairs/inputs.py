@@ -93,15 +93,15 @@ def sets_of(pairs: Any) -> tuple[Any, ...]:
     return pairs if isinstance(pairs, tuple) else (pairs,)
 
 
-def written(described: Mapping[str, Any], kinds: Sequence[str]) -> Any:
+def pairs_entry(described: Mapping[str, Any], kinds: Sequence[str]) -> Any:
     """Return the entries of sets in the form of files: by kind; for a single set its entry; None without sets."""
     if len(kinds) < 2:
         return next(iter(described.values()), None)
     return dict(described)
 
 
-def by_kind(said: Any, kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of sets by kind, from the form that `written` returns."""
+def pairs_by_kind(said: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of sets by kind, from the form that `pairs_entry` returns."""
     if said is None:
         return {}
     return {kinds[0]: said} if len(kinds) == 1 else dict(said)

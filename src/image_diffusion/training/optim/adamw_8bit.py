@@ -27,7 +27,7 @@ class AdamW8bit(AdamW):
 
     type: Literal["adamw_8bit"] = "adamw_8bit"  # type: ignore[assignment]
     """AdamW with 8-bit moments. Needs the package bitsandbytes."""
-    looks_inside: ClassVar[bool] = True
+    needs_network: ClassVar[bool] = True
 
     def check(self, trained: Collection[str]) -> None:
         """Raise ValueError if the package bitsandbytes is missing."""

@@ -25,7 +25,7 @@ class OptimizerConfig(Config, ABC):
     conflicts: ClassVar[Mapping[str, str]] = {}
     """Values of `train.sharding` that this optimizer does not support, each with the reason."""
 
-    looks_inside: ClassVar[bool] = False
+    needs_network: ClassVar[bool] = False
     """True if this optimizer implements `check`."""
 
     def check(self, trained: Collection[str]) -> None:

@@ -41,7 +41,7 @@ class Muon(OptimizerConfig):
     """Orthogonalised momentum for the linear and convolutional layers in and between the network's blocks, AdamW for
     all other parameters: the layers before and after the blocks, embeddings, biases and gains."""
 
-    looks_inside: ClassVar[bool] = True
+    needs_network: ClassVar[bool] = True
     conflicts: ClassVar[Mapping[str, str]] = {"optimizer": "needs each parameter whole"}
 
     type: Literal["muon"] = "muon"

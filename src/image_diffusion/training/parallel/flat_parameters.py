@@ -175,11 +175,11 @@ class Flat(Layout):
         norm: Tensor = torch.linalg.vector_norm(self.gradient)
         return norm
 
-    def show(self) -> None:
+    def update_network(self) -> None:
         """Update the network's weights after a change of `values`. Nothing to do: parameters are views of it."""
 
     @contextmanager
-    def holding(self, vector: Tensor) -> Iterator[None]:
+    def with_weights(self, vector: Tensor) -> Iterator[None]:
         """Give the network the weights of a vector of this layout in this context, complete in every process, so that
         each can compute without the others. All processes enter it together."""
         kept = self.values.clone()

@@ -142,11 +142,11 @@ class ShardedFlat(Shares, Flat):
         norm: Tensor = torch.linalg.vector_norm(self._world.gather(super().norm()))
         return norm
 
-    def show(self) -> None:
+    def update_network(self) -> None:
         self._give(self.values)
 
     @contextmanager
-    def holding(self, vector: Tensor) -> Iterator[None]:
+    def with_weights(self, vector: Tensor) -> Iterator[None]:
         """Give the network the weights of a vector of this layout in this context, complete in every process and in
         float32 in any precision. After a forward pass that was interrupted by a request to stop, no other forward pass
         may follow."""
@@ -155,7 +155,7 @@ class ShardedFlat(Shares, Flat):
         try:
             for group in self._groups:
                 group.unshard()
-            self._show_exact(vector)
+            self._gather_exact(vector)
             yield
         finally:
             for group in self._groups:
@@ -167,7 +167,7 @@ class ShardedFlat(Shares, Flat):
         for block in self._blocks:
             block.set_reshard_after_forward(not whole, recurse=False)
 
-    def _show_exact(self, vector: Tensor) -> None:
+    def _gather_exact(self, vector: Tensor) -> None:
         """Replace the weights that were gathered in fewer bits by exact ones, until the weights are freed."""
         exact = {
             self._network.get_parameter(slot.name): nn.Parameter(self.gathered(vector, slot), requires_grad=False)

@@ -34,7 +34,7 @@ class _Piece:
     missing: int = 0
 
 
-class Shared:
+class SharedGradient:
     """Gradient by contiguous shares of the global batch, one for each process, in microbatches.
 
     Returns the losses of this process's own share. waits: time that this process waited for the sums.
@@ -93,7 +93,7 @@ class Shared:
             self._next += 1
 
 
-class Ordered:
+class OrderedGradient:
     """Gradient that is bit-identical for any number of processes: the global batch is cut into chunks of a fixed size,
     process r computes the chunks r, r + size, …, and the gradients of all chunks are added in the order of the chunks.
 

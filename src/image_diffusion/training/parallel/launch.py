@@ -142,7 +142,7 @@ def main() -> None:
         "MKL_NUM_THREADS": threads,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(layout.grace_s),
     }
-    parent_watch.announce(os.environ)  # the processes also end with torchrun, which replaces this process
+    parent_watch.end_with_parent(os.environ)  # the processes also end with torchrun, which replaces this process
     os.execvpe(line[0], line, os.environ | settings)
 
 

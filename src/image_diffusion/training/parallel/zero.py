@@ -77,7 +77,7 @@ class SlicedFlat(Flat):
         self._keep(self.values, whole)
         for piece in self._pieces:
             piece.weights.copy_(whole[piece.start : piece.stop])
-        self._show(self._shown)
+        self._set_views(self._shown)
         self._untouched: set[str] = set()
 
     def begin(self) -> None:
@@ -118,7 +118,7 @@ class SlicedFlat(Flat):
         )
         return norm
 
-    def show(self) -> None:
+    def update_network(self) -> None:
         """Update the network's weights after a change of `values`. All processes call it together."""
         parts = [self._part(self.values, piece).to(piece.weights.dtype) for piece in self._pieces]
         running = [
@@ -129,14 +129,14 @@ class SlicedFlat(Flat):
             work.wait()
 
     @contextmanager
-    def holding(self, vector: Tensor) -> Iterator[None]:
-        self._show(self.views(self._whole(vector)))
+    def with_weights(self, vector: Tensor) -> Iterator[None]:
+        self._set_views(self.views(self._whole(vector)))
         try:
             yield
         finally:
-            self._show(self._shown)
+            self._set_views(self._shown)
 
-    def _show(self, views: list[Tensor]) -> None:
+    def _set_views(self, views: list[Tensor]) -> None:
         for parameter, view in zip(self.parameters.values(), views, strict=True):
             parameter.data = view
 

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from image_diffusion.core.files.atomic import is_ahead, is_whole_page, read_checksums, read_json
+from image_diffusion.core.files.atomic import is_in_future, is_whole_page, read_checksums, read_json
 from image_diffusion.core.files.checksums import AT_ONCE_BYTES, damaged, unread, warn_about_previews
 from image_diffusion.core.files.mirrored import is_mirrored
 from image_diffusion.core.names import carried_files
@@ -53,7 +53,7 @@ class Damage:
         """
         look = self._looks.get(path.name) or self._looks_by_suffix.get(path.suffix)
         try:
-            if is_ahead(time if (time := path / _TIME_OF_A_FOLDER).is_file() else path):
+            if is_in_future(time if (time := path / _TIME_OF_A_FOLDER).is_file() else path):
                 return "it is from the future; a clock was wrong"
             return look(path) if look is not None else None
         except (ValueError, OSError) as error:

@@ -50,7 +50,7 @@ def take_over(folder: Path) -> Owner:
     return Owner(mine, True)
 
 
-def hold(results: Path) -> TextIO:
+def lock_results(results: Path) -> TextIO:
     """Lock a folder of results until this process ends, against Snakemakes started in other folders. Those started in
     the same folder share the lock, since Snakemake's own locks separate their files, so that a checkpoint can be
     sampled during training.

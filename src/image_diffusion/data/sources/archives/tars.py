@@ -180,7 +180,10 @@ class TarStream(WithoutFiles, TarSource):
         names = [plain_text(url if url.startswith("pipe:") else url.partition("?")[0]) for url in urls]
         if len(set(names)) < len(names):
             raise ValueError("data.source.urls names a tar twice. Name each once.")
-        items = [Item(name, None, (url,), turn=turn) for turn, (name, url) in enumerate(zip(names, urls, strict=True))]
+        items = [
+            Item(name, None, (url,), tar_number=tar_number)
+            for tar_number, (name, url) in enumerate(zip(names, urls, strict=True))
+        ]
         return Listing(items, self.known_classes(), [], unit="tar")
 
     def known_classes(self) -> list[str]:

@@ -54,7 +54,7 @@ class ConditionInputs:
 
 
 @dataclass(frozen=True)
-class ServedFrom:
+class ServedModel:
     """Properties of a model that determine the columns of a request. spec: of its data. classes: their names by number.
     pairs: entries of the manifest of the additional shards: by kind for `Conditions`, of its own kind for a part.
     embeds: whether a model that makes embeddings of captions is served with it."""
@@ -114,7 +114,7 @@ class ConditionPart(Config, ABC):
         return ()
 
     @abstractmethod
-    def served(self, model: ServedFrom) -> dict[str, Column] | None:
+    def served(self, model: ServedModel) -> dict[str, Column] | None:
         """Return the columns that a request of a served model has for the part; None: a request cannot contain it.
         Raises ValueError for a model without the necessary information."""
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.devices import to_device
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.resolution import Size, shown
+from image_diffusion.core.resolution import Size, size_text
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
@@ -52,7 +52,7 @@ class Small(Degradation):
 
     def shape(self, channels: int, size: Size) -> Shape:
         if any(side % self.factor for side in size):
-            raise ValueError(f"shrink {self.factor} does not divide the resolution of the images, {shown(size)}")
+            raise ValueError(f"shrink {self.factor} does not divide the resolution of the images, {size_text(size)}")
         return (channels, size[0] // self.factor, size[1] // self.factor)
 
     def __call__(self, x: Tensor, streams: Streams) -> Tensor:

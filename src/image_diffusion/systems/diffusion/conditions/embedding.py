@@ -11,7 +11,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
 from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, of_folder, of_held_out
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS
@@ -55,7 +55,7 @@ class EmbeddingCondition(ConditionPart):
         """Return the source of the embeddings to sample from: the configured one, or held-out images."""
         return settings.embeddings or "validation"
 
-    def served(self, model: ServedFrom) -> dict[str, Column] | None:
+    def served(self, model: ServedModel) -> dict[str, Column] | None:
         """Return the column of prompts, if the model that makes embeddings of them is served, too."""
         return {"prompt": Column("string", required=True, example=EXAMPLE_PROMPTS)} if model.embeds else None
 

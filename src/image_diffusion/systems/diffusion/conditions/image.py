@@ -29,7 +29,7 @@ from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource, ServedFrom
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource, ServedModel
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
 from image_diffusion.systems.diffusion.conditions.image_embeddings import rows_of
 from image_diffusion.systems.diffusion.conditions.rows import images_of, read_rows
@@ -71,7 +71,7 @@ class ImagePart(ConditionPart, ABC):
     def pictures(self, settings: SampleConfig) -> list[Path]:
         return _files_of_rows(settings, _ROWS)
 
-    def served(self, model: ServedFrom) -> dict[str, Column]:
+    def served(self, model: ServedModel) -> dict[str, Column]:
         """Return the column of image files. Its example has two files."""
         crop = self.cropper(model.spec, model.pairs)
         return {IMAGE: Column("binary", required=True, example=tuple(_as_png(crop.example(i)) for i in (0, -1)))}

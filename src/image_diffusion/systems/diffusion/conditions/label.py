@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
@@ -27,7 +27,7 @@ class LabelCondition(ConditionPart):
             )
         super().check(section, settings, pairs)
 
-    def served(self, model: ServedFrom) -> dict[str, Column]:
+    def served(self, model: ServedModel) -> dict[str, Column]:
         """Return the columns of the number and the name of a class, if the data have classes."""
         if not model.classes:
             return {}

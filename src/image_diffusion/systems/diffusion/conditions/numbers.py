@@ -13,7 +13,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
 from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, rows_of
 from image_diffusion.systems.diffusion.conditions.rows import read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
@@ -67,7 +67,7 @@ class NumbersCondition(ConditionPart):
     def names(self, pairs: Any) -> tuple[str, ...]:
         return _described(pairs).names if pairs is None or isinstance(pairs, Mapping) else tuple(pairs.columns)
 
-    def served(self, model: ServedFrom) -> dict[str, Column]:
+    def served(self, model: ServedModel) -> dict[str, Column]:
         """Return an optional column for each number. Its example has the ends of its range."""
         columns = _described(model.pairs)
         return {name: Column("double", example=ends) for name, ends in zip(columns.names, columns.ranges, strict=True)}

@@ -13,7 +13,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS, read_prompts
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -84,7 +84,7 @@ class TextCondition(ConditionPart):
         chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
         return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
 
-    def served(self, model: ServedFrom) -> dict[str, Column]:
+    def served(self, model: ServedModel) -> dict[str, Column]:
         return {"prompt": Column("string", required=True, example=EXAMPLE_PROMPTS)}
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
