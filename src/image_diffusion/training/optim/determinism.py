@@ -9,7 +9,7 @@ memory-efficient attention have such kernels for their backward passes; cuDNN's 
 (PyTorch's aten/src/ATen/native/transformers/cuda/attention_backward.cu and sdp_utils.cpp).
 
 strict: the same bytes for any number of processes, by adding up chunks of the global batch in order, on one CPU thread
-(`gradients.Ordered`).
+(`gradients.OrderedGradient`).
 """
 
 from __future__ import annotations
