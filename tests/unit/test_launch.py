@@ -223,8 +223,8 @@ def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> 
     """Of the launcher, or when what has started it was killed alone: its processes then stop as well."""
     (tmp_path / "program.py").write_text(SLOW)
     starter = (
-        "import os, subprocess, sys; from image_diffusion.core.process.parent_watch import announce\n"
-        "announce(os.environ); "
+        "import os, subprocess, sys; from image_diffusion.core.process.parent_watch import end_with_parent\n"
+        "end_with_parent(os.environ); "
         "child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); sys.exit(child.wait())"
     )
     launcher = [warm_python(), "-m", "image_diffusion.training.parallel.launch", "--logs", "logs", "--", "program"]

@@ -61,7 +61,7 @@ def test_the_locks_of_a_dead_snakemake_go(tmp_path: Path) -> None:
 def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
     lock = locked(tmp_path, HERE)
     code = (
-        "import sys; from pathlib import Path; from image_diffusion.workflow.integrity.locks import hold, take_over;"
+        "import sys; from pathlib import Path; from image_diffusion.workflow.integrity.locks import take_over;"
         "mine = take_over(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
