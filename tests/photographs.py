@@ -8,7 +8,10 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
+
+from image_diffusion.data.quality.duplicates import grey, image_views
 
 SIDE = 106
 FOLDER = Path(str(metadata.distribution("scikit-learn").locate_file("sklearn/datasets/images")))
@@ -25,6 +28,11 @@ def tiles(least_contrast: float = 25.0) -> list[Image.Image]:
                 if pixels.std() > least_contrast:
                     found.append(Image.fromarray(pixels))
     return found
+
+
+def views(crop: NDArray[np.uint8]) -> str:
+    """The views of a crop that `near_duplicates` compares."""
+    return image_views(grey(crop)[None])[0]
 
 
 def as_jpeg(image: Image.Image) -> Image.Image:

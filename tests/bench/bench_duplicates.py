@@ -24,10 +24,10 @@ from PIL import Image
 
 from image_diffusion.core.process import command
 from image_diffusion.data.crop.centre_crop import centre_crop
-from image_diffusion.data.quality.duplicates import grey, image_views, look, near_duplicates
+from image_diffusion.data.quality.duplicates import grey, image_views, near_duplicates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from photographs import CHANGES
+from photographs import CHANGES, views
 
 
 def read(path: Path) -> list[Image.Image]:
@@ -42,11 +42,11 @@ def cropped(image: Image.Image, side: int) -> NDArray[np.uint8]:
 
 def copies(pictures: list[Image.Image], side: int) -> None:
     originals = [cropped(picture, side) for picture in pictures]
-    texts = [look(crop) for crop in originals]
+    texts = [views(crop) for crop in originals]
     print(f"| {len(pictures):,} pictures at {side} | Copies found | Other pairs of one picture |\n| --- | --: | --: |")
     for name, change in CHANGES.items():
         crops = [*originals, *(cropped(change(picture), side) for picture in pictures)]
-        pairs = near_duplicates([*texts, *map(look, crops[len(originals) :])], crops.__getitem__)
+        pairs = near_duplicates([*texts, *map(views, crops[len(originals) :])], crops.__getitem__)
         assert pairs is not None
         found = sum(second - first == len(pictures) for first, second, _ in pairs)
         print(f"| {name} | {found / len(pictures):.1%} | {len(pairs) - found} |", flush=True)
@@ -84,7 +84,7 @@ def main() -> None:
     copies(pictures[: arguments.copied], arguments.side)
     crops = [cropped(picture, arguments.side) for picture in pictures]
     print("\n| Compared | Pairs | CPU s | Most memory |\n| --- | --: | --: | --: |")
-    compare(f"{len(crops):,} pictures", [look(crop) for crop in crops], crops.__getitem__)
+    compare(f"{len(crops):,} pictures", [views(crop) for crop in crops], crops.__getitem__)
     greys = np.stack([grey(crop) for crop in crops])
     for count in arguments.mixtures:
         many(greys, count)

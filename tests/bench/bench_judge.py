@@ -37,7 +37,7 @@ from torchvision.transforms import functional as T
 from image_diffusion.core.journal.metric_definitions import definition_of
 from image_diffusion.core.process import command
 from image_diffusion.data.crop.centre_crop import centre_crop
-from image_diffusion.data.quality.duplicates import look, near_duplicates
+from image_diffusion.data.quality.duplicates import near_duplicates
 from image_diffusion.metrics.compute import Reference, measure
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.frechet import frechet_between
@@ -50,7 +50,7 @@ from image_diffusion.metrics.images.memorization import find_copies, find_featur
 from image_diffusion.metrics.samples import Samples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from photographs import CHANGES
+from photographs import CHANGES, views
 
 ROWS = {"train": slice(0, 1200), "validation": slice(1200, 1500), "pool": slice(1500, 2000)}
 """Of each class: what judges learn from and samples are compared with; the floor; what is damaged."""
@@ -351,7 +351,7 @@ def duplicates(parts: dict[str, Samples]) -> None:
     images = parts["train"].gather(np.arange(4000))
     ways: dict[str, Callable[[Tensor], Tensor]] = {"features": lambda x: judge(x).features, "maps": judge.maps}
     seen = {way: unit_rows(see, images) for way, see in ways.items()}
-    found = near_duplicates([look(each.numpy()) for each in images], lambda i: images[i].numpy()) or []
+    found = near_duplicates([views(each.numpy()) for each in images], lambda i: images[i].numpy()) or []
     same = {pair for a, b, _ in found for pair in ((a, b), (b, a))}
     most = {}
     for way, rows in seen.items():
@@ -369,7 +369,7 @@ def duplicates(parts: dict[str, Samples]) -> None:
             for way, see in ways.items()
         ]
         both = torch.cat([images[:1000], copies])
-        pairs = near_duplicates([look(each.numpy()) for each in both], lambda i, both=both: both[i].numpy()) or []  # type: ignore[misc]
+        pairs = near_duplicates([views(each.numpy()) for each in both], lambda i, both=both: both[i].numpy()) or []  # type: ignore[misc]
         shares.append(sum(b == a + 1000 for a, b, _ in pairs) / 1000)
         print(f"| {name} | {' | '.join(f'{share:.1%}' for share in shares)} |")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -97,3 +98,17 @@ def test_few_functions_are_given_a_whole_section() -> None:
         if argument.annotation is not None
     )
     assert {name: count[name] for name in MOST_GIVEN if count[name] > MOST_GIVEN[name]} == {}
+
+
+def test_what_benches_import_exists() -> None:
+    """No test runs most of them."""
+    missing = [
+        f"{path.name}: {node.module}.{alias.name}"
+        for path in (SOURCE.parents[1] / "tests" / "bench").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+        for alias in node.names
+        if not hasattr(importlib.import_module(str(node.module)), alias.name)
+        and not (SOURCE.parent / str(node.module).replace(".", "/") / f"{alias.name}.py").is_file()
+    ]
+    assert missing == []

@@ -19,22 +19,16 @@ from image_diffusion.data.crop.centre_crop import centre_crop
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.quality.duplicates import (
     chains,
-    grey,
     groups,
-    image_views,
     near_duplicates,
     pairs_across_splits,
     pixel_hash,
 )
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record, record_path
-from photographs import CHANGES, tiles
+from photographs import CHANGES, tiles, views
 
 PHOTOGRAPHS = tiles()
-
-
-def look(crop: np.ndarray) -> str:
-    return image_views(grey(crop)[None])[0]
 
 
 def pixels(image: Image.Image, side: int = 64) -> NDArray[np.uint8]:
@@ -44,7 +38,7 @@ def pixels(image: Image.Image, side: int = 64) -> NDArray[np.uint8]:
 def test_different_pictures_are_not_alike() -> None:
     crops = [pixels(image) for image in PHOTOGRAPHS]
     assert len(crops) > 30
-    assert near_duplicates([look(crop) for crop in crops], lambda i: crops[i]) == []
+    assert near_duplicates([views(crop) for crop in crops], lambda i: crops[i]) == []
 
 
 @pytest.mark.parametrize("side", [32, 64, 96])
@@ -53,7 +47,7 @@ def test_changed_copies_are_found(change: str, side: int) -> None:
     """At least 95 of 100; in both directions alike, and however many threads compare."""
     count = len(PHOTOGRAPHS)
     crops = [pixels(image, side) for image in (*PHOTOGRAPHS, *map(CHANGES[change], PHOTOGRAPHS))]
-    texts = [look(crop) for crop in crops]
+    texts = [views(crop) for crop in crops]
     assert near_duplicates(texts, lambda i: crops[i], []) == []  # of a few images, none may be held out
     found = near_duplicates(texts, lambda i: crops[i], processes=2)
     assert found is not None and all(second - first == count for first, second, _ in found)
@@ -69,16 +63,16 @@ def test_changed_copies_are_found(change: str, side: int) -> None:
 def test_crops_of_other_channels_are_compared_too(channels: int) -> None:
     crops = [np.repeat(pixels(image)[:1], channels, axis=0) for image in PHOTOGRAPHS[:5]]
     crops += [crop[:, :, ::-1].copy() for crop in crops]
-    found = near_duplicates([look(crop) for crop in crops], lambda i: crops[i])
+    found = near_duplicates([views(crop) for crop in crops], lambda i: crops[i])
     assert [(a, b) for a, b, _ in found or []] == [(i, i + 5) for i in range(5)]
 
 
 def test_faint_crops_are_compared_with_none_and_a_crowd_tells_nothing() -> None:
     plain = [np.full((3, 32, 32), value, np.uint8) for value in (0, 0, 200)]
-    assert [look(crop) for crop in plain] == ["", "", ""]
+    assert [views(crop) for crop in plain] == ["", "", ""]
     assert near_duplicates(["", "", ""], lambda i: plain[i]) == []
     assert groups(map(pixel_hash, plain)) == [[0, 1]]
-    crowd = [look(pixels(PHOTOGRAPHS[0]))] * 100
+    crowd = [views(pixels(PHOTOGRAPHS[0]))] * 100
     assert near_duplicates(crowd, lambda i: plain[0]) is None
 
 
