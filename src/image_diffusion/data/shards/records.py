@@ -35,7 +35,7 @@ class Sample:
     crop. brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
     neighbouring pixels of the crop. view: number of the crop among those of its image. values: `StoredPixels.values` of
     the file. pixel_size: height and width of a pixel in micrometres. The fields from `format` on are empty in records
-    of earlier versions. """
+    of earlier versions."""
 
     key: str
     path: str
