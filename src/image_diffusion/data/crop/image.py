@@ -86,10 +86,10 @@ values that it uses."""
 
 
 def crop_image(data: bytes, config: DataConfig, decode: Decode | None = None) -> Crop:
-    """Return the crop or crops of an image file from its bytes. decode: of a file that holds no picture; an image of
-    mode P is one of labels, which every crop scales to the nearest neighbour.
+    """Return the crop or crops of an image file from its bytes. decode: replaces the decoding of pictures; its images
+    of mode P are labels, which every crop scales by nearest neighbour.
 
-    Raises BadImage; and Undecided for a file whose pages may be anything. Call it inside `quiet_pillow()`.
+    Raises BadImage; and Undecided if the user has to decide how the file is read. Call it inside `quiet_pillow()`.
     """
     if not data:
         raise BadImage("an empty file")
@@ -201,8 +201,8 @@ def _last_pixel(image: Image.Image) -> tuple[int, ...]:
 
 
 def _has_more(image: Image.Image, data: bytes, chosen: str | None) -> bool:
-    """True if a file holds more images than the one that is read. Raises Undecided for a TIFF of several pages: they
-    may be a stack, channels or a document."""
+    """True if a file holds more images than the one that is read. Raises Undecided for a TIFF of several pages if
+    `chosen` is None: they may be a stack, channels or a document."""
     if not getattr(image, "is_animated", False):
         return False
     if image.format != "TIFF":

@@ -1,4 +1,4 @@
-"""Images -> shards of square crops, their records, and a manifest of the set."""
+"""Images -> shards of crops, their records, and a manifest of the set."""
 
 from __future__ import annotations
 

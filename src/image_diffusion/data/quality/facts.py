@@ -50,8 +50,8 @@ _PROMPTS = 1000
 class CaptionFacts:
     """Facts about the captions of a set of images.
 
-    count: number of images with a caption. column: of a table. per_image: the median. words: 95th percentile per
-    caption. prompts: different captions of evenly spaced images.
+    count: number of images with a caption. column: of a table. per_image: the median. words: 95th percentile
+    of the number of words in a caption. prompts: different captions of evenly spaced images.
     """
 
     count: int
