@@ -1,6 +1,6 @@
-"""One image file -> its crop or crops, or a reason why not.
+"""One image file -> its crop or crops, or the reason why it has none.
 
-What is done with images that are not plain RGB, each recorded as a flag of the sample:
+Treatment of images that are not plain RGB, each recorded as a flag of the sample:
 
   exif          stored turned or mirrored, by Exif or XMP: put upright, as Pillow's `exif_transpose` does
   gray          grey or black and white: the grey value in each channel
@@ -8,9 +8,9 @@ What is done with images that are not plain RGB, each recorded as a flag of the 
   alpha         transparent: composed over the configured background, unless the crop keeps alpha
   cmyk          converted by Pillow without a colour profile, as the original does
   colour_space  YCbCr, HSV, LAB: converted
-  16bit         more than 8 bits a channel: scaled to 8, as `stored` describes; of colour Pillow keeps the high byte
+  16bit         more than 8 bits a channel: scaled to 8, as in `stored`; of colour Pillow keeps the high byte
   first_frame   animated or of several pages: the first one
-  profile       has a colour profile other than sRGB: it is ignored, or applied where data.profile is convert
+  profile       has a colour profile other than sRGB: it is ignored, or applied if data.profile is convert
 """
 
 from __future__ import annotations
