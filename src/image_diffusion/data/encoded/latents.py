@@ -140,7 +140,7 @@ def encode_shards(
 def write_manifest(
     crops: Path, output: Path, codec: Encoder, settings: EncodeConfig, pictures: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Write the manifest of a set whose shards all exist; returns it. pictures: picture files to list with their hashes.
+    """Write the manifest of a set whose shards all exist; returns it. pictures: files to list with their hashes.
 
     Raises ValueError naming the first shard that is missing or was made from something else.
     """
