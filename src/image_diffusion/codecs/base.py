@@ -80,7 +80,7 @@ class Codec(Protocol):
         ...
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
-        """Draw x, float32 [B, c, h, w], from stored moments or pixels."""
+        """Draw x, float32 [B, c, h, w], from stored moments or pixels; for tokens, x is int64 [B, h, w]."""
         ...
 
     def normalise(self, latent: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class Diffusers(CodecSettings):
     """Subfolder of the weights: vae in the folder of a pipeline."""
     normalisation: Literal["measured", "declared"] = "measured"
     """Normalisation of latents to mean 0 and standard deviation 1. measured: each channel by its mean and standard
-    deviation over the data set. declared: by the factors in the autoencoder's config.json (scaling_factor,
-    shift_factor, latents_mean, latents_std), with which published networks were trained."""
+    deviation over the data set. declared: by the author's factors, such as scaling_factor, shift_factor,
+    latents_mean and latents_std in config.json, with which published networks were trained."""
     pixels: Literal["signed", "unit"] = "signed"
     """Pixel range of the autoencoder's input. signed: [-1, 1], as in its training. unit: [0, 1], as EDM2 uses Stable
     Diffusion's autoencoder; latents of EDM2 decode to the right colours only with unit."""

@@ -1,6 +1,6 @@
 """Autoencoders of diffusers: the content of their config.json, how they are called, and their decoders alone.
 
-One class of diffusers, one class here, listed in `KINDS`.
+Each supported class of diffusers has a class here, which is listed in `KINDS`.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ KEY = "sample.decoder"
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decoder of x as the pipelines of both have it, normalised by the declared factors of each -> uint8 images [B, C,
-    H, W].
+    """Decoder of another autoencoder: x, normalised by declared factors as in diffusers' pipelines -> uint8 images [B,
+    C, H, W]. The factors of this autoencoder restore the latents.
 
     weights: a folder in diffusers' layout, or a name on the Hub; loaded when first used.
     """

@@ -88,8 +88,8 @@ class DataConfig(Sparse):
     0.0001 and 0.9999 of each channel, close to its minimum and maximum. file: the minimum and maximum of the type."""
     pages: Literal["first", "all"] | None = None
     """Pages to read from a file with several: the pages of a TIFF, or the indices along array axes such as Z and T.
-    first: the first page. all: for arrays, each page is an image; all pages of a file share a split. Unset: an
-    error."""
+    first: the first page. all: for arrays, each page is an image; all pages of a file share a split. Unset:
+    such a file is an error."""
     profile: Literal["ignore", "convert"] = "ignore"
     """Treatment of a colour profile other than sRGB. ignore: read the values in the file as sRGB, as ADM, DiT and EDM2
     do. convert: convert to sRGB."""

@@ -26,7 +26,7 @@ FILE = "text.safetensors"
 class LearnedText:
     """Text encoder of captions -> embeddings of norm 1, as in `TextEncoder`. Read with `read_text`.
 
-    words: the vocabulary, in numerical order. Other words are ignored, and a caption of only such words is zeros.
+    words: the vocabulary, in the order of word numbers. Other words are ignored; a caption of only such words is zeros.
     """
 
     def __init__(self, tower: TextTower, words: Sequence[str], identity: dict[str, Any]) -> None:

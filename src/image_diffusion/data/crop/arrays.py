@@ -48,8 +48,8 @@ class Arrays:
 def read_array(data: bytes, config: DataConfig) -> Arrays:
     """Return the configured channels of the image, or of each page, of a file as `config.dtype`.
 
-    Raises BadImage for numbers or channels that the configuration does not allow, Undecided for unknown axes. Other
-    exceptions mean that the file is damaged.
+    Raises BadImage for numbers or channels that the configuration does not allow, Undecided if the axes or the pages
+    to read are unknown or a package is missing. Other exceptions mean that the file is damaged.
     """
     assert config.dtype is not None
     stack = read_array_file(data, config.max_pixels, config.pages)

@@ -26,8 +26,8 @@ class MissingValue(Exception):  # noqa: N818 - the image is left out, which is n
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule over the values of an image. text: as it was written. names: it asks for, sorted. matches: an image; raises
-    `MissingValue`, or ValueError where a value cannot be compared with what the rule has."""
+    """Rule over the values of an image. text: as it was written. names: names of the values in it, sorted. matches:
+    returns whether the rule holds for an image; raises `MissingValue`, or ValueError if a value cannot be compared."""
 
     text: str
     names: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""One image file -> its crop or crops, or a reason why not.
+"""One image file -> its crop or crops, or the reason why it has none.
 
-What is done with images that are not plain RGB, each recorded as a flag of the sample:
+Treatment of images that are not plain RGB, each recorded as a flag of the sample:
 
   exif          stored turned or mirrored, by Exif or XMP: put upright, as Pillow's `exif_transpose` does
   gray          grey or black and white: the grey value in each channel
@@ -8,9 +8,9 @@ What is done with images that are not plain RGB, each recorded as a flag of the 
   alpha         transparent: composed over the configured background, unless the crop keeps alpha
   cmyk          converted by Pillow without a colour profile, as the original does
   colour_space  YCbCr, HSV, LAB: converted
-  16bit         more than 8 bits a channel: scaled to 8, as `stored` describes; of colour Pillow keeps the high byte
+  16bit         more than 8 bits a channel: scaled to 8, as in `stored`; of colour Pillow keeps the high byte
   first_frame   animated or of several pages: the first one
-  profile       has a colour profile other than sRGB: it is ignored, or applied where data.profile is convert
+  profile       has a colour profile other than sRGB: it is ignored, or applied if data.profile is convert
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ values that it uses."""
 
 
 def crop_image(data: bytes, config: DataConfig, decode: Decode | None = None) -> Crop:
-    """Return the crop or crops of an image file from its bytes. decode: of a file that holds no picture; an image of
-    mode P is one of labels, which every crop scales to the nearest neighbour.
+    """Return the crop or crops of an image file from its bytes. decode: replaces the decoding of pictures; its images
+    of mode P are labels, which every crop scales by nearest neighbour.
 
-    Raises BadImage; and Undecided for a file whose pages may be anything. Call it inside `quiet_pillow()`.
+    Raises BadImage; and Undecided if the user has to decide how the file is read. Call it inside `quiet_pillow()`.
     """
     if not data:
         raise BadImage("an empty file")
@@ -201,8 +201,8 @@ def _last_pixel(image: Image.Image) -> tuple[int, ...]:
 
 
 def _has_more(image: Image.Image, data: bytes, chosen: str | None) -> bool:
-    """True if a file holds more images than the one that is read. Raises Undecided for a TIFF of several pages: they
-    may be a stack, channels or a document."""
+    """True if a file holds more images than the one that is read. Raises Undecided for a TIFF of several pages if
+    `chosen` is None: they may be a stack, channels or a document."""
     if not getattr(image, "is_animated", False):
         return False
     if image.format != "TIFF":

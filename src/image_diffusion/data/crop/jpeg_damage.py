@@ -25,16 +25,15 @@ _NOISE = b"\0" + hashlib.sha512(b"noise").digest().replace(b"\xff", b"\xfe")
 
 
 def is_filled(data: bytes, last_pixel: Sequence[int]) -> bool:
-    """Return whether a decoder made up pixels of a JPEG, because the coded data end too early or have a hole of zeros.
-    It warns of either, but Pillow does not pass the warning on.
+    """Return whether a decoder invented pixels of a JPEG, since the coded data end too early or have a hole of zeros.
+    Decoders warn of both, but Pillow does not report the warning.
 
-    A decoder that runs out of data fills up with grey, up to the last pixel; so only images whose last pixel is grey,
-    and those with many zeros in their data, are examined. Data put in front of every marker of a scan change an image
-    that lacks some, and no other. If they do not, but zeros were decoded and the last bytes were not, some before them
-    are wrong. Both are tried: up to five times the decoding of such an image. Restart markers are numbered, so that
-    gaps between them are seen.
+    A decoder that runs out of data fills the image with grey up to the last pixel, so only images with a grey last
+    pixel, or with many zeros in their data, are examined. Data inserted before every marker of a scan change the pixels
+    only if the scan lacks data. Otherwise, if the zeros were decoded but the last bytes were not, the data before those
+    are damaged. An examined image is decoded up to five times. Restart markers are numbered, which reveals gaps.
 
-    last_pixel: its levels, 0 to 255, as the file has it stored.
+    last_pixel: levels of the last pixel, 0 to 255, in the mode of the file.
     """
     start = _behind_scan_header(data, 2)
     if _RESTART_INTERVAL in data[:start] and not all(_is_numbered(data[begin:end]) for begin, end in _scans(data)):

@@ -1,4 +1,4 @@
-"""Cut a wide or tall image into several crops that cover all of it."""
+"""Cut a wide or tall image into several crops along its longer side."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ second, they are nearly black in the 16-bit range."""
 
 
 def check_rejects(bad: Sequence[Quarantined], total: int, max_bad_fraction: float, table: Path) -> None:
-    """Raise ValueError when too many of the files gave no crop. table: path of the table that lists them."""
+    """Raise ValueError when the source is empty or too many files gave no crop. table: path of the list of these."""
     if not total:
         raise ValueError("The source holds no images. Its tars must hold files like 0001.jpg.")
     if not bad:
@@ -37,8 +37,8 @@ def check_rejects(bad: Sequence[Quarantined], total: int, max_bad_fraction: floa
 
 
 def check_alpha(records: Sequence[ShardRecord], channels: int, has_background: bool) -> None:
-    """Raise ValueError when only the crops have alpha, or when only the images, all of them, have alpha and
-    `data.background` is not set."""
+    """Raise ValueError when the crops keep alpha but no image has it, or when all images have alpha, the crops drop it
+    and `data.background` is not set."""
     transparent = sum("alpha" in sample.flags for record in records for sample in record.samples)
     total = sum(record.num_samples for record in records)
     keeps_alpha = channels in (2, 4)

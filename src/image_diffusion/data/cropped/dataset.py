@@ -1,4 +1,4 @@
-"""Images -> shards of square crops, their records, and a manifest of the set."""
+"""Images -> shards of crops, their records, and a manifest of the set."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def crop_part(config: DataConfig, output: Path, note: Path, part: tuple[int, int
     """Crop the images of one part into `output`: the shards with `number % n == i` of part (i, n), and their records.
     Returns how many were written.
 
-    note: a file from which `crop_dataset` reads which shards these are, of which files. processes: as for that one.
+    note: output file that lists these shards for `crop_dataset`. processes: as in `crop_dataset`.
     """
     plan = plan_crops(config)
     index, count = part
@@ -82,10 +82,10 @@ def crop_dataset(
 ) -> Cropped:
     """Crop every image of the source into `output`: shards, their records, quarantine.csv, index.npy, manifest.json.
 
-    source_json: where the source's fingerprint lies, to note in it what was read. processes: how many crop at once; the
-    bytes do not depend on it. made: the notes of `crop_part`: while the source is as those found it, their shards are
-    not compared with it again. Raises ValueError when the source is missing or empty, or when more than
-    `max_bad_fraction` of its files give no crop.
+    source_json: path of source.json, next to which the hashes of the files that were read are recorded. processes:
+    number of parallel processes, which does not change the bytes. made: notes of `crop_part`; their shards are not
+    compared with the source again unless it has changed since. Raises ValueError when the source is missing or empty,
+    when more than `max_bad_fraction` of its files give no crop, or when a setting does not fit the images.
     """
     plan = plan_crops(config)
     if plan.listing.unit == "image":  # checked before cropping; the names in remote tars are known only afterwards

@@ -17,7 +17,7 @@ from image_diffusion.data.shards.tar_layout import Layout
 
 QUANTILES = 0.0001, 0.9999
 """Quantiles of a channel that are its measured range, robust to a few hot pixels."""
-_HALF = 2**16  # number of values of half of the bits of float32
+_HALF = 2**16  # number of values of 16 bits, half of a float32
 _AT_ONCE = 64  # crops that are read at a time
 _SAME_SIZE = 0.01  # relative tolerance of pixel sizes, for the rounded sides of scaled images
 
@@ -74,7 +74,7 @@ def _pixel_size(records: Sequence[ShardRecord]) -> tuple[float, float] | None:
 
 def _measured(name: str, values: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:
     """Return the quantiles of a channel, or its minimum and maximum if the quantiles are equal. counts: of each
-    value."""
+    value. Raises ValueError for a constant channel."""
     used = np.flatnonzero(counts)
     least, most = values[used[0]], values[used[-1]]
     if least == most:

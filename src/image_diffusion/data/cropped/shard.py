@@ -52,8 +52,9 @@ class ShardCropper:
         """Write a shard and its record, unless it already holds exactly these images; return the record, and True if it
         was written.
 
-        drop: names of the images that are left out; None: an existing shard may have left out any. count: called with
-        how many items are done, now and then. Raises ValueError for a tar that cannot be fetched.
+        drop: names of the images to leave out; None: an existing shard may have left out any. count: called at
+        intervals with the number of finished items. Raises ValueError for a tar that cannot be fetched, and for a file
+        whose reading the user has to decide.
         """
         if record_path(self.output, shard).is_file():
             made_from = self._made_from(items, [self.source.state_of(item) for item in items])

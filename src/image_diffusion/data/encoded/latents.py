@@ -113,9 +113,9 @@ def encode_shards(
 ) -> int:
     """Encode the shards of one part, those with `number % n == i` of part (i, n); returns how many were written.
 
-    codec: built for `settings.compute_dtype`. Shards that already hold what they should are kept; their records follow
-    those of the crops, whose ids change where files are saved again with equal pixels. `write_manifest` ends the set,
-    once every part is done.
+    codec: built for `settings.compute_dtype`. Shards that are up to date are kept; their records are updated
+    from those of the crops, whose ids change if files are saved again with equal pixels. `write_manifest` completes the
+    set when every part is done.
     Raises ValueError when the crops are damaged or the codec gives a number that is not finite.
     """
     index, of = part
@@ -140,7 +140,7 @@ def encode_shards(
 def write_manifest(
     crops: Path, output: Path, codec: Encoder, settings: EncodeConfig, pictures: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Write the manifest of a set whose shards all exist; returns it. pictures: that were drawn of it.
+    """Write the manifest of a set whose shards all exist; returns it. pictures: files to list with their hashes.
 
     Raises ValueError naming the first shard that is missing or was made from something else.
     """
@@ -175,8 +175,8 @@ def finish(
     settings: EncodeConfig,
     pictures: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Write the index and the manifest of shards that all exist; returns it. about: what it says of the data that they
-    were made from. members: of a sample."""
+    """Write the index and the manifest of shards that all exist; returns it. about: entries that describe the data from
+    which the shards were made. members: names of the arrays in a sample."""
     remove_surplus(output, len(records))
     write_index(output / "index.npy", map(index_of, records))
     statistics = [record.statistics for record in records if record.statistics is not None]

@@ -126,9 +126,9 @@ def write_pairs(
     """Write shards, records, quarantine.csv, index.npy and manifest.json; returns the manifest and how many shards were
     written.
 
-    Shards that already hold what they should are kept. A pair that lacks a caption, or with an embedding that is zeros
-    or not finite, is left out. Raises ValueError where those are more than `max_bad_fraction` of all, for a number that
-    is too large for the dtype, or an empty set.
+    Shards that are up to date are kept. A pair without a caption, or with an embedding that is zeros or not finite, is
+    left out. Raises ValueError if more than `max_bad_fraction` of the pairs are left out, for a number that is too
+    large for the dtype, or for an empty set.
     """
     layout = Layout(pairs.members, pairs.shape, dtype, labelled=False)
     make_folder(output)

@@ -21,7 +21,7 @@ from image_diffusion.data.shards.records import ShardRecord
 
 _LINE = 14  # pixels, height of a line of text
 _COLUMNS, _ROWS, _TILE = 10, 20, 96  # images of a row, rows, pixels along an edge of an image
-_CROPS = 12  # of a row of the contact sheet
+_CROPS = 12  # crops in a row of the contact sheet
 _RECONSTRUCTION, _GAIN = 128, 4  # pixels along an edge of a reconstruction, factor of its difference
 _SAMPLED = 1000  # images of which the numbers are counted for the plot
 

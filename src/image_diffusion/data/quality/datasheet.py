@@ -20,7 +20,7 @@ from image_diffusion.data.shards.records import Quarantined, Sample
 FORMAT = 1
 """Version of datasheet.json."""
 SHOWN = 50
-"""Examples of each finding, and strange images."""
+"""Maximum number of examples of each finding, and of strange images."""
 
 DARK, BRIGHT = 12.0, 243.0
 ENLARGED, CUT = 2.0, 0.5
@@ -124,10 +124,10 @@ def describe_images(
 
 
 def strangest(samples: Sequence[Sample], detail: NDArray[np.float64]) -> list[tuple[int, str]]:
-    """Return the numbers of the most unusual images, the strangest first, and the unusual measure of each.
+    """Return the numbers of the most unusual images, the strangest first, and the reason for each, such as dark.
 
-    The score is the distance of a measure from its median, in units of 1.4826 times its median absolute deviation, plus
-    0.1.
+    The score is the distance of a measure from its median, divided by the sum of 0.1 and 1.4826 times its median
+    absolute deviation.
     """
     logarithms: dict[str, tuple[str, str, list[float]]] = {
         "aspect": ("tall", "wide", [np.log(sample.size[0] / sample.size[1]) for sample in samples]),

@@ -6,8 +6,8 @@ of the median, so that the mirrored image has the same bits with every odd colum
 views that lack 5 % at two of the sides, which is what a trimmed copy shows. Two crops whose bits nearly agree are then
 laid over each other, and are near duplicates where what they show correlates.
 
-Not every two looks are compared, but those that are the same in two of the eight rows of coefficients, for each two
-rows: so are all that differ in six bits, and most that differ in ten. (Manku, Jain and Das Sarma 2007, "Detecting
+Two views are compared only if they are equal in at least two of the eight rows of coefficients. This finds all pairs
+that differ in up to six bits, and most that differ in ten. (Manku, Jain and Das Sarma 2007, "Detecting
 Near-Duplicates for Web Crawling", find fingerprints of web pages in such tables.)
 """
 
@@ -35,8 +35,8 @@ RADIUS = 10
 are that close."""
 CORRELATION = 0.95
 """Correlation that near duplicates have at least, once they lie over each other, -1 to 1. Saved as JPEG of quality 60,
-scaled by 0.9, trimmed by 5 % or mirrored, 99 of 100 images reach 0.95; of 4,000 crops of CIFAR-10 none did that were
-not the same picture."""
+scaled by 0.9, trimmed by 5 % or mirrored, 99 of 100 images reach 0.95; of 4,000 crops of CIFAR-10, no two
+different pictures do."""
 FAINT = 2.0
 """Standard deviation of the grey values, 0 to 255, below which a crop is too faint to compare."""
 TOO_MANY = 30
@@ -173,8 +173,8 @@ def pairs_across_splits(pairs: Sequence[Pair], held_out: Iterable[int]) -> list[
 
 
 def _candidate_pairs(looks: ViewHashes, queries: NDArray[np.int64], processes: int) -> NDArray[np.int64] | None:
-    """Return the pairs of those asked with all others whose bits nearly agree, in any view of either, mirrored or not,
-    as rows (first, second), [m, 2], sorted; None where they are too many to distinguish anything."""
+    """Return the pairs of the queries with all others whose bits nearly agree, in any view of either, mirrored or not,
+    as rows (first, second), [m, 2], sorted; None if there are too many for views to tell crops apart."""
     count, most = len(looks), TOO_MANY * len(queries)
     everything = np.arange(count)
     sides = [(queries, everything)] if len(queries) == count else [(queries, everything), (everything, queries)]
@@ -291,7 +291,7 @@ def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> flo
 
 
 def same_crops(records: Iterable[ShardRecord]) -> dict[str, str]:
-    """Return the images whose crops equal those of another image byte for byte, with the first such image by name."""
+    """Return the images whose crops equal those of another image byte for byte, and the first of these by name."""
     samples = sorted(
         (sample for record in records for sample in (*record.samples, *record.dropped)), key=lambda sample: sample.path
     )

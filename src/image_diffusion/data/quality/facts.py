@@ -50,8 +50,8 @@ _PROMPTS = 1000
 class CaptionFacts:
     """Facts about the captions of a set of images.
 
-    count: number of images with a caption. column: of a table. per_image: the median. words: 95th percentile per
-    caption. prompts: different captions of evenly spaced images.
+    count: number of images with a caption. column: of a table. per_image: the median. words: 95th percentile
+    of the number of words in a caption. prompts: different captions of evenly spaced images.
     """
 
     count: int
@@ -90,7 +90,7 @@ class Facts:
 
 
 def source_of(path: Path) -> Images:
-    """Return the source that reads a folder, a table of paths or a zip. Raises ValueError where there is neither.
+    """Return the source that reads a folder, a table of paths or a zip. Raises ValueError for any other path.
 
     A folder is read by the one table in it that names images with their classes or captions, if there is one. Of a
     folder that holds a folder of images and one of masks, the images are read.

@@ -150,7 +150,7 @@ class Manifest(Config):
 
 
 def check_manifest(manifest: Any, path: str) -> dict[str, Any]:
-    """Validate the manifest that was read from a path or URL. Raises ValueError with the errors in it."""
+    """Validate and return the manifest that was read from a path or URL. Raises ValueError with the errors in it."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}, which this version reads. Run its stage again.")
     try:

@@ -49,10 +49,10 @@ _AT_ONCE = 8
 class Shards:
     """The samples of one split of a set of shards, numbered from 0 in the order of the shards.
 
-    num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes. shape,
-    dtype: of one stored sample. levels: of array crops; None for other samples. manifest: the set's manifest. digest:
-    from `content_digest`. joined_sets: other sets that were joined to this one, sample by sample, by their kind.
-    renders: see `open_shards`."""
+    num_samples: N, of the split. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without
+    classes. shape, dtype: of one stored sample. levels: of array crops; None for other samples. manifest: the set's
+    manifest. digest: from `content_digest`. joined_sets: other sets that were joined to this one, sample by sample, by
+    their kind. renders: see `open_shards`."""
 
     def __init__(
         self,

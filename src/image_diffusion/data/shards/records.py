@@ -33,9 +33,9 @@ class Sample:
     path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
     mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.image_views` of the
     crop. brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
-    neighbouring pixels of the crop. view: number of the crop among those of its image. values: `StoredPixels.values` of
-    the file. pixel_size: height and width of a pixel in micrometres. The fields from `format` on are empty in records
-    of earlier versions."""
+    neighbouring pixels of the crop, 0 to 255. view: number of the crop among those of its image. values:
+    `StoredPixels.values` of the file. pixel_size: height and width of a pixel in micrometres. The fields from `format`
+    on are empty in records of earlier versions."""
 
     key: str
     path: str
@@ -223,7 +223,7 @@ def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
 
 
 def read_unwanted(path: Path) -> list[Quarantined]:
-    """Read the images that `data.keep` excluded from the table. Raises ValueError when the table is missing."""
+    """Read from the table the images that `data.keep` excluded. Raises ValueError when the table is missing."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist. Run crop again.")
     with path.open(newline="", encoding="utf-8") as file:

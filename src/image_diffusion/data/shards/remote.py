@@ -1,8 +1,8 @@
 """Shards at a URL: each file is fetched when it is first needed, verified, and cached.
 
 Any address that fsspec reads is accepted: http and https; s3, gs and others with the package that fsspec requires.
-Cached files are named by the sha256 of their content in the manifest, so they are verified, only changed shards are
-fetched again, and all processes of a machine share them.
+Cached files are named by their sha256, which the manifest states: downloads are verified, only changed shards are
+fetched again, and all processes of a machine share the files.
 """
 
 from __future__ import annotations

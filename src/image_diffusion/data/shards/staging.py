@@ -21,9 +21,9 @@ def begin_staging(sets: Sequence[Shards], folder: str, part: float = 0.0) -> thr
     """Begin to copy the shards of these sets, which may share shards, to a folder, and to read them from there.
 
     folder: created if it is missing; $NAME in it is an environment variable. part: position in a set at which to begin,
-    from 0 to 1, so that the processes of a node copy different shards. Returns what copies; None, with a note, where
-    the disk has no room. A disk that fills up later ends the copying with a note, and no training. Raises ValueError
-    when the folder cannot be made, or an environment variable is not set.
+    from 0 to 1, so that the processes of a node copy different shards. Returns the thread that copies; None, with a
+    note, if the disk has no room. If the disk fills up later, the copying ends with a note and the training continues.
+    Raises ValueError when the folder cannot be made, or an environment variable is not set.
     """
     place = Path(os.path.expandvars(folder)).expanduser()
     if unset := re.search(r"\$\{?(\w+)", str(place)):

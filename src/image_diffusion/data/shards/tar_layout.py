@@ -25,7 +25,7 @@ MAX_SAMPLES = 10**KEY_DIGITS
 class Layout:
     """Layout of a sample's arrays in a shard.
 
-    members: by extension without the `.npy` suffix's dot, e.g. "npy" and "flip.npy": shape and dtype are shared.
+    members: extensions without the leading dot, e.g. "npy" and "flip.npy", which share shape and dtype.
     shape, dtype: of one array. labelled: whether each sample has a `.cls` member with its class as digits.
     """
 

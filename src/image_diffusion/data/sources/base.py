@@ -73,7 +73,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class FileGroup:
-    """Files of one folder of a source, stored compactly, since a folder may hold a million.
+    """Files of one folder of a source, or all files of a `FewFiles`, stored compactly: a folder may hold a million.
 
     folder: path relative to the source, in plain text and ending in "/"; empty for the source itself. names: of the
     files, in the order in which they were found. stamps: four numbers per file, as in `Stamp`. at: the path of a file
@@ -133,7 +133,7 @@ class ImageSource(Config):
 
     @abstractmethod
     def file_groups(self) -> Iterator[FileGroup]:
-        """Yield the files of the images, grouped by folder. Raises ValueError when the source has none."""
+        """Yield the files of the images in groups, such as by folder. Raises ValueError when the source has none."""
 
     def read(self, item: Item) -> bytes:
         """Return the bytes of one image file. Raises OSError."""
@@ -146,7 +146,7 @@ class ImageSource(Config):
 
     def state_of(self, item: Item) -> str:
         """Return a text that changes when the images of an item change: the sha256 of an image, empty if it cannot be
-        read; for a tar, a digest that needs no fetch."""
+        read; for a tar, a digest of what is known before it is fetched."""
         try:
             return hashlib.sha256(self.read(item)).hexdigest()
         except OSError:
@@ -226,7 +226,7 @@ def captions_in(data: bytes, extension: str) -> list[str]:
 
 
 def values_in(data: bytes, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those of the keys that a JSON file next to an image has. Raises ValueError."""
+    """Return the values of these keys in a JSON file next to an image, except missing ones. Raises ValueError."""
     content = json.loads(decoded(data))
     return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
 
@@ -251,7 +251,7 @@ def plain_text(name: str) -> str:
 
 
 def number_classes(names: Iterable[str]) -> dict[str, int]:
-    """Return the class names, sorted as text like torchvision's ImageFolder does, with their numbers from 0."""
+    """Return the class names, sorted as text as in torchvision's ImageFolder, with their numbers from 0."""
     return {name: number for number, name in enumerate(sorted(set(names)))}
 
 

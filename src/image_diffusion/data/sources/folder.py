@@ -50,13 +50,12 @@ _CAPTIONS = (".txt", ".json")
 
 
 class Folder(ImageSource):
-    """Images in a folder. Each folder at the first level is a class, with everything below it; images that lie in
-    the folder itself, with no folders beside them, have no class.
+    """Images in a folder. Each first-level folder is a class, with everything below it; images in the folder itself,
+    without folders next to them, have no class.
 
-    Files are judged by what they hold, not by their extension. Hidden files are ignored, and so are a `.txt` and a
-    `.json` beside an image of the same name, which may be its caption. Symbolic links are
-    followed wherever they point, since many data sets are folders of links; a link back to a folder that holds it is
-    rejected.
+    Files are recognised by their content, not by their extension. Hidden files are ignored, and so are a `.txt` and a
+    `.json` next to an image of the same name, which may be its caption. Symbolic links are followed wherever they
+    point, since many data sets are folders of links; a link back to a folder that contains it is rejected.
     """
 
     type: Literal["folder"] = "folder"

@@ -82,8 +82,8 @@ class Edm2Latents(LatentSource):
         00000/img-mean-std-00000000.npy    float32 [2c, h, w]: the mean, then the standard deviation
         dataset.json                       {"labels": [["00000/img-mean-std-00000000.npy", 5], …]} or {"labels": null}
 
-    Its autoencoder was given pixels in [0, 1] (`encode_pixels` in training/encoders.py divides by 255), where
-    diffusers' take [-1, 1]: the codec has to say `pixels: unit` to decode what is learnt from these.
+    EDM2 encodes pixels in [0, 1] (`encode_pixels` in training/encoders.py divides by 255), while the autoencoders of
+    diffusers take [-1, 1]: set `pixels: unit` in the codec to decode the samples of a model that learns these latents.
     """
 
     type: Literal["edm2_latents"] = "edm2_latents"
@@ -140,7 +140,7 @@ class LightningDiTLatents(FewFiles, LatentSource):
     their mirror images: a folder of safetensors files.
 
         latents_rank00_shard000.safetensors, …    latents, latents_flip: [n, c, h, w]; labels: [n]
-        latents_stats.pt                          mean and deviation of some of them; not read, they are measured anew
+        latents_stats.pt                          mean and std of some latents; not read, but measured again
     """
 
     type: Literal["lightningdit_latents"] = "lightningdit_latents"
@@ -173,10 +173,10 @@ class LightningDiTLatents(FewFiles, LatentSource):
 class FastDiTLatents(LatentSource):
     """Latents as extract_features.py of chuanyangjin/fast-DiT writes them, two folders of `.npy` files.
 
-        imagenet256_features/0.npy, …    float32 [1, c, h, w], drawn once and multiplied with 0.18215
+        imagenet256_features/0.npy, …    float32 [1, c, h, w], drawn once and multiplied by 0.18215
         imagenet256_labels/0.npy, …      int64 [1]
 
-    Each image was mirrored by chance before it was encoded, once and for all, so there are no mirror images.
+    Each image was mirrored at random once, before it was encoded, so there are no mirror images.
     """
 
     type: Literal["fastdit_latents"] = "fastdit_latents"

@@ -54,7 +54,8 @@ def level_of(classes: str | Level, path: str, inside: Inside, is_archive: bool =
     """Return the level of the class folders: the first, unless the configuration states another.
 
     In an archive, a single folder around all others is skipped. path: of the source, for messages. Raises ValueError if
-    the folders are splits, or if a single folder of a folder holds all others, unless the configuration states a level.
+    the folders are splits, or, outside of an archive, if a single folder holds all others, unless the configuration
+    states a level.
     """
     if isinstance(classes, Level):
         return classes.level

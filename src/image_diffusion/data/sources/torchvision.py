@@ -29,14 +29,14 @@ _PAIRS = ("samples", "_samples")  # attributes with pairs of file and class
 
 class TorchvisionSet(FewFiles):
     """A data set of torchvision.datasets whose items are an image and its class number. An image is named by its number
-    and read as torchvision returns it: decoded, without the Exif orientation."""
+    and read as torchvision returns it: decoded, and not turned by its Exif orientation."""
 
     type: Literal["torchvision"] = "torchvision"
     """A labelled image set of torchvision.datasets."""
     name: Name
     """Name of the data set's class in torchvision.datasets."""
     path: str = Field(min_length=1)
-    """Its argument `root`: the folder of its files, preferably of no others."""
+    """Argument `root` of the class: the folder of the data set's files, preferably of no others."""
     options: dict[str, bool | int | str] = Field({})
     """Further arguments of the class. Examples: `{train: false}`, `{split: test}`."""
     classes: Literal["labels", "none"] = "labels"

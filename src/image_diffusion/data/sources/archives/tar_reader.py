@@ -54,7 +54,8 @@ def members_of(file: IO[bytes], name: str, labelled: bool, names: tuple[str, ...
     it is labelled, otherwise its captions.
 
     Raises ValueError, in one line that names the tar, if the tar is damaged, truncated or followed by another one, or
-    if its members lead outside of it, are not plain files, or give a sample two images or two classes.
+    if its members lead outside of it, are not plain files, hold texts that are too large or invalid, or give a sample
+    two images or two classes of one extension.
     """
     members, end = Members(), 0
     images: list[_Member] = []

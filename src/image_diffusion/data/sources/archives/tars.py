@@ -101,8 +101,8 @@ class Webdataset(FewFiles, TarSource):
         return Listing(items, list(numbers), sorted(rejected), passed_over)
 
     def _check_captions(self, texts: list[str | None]) -> None:
-        """Raise ValueError if only `.txt` gives classes, but more than half of the texts differ, as captions do. texts:
-        the `.txt` of each sample; None if it has none or another file gives its class."""
+        """Raise ValueError if only `.txt` gives classes, but more than half of at least 10 texts are different, as in
+        captions. texts: the `.txt` of each sample with a class; None if another file gives the class."""
         different = len(set(texts))
         if None not in texts and len(texts) >= _FEWEST and different * 2 > len(texts):
             raise ValueError(

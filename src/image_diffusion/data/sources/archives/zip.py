@@ -101,7 +101,7 @@ class ZipArchive(FewFiles):
             ) from None
 
     def _members(self) -> tuple[list[str], list[str]]:
-        """Return the names of the members that are files: the images, and the hidden files; both sorted."""
+        """Return the names of the members that are files: those to read, and the hidden ones; both sorted."""
         names = [
             member.filename
             for member in self._archive().infolist()
