@@ -82,8 +82,8 @@ class EvaluatedPrior:
 
 @dataclass(frozen=True)
 class PriorEvaluation(Evaluation):
-    """Evaluation of a prior, and of its weights without averaging, if they were kept. reading, objective: for
-    embeddings of a dimension."""
+    """Evaluation of a prior, and of its raw weights, if they were kept. reading, objective: for embeddings of a
+    dimension."""
 
     section: ClassVar[str] = "prediction"
 

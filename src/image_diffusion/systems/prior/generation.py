@@ -1,6 +1,6 @@
 """Samples of a prior: image embeddings of captions, in the layout that clip-retrieval writes.
 
-img_emb/img_emb_0.npy, img_emb_1.npy, …         float16 [n, dim], one row a sample
+img_emb/img_emb_0.npy, img_emb_1.npy, …         float16 [n, dim], one row per sample
 metadata/metadata_0.parquet, …                  of the same rows: caption, seed, id
 embeddings.json                                 how they were made
 """
