@@ -266,8 +266,8 @@ def _labels(
 ) -> Tensor | None:
     """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
     only for the evaluation: the class that every prompt names, or the class of the embedded image. Conditions of
-    held-out images have their classes, unless the settings choose others, or the network is conditioned on text and not
-    on a class."""
+    held-out images come with the classes of these images, unless the settings choose others, or the network is
+    conditioned on text and not on a class."""
     text_alone = "prompts" in request.described and not spec.num_classes
     if request.labels is not None and settings.labels == "balanced" and not text_alone:
         return request.labels
