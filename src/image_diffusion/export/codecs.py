@@ -27,7 +27,7 @@ def write_dvae(system: DVAESystem, model: TrainedNetwork, codec: Codec, folder: 
 
 
 def write_vae(system: AutoencoderSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
-    """Write atomically a folder that `AutoencoderKL.from_pretrained` loads."""
+    """Atomically write a folder that `AutoencoderKL.from_pretrained` loads."""
     assert isinstance(model.network, Autoencoder)
     with atomic_folder(folder) as written:
         model.network.vae.save_pretrained(written)

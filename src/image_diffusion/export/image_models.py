@@ -59,7 +59,7 @@ def _write_image_model(
     from image_diffusion.export.bundle import image_pipeline
 
     packed, vae = codec.packed(), None
-    config: Config = getattr(system, "network")  # noqa: B009 - each page has one of its own type
+    config: Config = getattr(system, "network")  # noqa: B009 - each system has one of its own type
     networks = trained(model.network, config, model.spec, system.build_options)
     if packed.network is not None and hasattr(packed.network, "save_pretrained"):
         vae = packed.network

@@ -32,8 +32,8 @@ class Inpainting(Config):
     """One mask for all images, or a folder with a mask for each, of the same name except for the suffix. White pixels
     are known, black ones are filled in. A mask has the size of its image and is cropped like it."""
     resamplings: int = Field(10, ge=1)
-    """Number of times that each step is repeated, after its noise is added again, so that the filled part agrees better
-    with the known part. Lugmayr et al. (2022) use 10. The sampling time is multiplied by this number."""
+    """Number of times that each step is taken, with its noise added again in between, so that the filled part agrees
+    better with the known part. Lugmayr et al. (2022) use 10. The sampling time is multiplied by this number."""
 
 
 class Start(Config):
@@ -43,7 +43,7 @@ class Start(Config):
     """Folder of images, or one image, cropped as the data set's are. Seed s takes image s modulo their number, in the
     order of their names."""
     strength: float = Field(0.6, ge=0, le=1)
-    """Share of the sampler's steps that are taken, from the last ones. 0 returns the image; 1 keeps nothing of it."""
+    """Share of the sampler's steps that are taken: the last ones. 0 returns the image; 1 keeps nothing of it."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Guidance(Sparse):
     @field_validator("scales", mode="before")
     @classmethod
     def _of_pairs(cls, value: Any) -> Any:
-        """Return the scales by name, as a configuration has them."""
+        """Return the scales by name, as a configuration has them, also from the pairs of `_as_pairs`."""
         return dict(value) if isinstance(value, list | tuple) and all(map(_is_pair, value)) else value
 
     @model_validator(mode="after")

@@ -92,7 +92,8 @@ def main() -> None:
 
 
 def import_of(stage: EncodeStage, codec: Codec | Tokens, output: Path) -> Import | None:
-    """Return the import of latents encoded elsewhere; None: the data are crops to encode. Raises ValueError."""
+    """Return the import of latents encoded elsewhere; None: the data are crops to encode. Raises ValueError for an
+    incomplete source, and for latents of another shape than the codec's."""
     if stage.data is None:
         return None
     images = DataSpec(channels=stage.data.num_channels, resolution=stage.data.resolution, num_classes=1)

@@ -150,7 +150,7 @@ def check_samples_of(sha256: str, samples: Path) -> None:
 
 
 def raw_network(weights: Path) -> nn.Module | None:
-    """Return the network with the weights without averaging; None unless they were kept next to `weights`."""
+    """Return the network with its raw weights, before averaging; None unless they were kept next to `weights`."""
     folder = weights.parent / "raw"
     return load_model(folder).network.to(best_device()) if (folder / "model.json").is_file() else None
 

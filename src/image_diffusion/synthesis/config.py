@@ -47,7 +47,7 @@ class SynthesizeConfig(Sparse):
     per_class: int | None = Field(None, ge=1)
     """Number of images of each class with training images; without classes, number of all images."""
     like: Literal["train"] | None = None
-    """train: as many images of each class as there are training images, with the numbers of the training images if the
+    """train: as many images of each class as the training set has; with the numbers of the training images, if the
     network is conditioned on numbers."""
     table: str | None = None
     """Table with a row for each kind of image (`.csv`, `.tsv`, `.jsonl` or `.parquet`): the class in the column

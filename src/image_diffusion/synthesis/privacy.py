@@ -1,6 +1,6 @@
 """Statistics of the information in synthetic images about the training images of their model. Distances are between
 images reduced to 16 x 16 pixels (`metrics/images/memorization.py`), not between features of the data set's own
-detector, whose training on the same images alone distinguishes them from held-out images.
+detector: it was trained on the same images, which by itself sets them apart from held-out images.
 """
 
 from __future__ import annotations

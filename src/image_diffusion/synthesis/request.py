@@ -55,8 +55,8 @@ class Request:
         return self.groups[self._rows(num_drawn)]
 
     def _rows(self, num_drawn: int) -> NDArray[np.int64]:
-        """Return the requested image that each drawn one repeats: all in turn; the rest are the same share of each
-        group if the settings list conditions."""
+        """Return the requested image that each drawn image repeats: all in turn. If the settings list classes or
+        conditions, those after the last full turn are the same share of each group."""
         turns, spare = divmod(num_drawn, len(self.groups))
         rows = np.arange(num_drawn) % len(self.groups)
         if spare and any(isinstance(value, list) for value in self.settings.values()):

@@ -203,8 +203,9 @@ def verdict(gain: Estimate) -> str | None:
 
 
 def measure_privacy(synthetic: Samples, real: RealImages) -> Scores:
-    """Return the scores that are measured on pixels. The scores of real images use the same measures, with half of the
-    held-out images in place of the synthetic set and the other half as held-out images."""
+    """Return the scores that are measured on pixels. The scores of real images use the same measures, with held-out
+    images in place of the synthetic set: for membership half of them, tested with the other half; for `nearest_ratio`
+    all of them."""
     held_out = _pixels(real.validation)
     if len(held_out) < 4 or real.train.num_samples < 4:
         few = _missing("not measured: it takes four held-out images")

@@ -104,7 +104,7 @@ class System(Adaptable, ABC):
 
     @property
     def latents(self) -> LatentShape | None:
-        """Return the shape of the latents if the trained network is a codec of other experiments."""
+        """Return the shape of the latents if the trained network is a codec of other experiments; None otherwise."""
         return None
 
     def spec(self, data: Shards) -> DataSpec:
@@ -131,8 +131,8 @@ class System(Adaptable, ABC):
         codec: Codec,
         joined_sets: Mapping[str, Tensor] | None = None,
     ) -> Batch:
-        """Return the objective's input for stored samples [B, …] with labels, int64 [B], and random numbers. beside:
-        the entries of the shards of `joined_kinds` for the same samples, [B, …], by kind."""
+        """Return the objective's input for stored samples [B, …] with labels, int64 [B], and random numbers.
+        joined_sets: the entries of the shards of `joined_kinds` for the same samples, [B, …], by kind."""
         return Batch(codec.draw(stored, streams), {}, streams)
 
     def sampling(self) -> Sampling:

@@ -31,8 +31,8 @@ class EvaluationInputs:
     reference: samples or a file to compare with in place of a split; references: folders of the detectors' features of
     the splits; previews: of the training, in a folder for each fingerprint of a run; report: a folder for pictures.
     encoded: the folder of the encoded crops, if `Evaluation.reads_encoded`. pairs: the folders of the sets of pairs, if
-    `Evaluation.reads_pairs`. raw: loads the network with the weights without averaging, if they were kept. read: reads
-    the images of `samples`, with these classes and levels.
+    `Evaluation.reads_pairs`. raw: loads the network with the raw weights, before averaging, if they were kept. read:
+    reads the images of `samples`, with these classes and levels.
     """
 
     model: TrainedNetwork | None

@@ -40,7 +40,8 @@ class Pictures:
     factor: int
 
     def of_seeds(self, seeds: Tensor, encode: Callable[[Tensor], Tensor]) -> FromImages:
-        """Return the sampling of some seeds, int64 [B]. encode: uint8 images [B, C, H, W] -> x0."""
+        """Return the images that samples of some seeds, int64 [B], are made from. encode: uint8 images [B, C, H, W] ->
+        x0."""
         start, known, mask = (_rows(pixels, seeds) for pixels in (self.start, self.known, self.mask))
         x0 = None if known is None else encode(known)
         where = None if x0 is None or mask is None else least_known(mask, self.factor).to(x0.device)

@@ -75,7 +75,7 @@ def cached_batches(maker: Maker, rows: Iterable[slice]) -> Iterator[Tensor]:
 
 def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
     """Yield the batches [B, C, H, W] or [B, dim] that the parts wrote, in order. A damaged part is removed, to be made
-    again. Raises ValueError when a part is damaged or missing.
+    again. Raises ValueError when a part is damaged, or the number of samples is wrong.
     """
     arrays = []
     for path in parts:

@@ -291,9 +291,9 @@ class Sampling:
     def served(
         self, spec: DataSpec, classes: list[str], pairs: Mapping[str, Any] | None = None, embeds: bool = False
     ) -> Served | None:
-        """Return the inputs and outputs of the served model; None: it cannot be served. pairs: the model's description
-        of the sets that it was trained on, by kind. embeds: whether a model that makes embeddings of captions is served
-        with it. Raises ValueError for a model that cannot answer requests."""
+        """Return the inputs and outputs of the served model; None: its samples cannot be requested. pairs: the model's
+        description of the sets that it was trained on, by kind. embeds: whether a model that makes embeddings of
+        captions is served with it. Raises ValueError for a model that cannot answer requests."""
         return None
 
     def predictor(

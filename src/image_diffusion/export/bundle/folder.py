@@ -45,7 +45,7 @@ def write_hub_folder(
     needed: tuple[type, ...] = (),
     vae: Any = None,
 ) -> None:
-    """Write atomically a folder that `DiffusionPipeline.from_pretrained` loads.
+    """Atomically write a folder that `DiffusionPipeline.from_pretrained` loads.
 
     model: the class that loads the networks and that the pipeline calls. pipeline: the module that becomes pipeline.py.
     networks: by file name. described: further plain data for `model`. needed: further classes that `model` loads by

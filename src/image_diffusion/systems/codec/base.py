@@ -89,7 +89,7 @@ class CodecSystem(System):
 
     @property
     def latents(self) -> LatentShape:
-        network: LatentShape = getattr(self, "network")  # noqa: B009 - each page has one of its own type
+        network: LatentShape = getattr(self, "network")  # noqa: B009 - each system has one of its own type
         return network
 
     def sampling(self) -> CodecSampling:

@@ -109,7 +109,7 @@ class CodecSampling(Sampling):
     decoded: str
 
     def preview(self, inputs: PreviewInputs) -> Preview:
-        """Return the function that reconstructs the held-out images of a validation."""
+        """Return the function that reconstructs held-out images, as many as a validation uses."""
 
         def draw(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
             images = inputs.held_out.gather(np.arange(min(inputs.held_out.num_samples, inputs.num_samples)))

@@ -33,7 +33,7 @@ from image_diffusion.systems.pictures import check_crop, listed
 
 
 def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Sections) -> None:
-    """Raise ValueError unless the section pairs provides exactly the sets that training reads: of these kinds."""
+    """Raise ValueError unless the section pairs provides exactly the sets of these kinds, which training reads."""
     sets = {of_kind.kind: of_kind for of_kind in sets_of(experiment.section("pairs"))}
     if missing := next((kind for kind in kinds if kind not in sets), None):
         reader = "system.alignment is set" if missing == "features" else f"system.condition.type is {condition.type}"
@@ -325,8 +325,8 @@ def _made_of_held_out(experiment: Sections) -> bool:
 
 
 def check_small_images(image: ImagePart | None, experiment: Sections, others: Others) -> None:
-    """Raise ValueError unless samples have images as conditions, and those of another experiment fit. image: the image
-    part of the condition.
+    """Raise ValueError unless there are images to condition samples on, and those of another experiment fit. image: the
+    image part of the condition.
     """
     sample: SampleConfig = experiment.section("sample")
     data, base = experiment.data, others.small_images

@@ -88,7 +88,7 @@ class Conditions:
 
     @property
     def image(self) -> ImagePart | None:
-        """Return the part that is an image."""
+        """Return the part that is an image; None without one."""
         return next((part for part in self.parts if isinstance(part, ImagePart)), None)
 
     def check(self, section: str, settings: SampleConfig, pairs: Sequence[Any] = ()) -> None:
@@ -152,7 +152,7 @@ class Conditions:
         return [(part, source) for part in self.parts if (source := part.draws(settings)) is not None]
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of images of the image part."""
+        """Return the source of the images of the image part; None without one."""
         return None if self.image is None else self.image.draws_images(settings)
 
     def pictures(self, settings: SampleConfig) -> list[Path]:

@@ -46,7 +46,8 @@ class DiTSystem(DiffusionSystem):
     objective: Objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
     """Prediction of the network, and the weighting of its error. Labels are dropped where the data have any."""
     condition: AnyCondition = LabelCondition()
-    """Condition of the network: a class, a text, an image embedding, numbers or an image; or a list of several."""
+    """Condition of the network: a class, a text, an image embedding, numbers or an image; or a list of several, which
+    apply together."""
     alignment: Alignment | None = None
     """Alignment of the network's tokens with the features of a teacher (section pairs) during training. Unset: no
     alignment."""

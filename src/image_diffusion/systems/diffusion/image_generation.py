@@ -97,7 +97,8 @@ class ImageSampling(Sampling, ABC):
         pictures: Pictures | None = None,
     ) -> ImageGenerator:
         """Build the generator. weaker: the network of `settings.weaker_weights`. null: the condition that guidance
-        leads away from. pictures: to sample from. Raises ValueError for a sampler or guidance that do not fit."""
+        leads away from. pictures: the pictures to sample from. Raises ValueError for a sampler or guidance that do not
+        fit."""
 
     @property
     def takes_classes(self) -> bool:
@@ -201,9 +202,9 @@ class ImageSampling(Sampling, ABC):
         decoder, generators = codec(), list[ImageGenerator]()
 
         def predict(table: pandas.DataFrame) -> NDArray[Any]:
-            """Return images, [N, H, W, C]. table: the columns of `served`; without classes, each seed gets the same
-            class as in `sample`. Raises ValueError for an empty table, for a class that is missing in a row, does not
-            exist or is named twice, and for an image that cannot be read or does not fit."""
+            """Return images, [N, H, W, C]. table: the columns of `served`; without a column of classes, each seed gets
+            the same class as in `sample`. Raises ValueError for an empty table, for a class that is missing in a row,
+            does not exist or is named twice, and for an image that cannot be read or does not fit."""
             if table.empty:
                 raise ValueError("The table has no rows. Give a row for each image.")
             seeds = torch.tensor(table["seed"].to_numpy(np.int64))
@@ -265,8 +266,8 @@ def _labels(
 ) -> Tensor | None:
     """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
     only for the evaluation: the class that every prompt names, or the class of the embedded image. Conditions of
-    held-out images have their classes, unless the settings choose others, or the network is conditioned on text and not
-    on a class."""
+    held-out images come with the classes of these images, unless the settings choose others, or the network is
+    conditioned on text and not on a class."""
     text_alone = "prompts" in request.described and not spec.num_classes
     if request.labels is not None and settings.labels == "balanced" and not text_alone:
         return request.labels

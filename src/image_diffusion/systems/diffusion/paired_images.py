@@ -1,5 +1,5 @@
-"""Comparison of samples with the originals of their conditions: enlarged images with the originals, images of masks
-with the requested masks."""
+"""Comparison of samples with the images or masks behind their conditions: enlarged images with the originals, images
+made from masks with those masks."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def check_judged(experiment: Sections) -> None:
 
 def classes_named(prompts: list[str], classes: list[str]) -> Tensor | None:
     """Return the class that each prompt names, int64 [N]; None unless each prompt contains the name of exactly one
-    class."""
+    class, as whole words."""
     names = [re.compile(rf"(?<!\w){re.escape(name.replace('_', ' '))}(?!\w)", re.IGNORECASE) for name in classes]
     matches: dict[str, list[int]] = {}
     for prompt in prompts:

@@ -33,7 +33,8 @@ class SweepConfig(Config):
     num_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers of sampling steps."""
     time_difference: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
-    """Additional lengths of the steps of ddpm and ddim, in continuous time (`time_difference`)."""
+    """Values of the sampler's time_difference: the additional length of each step of ddpm or ddim, in continuous
+    time."""
     checkpoint: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps of the training whose weights are sampled. Their checkpoints are kept with train.checkpoint.keep_every."""
     ema: tuple[Annotated[float, Field(ge=0, lt=1)] | Literal["raw"], ...] = ()

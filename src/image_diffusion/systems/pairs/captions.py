@@ -65,7 +65,7 @@ class CaptionPairs(JoinedPairs):
 
 
 class MadeOfCrops(PairSet):
-    """Base of the sets of encoded captions, with one shard for each shard of crops."""
+    """Base of the sets made from crops and their captions, with one shard for each shard of crops."""
 
     def __init__(self, crops: CaptionedCrops) -> None:
         self._crops, self.num_shards, self.num_rows = crops, crops.num_shards, crops.num_crops

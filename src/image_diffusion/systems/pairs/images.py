@@ -129,7 +129,7 @@ class HasImages(Protocol):
     """Source that has a second image for each image."""
 
     def images_beside(self) -> Mapping[str, Read]:
-        """Return the function that reads the second image, by the name of each image."""
+        """Return the functions that read the second images, by the names of the first ones."""
         ...
 
 

@@ -82,8 +82,8 @@ class EvaluatedPrior:
 
 @dataclass(frozen=True)
 class PriorEvaluation(Evaluation):
-    """Evaluation of a prior, and of its weights without averaging, if they were kept. reading, objective: for
-    embeddings of a dimension."""
+    """Evaluation of a prior, and of its raw weights, if they were kept. reading, objective: for embeddings of a
+    dimension."""
 
     section: ClassVar[str] = "prediction"
 
@@ -179,8 +179,8 @@ def _embeddings_of_split(prior: EvaluatedPrior, data: Shards, rows: NDArray[np.i
 
 
 def _retrieval(query: Tensor, image: Tensor, captions: Tensor) -> dict[str, Estimate]:
-    """Return R@k over a subset of pairs: the rate at which an embedding retrieves an image of its own caption. query,
-    image: [N, dim]; captions: the number of each pair's caption, int64 [N]."""
+    """Return R@k over at most `_GALLERY` pairs: the rate at which an embedding retrieves an image of its own caption.
+    query, image: [N, dim]; captions: the number of each pair's caption, int64 [N]."""
     rows = spread_rows(len(captions), _GALLERY)
     query, image, captions = query[rows], image[rows], captions[rows]
     return retrieval(query, captions, image, captions, f"images of {len(captions.unique()):,} captions")

@@ -1,6 +1,6 @@
 """Samples of a prior: image embeddings of captions, in the layout that clip-retrieval writes.
 
-img_emb/img_emb_0.npy, img_emb_1.npy, …         float16 [n, dim], one row a sample
+img_emb/img_emb_0.npy, img_emb_1.npy, …         float16 [n, dim], one row per sample
 metadata/metadata_0.parquet, …                  of the same rows: caption, seed, id
 embeddings.json                                 how they were made
 """
@@ -72,8 +72,8 @@ class PriorSampleConfig(EmbeddingSampling):
 
 
 def check_sample(settings: PriorSampleConfig, process: Discrete, drops_conditions: bool) -> None:
-    """Raise ValueError if steps, guidance or prompts do not fit; a file of prompts is read if it exists. learns_nulls:
-    whether training drops the network's conditions.
+    """Raise ValueError if steps, guidance or listed prompts do not fit; a file of prompts is not read.
+    drops_conditions: whether training drops the network's conditions.
     """
     check_guided("sample", settings, drops_conditions)
     try:

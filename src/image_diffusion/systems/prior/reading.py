@@ -36,7 +36,7 @@ class ImageStatistics(Config):
 @dataclass(frozen=True)
 class Scaling:
     """Conversion of image embeddings to the network's scale, and back. norm: the factor of the embeddings. statistics:
-    normalise the embeddings in place of the factor."""
+    mean and standard deviation that normalise the embeddings in place of the factor."""
 
     norm: float
     statistics: ImageStatistics | None = None
@@ -56,8 +56,8 @@ class Scaling:
         return x * std + mean
 
     def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation [dim], for embeddings of a tensor's dimension, on its device. Raises ValueError for
-        statistics of another dimension."""
+        """Return mean and standard deviation [dim], for embeddings of a tensor's dimension, on its device. Raises
+        ValueError for statistics of another dimension."""
         dim = like.shape[-1]
         if self.statistics is None:
             return like.new_zeros(dim), like.new_full((dim,), 1 / self.norm)

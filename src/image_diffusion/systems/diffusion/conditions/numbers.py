@@ -23,7 +23,7 @@ from image_diffusion.systems.sampling import Column
 
 class NumbersCondition(ConditionPart):
     """Condition on numbers: columns of a table (section pairs), on the scale of their ranges in the training images.
-    The network learns that a number is missing."""
+    The network also learns from images with missing numbers."""
 
     type: Literal["numbers"] = "numbers"
     """Numbers of an image."""
