@@ -296,8 +296,8 @@ def _users(dataset: Path, data: Mapping[str, Any], results: Path) -> list[str]:
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
-    """Write the changed ones of the stage files and the plan of an experiment. Raises ValueError if it starts from its
-    own results."""
+    """Write the stage files and the plan of an experiment, where they have changed. Raises ValueError if the experiment
+    starts from its own results."""
     start = experiment.train.init_from
     if isinstance(start, str) and Path(start).resolve().is_relative_to((results / name).resolve()):
         raise ValueError(

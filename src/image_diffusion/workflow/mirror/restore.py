@@ -116,7 +116,7 @@ class Restoring:
     def small(self) -> None:
         """Download all small files, and remove files that only the last snapshot on this disk had.
 
-        Raises ConflictError if this disk has finished results that the mirror lacks.
+        Raises ConflictError if this disk has finished results that the mirror never had.
         """
         done_here = {name for name in self._here if name.startswith("metadata/")}
         unknown = sorted(self._project.declared(done_here - self.files.keys() - self._known.files.keys()))
