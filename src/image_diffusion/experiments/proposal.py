@@ -109,7 +109,7 @@ def propose(
 
     name: of the data set. measure: returns the speed of an experiment on this machine. start: weights to train from,
     which fix the network and the size of images; unset: random weights. Raises ValueError for too few images, for
-    images that do not fit the weights, and for a budget that is too small or not a duration.
+    images that do not fit the weights, for too little memory, and for a budget that is too small or not a duration.
     """
     if start is not None:
         if facts.dtype is not None and facts.channels != start.channels:

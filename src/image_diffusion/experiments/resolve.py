@@ -54,8 +54,8 @@ def built_on(experiment: Experiment) -> dict[str, str]:
 
 
 def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
-    """Load experiments and those that they build on (for codecs, initial weights, small images or embeddings), by name.
-    Each comes with its location: a file, or a variant of a study.
+    """Load experiments and those that they build on (see `built_on`), by name. Each comes with its location: a file, or
+    a variant of a study.
 
     Raises ValueError for the first invalid experiment.
     """

@@ -284,8 +284,8 @@ def _split_features(
 
 
 def _differing_shares(samples: Samples, images: ImageSet) -> Tensor | None:
-    """Return the label shares of samples, float64 [K], if they differ from those of images by more than chance; else
-    None."""
+    """Return the label shares of samples, float64 [K], if they differ from those of images by more than
+    `LEAST_DIFFERENCE` beyond chance; else None."""
     if not samples.has_labels or len(images.classes) < 2:
         return None
     shares, real = (

@@ -220,9 +220,9 @@ class Machine:
     # ---- Jobs that stages share
 
     def shared_job(self, wildcards: Wildcards) -> str | None:
-        """Return the name of the job that a stage shares with others, or None. With one_job, one job is for the stages of
-        an experiment and the latents of its codec, and one for those of a data set, if all its experiments set one_job.
-        A site with its own resources for single stages uses one job per stage."""
+        """Return the name of the job that a stage shares with others, or None. With one_job, the stages of an
+        experiment and the latents of its codec share a job; the stages of a data set do, if all its experiments set
+        one_job. A site with its own resources for single stages uses one job per stage."""
         single = has(wildcards, "step")  # images of a checkpoint, during training by another Snakemake
         if single or not (self.queued or self.remote) or (self.config.get("slurm") or {}).get("stages"):
             return None
