@@ -170,7 +170,7 @@ def journals(request: Request) -> list[Path]:
 
 
 def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
-    """Return the files to send with their sizes and times; None if there are none since `tracked.json` was written."""
+    """Return the files to send with their sizes and times; None if none is newer than `tracked.json`."""
     folders = (request.experiment, *request.datasets)
     results = [request.experiment / name for names in _RESULTS.values() for name in names]
     paths = [*results, *(path for folder in folders for path in folder.glob("journal/*/attempt-*.jsonl"))]

@@ -114,7 +114,7 @@ class Restoring:
         self._here = here.stamps
 
     def small(self) -> None:
-        """Download all small files, and remove files that only the last snapshot on this disk had.
+        """Download all small files, and remove unchanged files of the last snapshot on this disk that this one lacks.
 
         Raises ConflictError if this disk has finished results that the mirror never had.
         """
