@@ -19,7 +19,8 @@ from image_diffusion.core.process.commands import COMMANDS, module_of
 from image_diffusion.core.process.errors import log_line
 
 _RENAMED = {"follow": ("track", "--experiments", "--follow"), "crate": ("export", "--experiment", "--crate")}
-"""Former commands: the command that replaces each, its option for experiments, and the option in place of that."""
+"""Former commands: for each, the command that replaces it, that command's option for experiments, and the option to put
+in its place."""
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def propose(
 
     name: of the data set. measure: returns the speed of an experiment on this machine. start: weights to train from,
     which fix the network and the size of images; unset: random weights. Raises ValueError for too few images, for
-    images that do not fit the weights, and for a budget that is too small or not a duration.
+    images that do not fit the weights, for too little memory, and for a budget that is too small or not a duration.
     """
     if start is not None:
         if facts.dtype is not None and facts.channels != start.channels:
@@ -217,7 +217,7 @@ def _num_samples(request: Request, cost: Cost) -> int:
     """Return the number of samples that a tenth of the budget allows, equal for each class. cost: with the smallest
     number.
 
-    An evaluation of the 192 features of the classifier needs 960 for an interval; 10,000 are usual for small images.
+    An evaluation of the 128 features of the classifier needs 640 for an interval; 10,000 are usual for small images.
     """
     number = _LEAST_SAMPLES * _SAMPLES_SHARE * request.budget_s / cost.sample_s
     number = min(_most_samples(request.facts), max(_LEAST_SAMPLES, number))

@@ -54,8 +54,8 @@ def built_on(experiment: Experiment) -> dict[str, str]:
 
 
 def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
-    """Load experiments and those that they build on (for codecs, initial weights, small images or embeddings), by name.
-    Each comes with its location: a file, or a variant of a study.
+    """Load experiments and those that they build on (see `built_on`), by name. Each comes with its location: a file, or
+    a variant of a study.
 
     Raises ValueError for the first invalid experiment.
     """
@@ -296,8 +296,8 @@ def _users(dataset: Path, data: Mapping[str, Any], results: Path) -> list[str]:
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
-    """Write the changed ones of the stage files and the plan of an experiment. Raises ValueError if it starts from its
-    own results."""
+    """Write the stage files and the plan of an experiment, where they have changed. Raises ValueError if the experiment
+    starts from its own results."""
     start = experiment.train.init_from
     if isinstance(start, str) and Path(start).resolve().is_relative_to((results / name).resolve()):
         raise ValueError(

@@ -47,7 +47,7 @@ class Reference:
         return cls(gaussians_of(detected), detected, labels)
 
     def computed_once(self, compute: Callable[..., T], most: int, *settings: Any) -> T:
-        """Return `compute(features, *settings)` for the features of at most `most` images, from the first such call."""
+        """Return `compute(features, *settings)` for the features of at most `most` images, computed once and cached."""
         assert self.detected is not None
         key = (compute, most, *settings)
         if key not in self._computed:

@@ -106,8 +106,8 @@ def evaluate_samples(
     previews: Mapping[int, Samples] | None = None,
     references: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Evaluate samples. Returns {"metrics": {name: entry}, "doubt", "doubts", "curve", "classes", "protocol"}, plain
-    data.
+    """Evaluate samples. Returns {"metrics": {name: entry}, "doubt", "doubts", "self_test", "curve", "classes",
+    "protocol"}, plain data.
 
     An entry: value, debiased, interval [low, high] or null, n, note, floor, floor_n, at_floor_n, ratio, doubt. "doubt":
     of the first detector, which gives the headline; "doubts": of all detectors. report: a folder for the pictures.
@@ -284,8 +284,8 @@ def _split_features(
 
 
 def _differing_shares(samples: Samples, images: ImageSet) -> Tensor | None:
-    """Return the label shares of samples, float64 [K], if they differ from those of images by more than chance; else
-    None."""
+    """Return the label shares of samples, float64 [K], if they differ from those of images by more than
+    `LEAST_DIFFERENCE` beyond chance; else None."""
     if not samples.has_labels or len(images.classes) < 2:
         return None
     shares, real = (

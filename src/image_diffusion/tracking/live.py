@@ -76,7 +76,7 @@ def follow(
 
 
 def send(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
-    """Send experiments to an MLflow store. live: see `Tracker`. Raises TrackingError if it refuses."""
+    """Send experiments to an MLflow store. live: see `Tracker.send`. Raises TrackingError if it refuses."""
     # Imports MLflow, which takes seconds of CPU time, and memory that the process never releases.
     from image_diffusion.tracking.tracker import Tracker
 

@@ -170,7 +170,7 @@ def journals(request: Request) -> list[Path]:
 
 
 def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
-    """Return the files to send with their sizes and times; None if there are none since `tracked.json` was written."""
+    """Return the files to send with their sizes and times; None if none is newer than `tracked.json`."""
     folders = (request.experiment, *request.datasets)
     results = [request.experiment / name for names in _RESULTS.values() for name in names]
     paths = [*results, *(path for folder in folders for path in folder.glob("journal/*/attempt-*.jsonl"))]
@@ -233,7 +233,7 @@ def _weights(run: PlannedRun, run_id: str, request: Request, folder: Path, name:
         "experiment": request.experiment.name,
         "system": str(content["system"]["type"]),
     }
-    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # the sampler's, for instance
+    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # such as sample.yaml
     key = "/".join([run.history.id, tags["sha256"], digest(others)])
     ended = run.history.ended or run.history.starts[0]
     return FinalWeights(key, name, run_id, int(content["step"]), ended, tags, files)
@@ -294,7 +294,7 @@ def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
 
 
 def data_sets(folder: Path) -> Iterator[DataSet]:
-    """Return the results made of a data set by any experiment. A damaged manifest is reported and left out: its stage
+    """Yield the results made of a data set by any experiment. A damaged manifest is reported and left out: its stage
     makes it again.
     """
     for manifest in sorted(folder.glob("*/manifest.json")):
@@ -314,7 +314,7 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
 
 
 def synthetic_sets(experiment: Path) -> Iterator[DataSet]:
-    """Return the sets of synthetic images of an experiment, released or quarantined."""
+    """Yield the sets of synthetic images of an experiment, released or quarantined."""
     for sums in (experiment / name / "SHA256SUMS" for name in ("synthetic", "quarantine")):
         if sums.is_file():
             num_files = len(sums.read_bytes().splitlines())

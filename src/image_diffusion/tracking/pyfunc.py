@@ -41,7 +41,7 @@ class Answers:
         self._predict = predict
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> Any:
-        """Return uint8 images [N, H, W, C] for a table of seeds and labels, or of images."""
+        """Return images [N, H, W, C], uint8 or in the arrays' dtype, for a table of conditions or for images."""
         return self._predict(model_input)
 
 

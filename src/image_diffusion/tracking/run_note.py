@@ -32,7 +32,7 @@ class Headline:
 
 
 def headline_of(experiment: Path, metric: str) -> Headline | None:
-    """Return the headline in a results folder, if it is of the weights in that folder and its detector is reliable."""
+    """Return the headline in a results folder, if it is of the weights in that folder and is reliable."""
     entry = _entry(experiment, metric)
     if entry is None or entry.get("doubt"):
         return None

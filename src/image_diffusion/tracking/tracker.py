@@ -94,10 +94,10 @@ class Tracker:
 def send(
     connection: Connection, runs: Runs, planned: Sequence[PlannedRun], request: Request, live: bool
 ) -> dict[str, str]:
-    """Send the planned entries to the store; return the MLflow id of every run by its key. live: see Tracker."""
+    """Send the planned entries to the store; return the MLflow id of every run by its key. live: see `Tracker.send`."""
     ids: dict[str, str] = {}
     models = Models(connection)
-    model: tuple[str, str] | None = None  # run keys -> run ids
+    model: tuple[str, str] | None = None  # key of the run that trained it, id of the logged model
     data = [item for folder in request.datasets for item in data_sets(folder)] + [*synthetic_sets(request.experiment)]
     for run in planned:
         history = run.history

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 SHIPPED = Path("image_diffusion", "project")
-"""Folder of the workflow in an installation, next to the package."""
+"""Folder of the workflow in an installation, below the folder that holds the package."""
 
 
 def package_beside(root: Path) -> Path:

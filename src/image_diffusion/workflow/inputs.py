@@ -43,7 +43,7 @@ class Files:
     # ---- Targets
 
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
-        """Return the default targets of `snakemake`."""
+        """Yield the default targets of `snakemake`."""
         if self.plans.studies and not self.plans.requested:
             for name in self.plans.studies:
                 yield from (f"{self.results}/{FOLDER}/{name}/{file}" for file in (PAGE, "tracked.json"))
@@ -53,7 +53,7 @@ class Files:
             yield from self.experiment_targets(name)
 
     def experiment_targets(self, name: str) -> Iterator[str]:
-        """Return the files that are made from one experiment only."""
+        """Yield the files that are made from one experiment only."""
         yield from self._outputs_of(name)
         yield from self._data(self.plans.by_name[name])
         yield f"{self.results}/{name}/tracked.json"

@@ -46,7 +46,7 @@ class Machine:
     cores: int = 1
     """Number of usable cores of this machine."""
     devices: tuple[str, ...] = ()
-    """GPUs of this machine if it has several and there is no queue: each stage that uses a GPU reserves one."""
+    """GPUs of this machine if it has several and there is no queue: each stage that uses one reserves its own."""
     limit: int | None = None
     """Maximum number of these GPUs in use at once, from --resources devices=."""
     executor: Callable[[], str] = lambda: "local"
@@ -134,8 +134,8 @@ class Machine:
         return {"cpus_per_task": 1, "mem_mb": self.memory_mb, "runtime": 30}
 
     def sampling_min(self, wildcards: Wildcards) -> int:
-        """Return the time for one sampling job, in minutes: the measurement of `doctor`, if any, plus 50 % and
-        `_START_MIN`, at most `runtime_min`."""
+        """Return the time for one sampling job, in minutes: the measurement of `doctor` plus 50 % and `_START_MIN`,
+        at most `runtime_min`, which is also the time without a measurement."""
         longest, plan = self.runtime_min(wildcards), self.plans.plan_for(wildcards)
         try:
             forecast = read_json(Path(self.config.get("results", "results"), plan.experiment, "doctor.json"))
@@ -220,9 +220,9 @@ class Machine:
     # ---- Jobs that stages share
 
     def shared_job(self, wildcards: Wildcards) -> str | None:
-        """Return the name of the job that a stage shares with others, or None: one job for the stages of an experiment
-        and the latents of its codec, and one for those of a data set, if all its experiments set one_job. A site with
-        resources of its own for single stages uses one job per stage."""
+        """Return the name of the job that a stage shares with others, or None. With one_job, the stages of an
+        experiment and the latents of its codec share a job; the stages of a data set do, if all its experiments set
+        one_job. A site with its own resources for single stages uses one job per stage."""
         single = has(wildcards, "step")  # images of a checkpoint, during training by another Snakemake
         if single or not (self.queued or self.remote) or (self.config.get("slurm") or {}).get("stages"):
             return None

@@ -89,7 +89,7 @@ def configure_output(settings: Any | None) -> None:
 
 
 def use_brief_output(settings: Any) -> bool:
-    """Make the terminal output brief; return False for a dry run, with --verbose or with another logger.
+    """Make the terminal output brief and return True; only return False for a dry run, --verbose or another logger.
 
     settings: Snakemake's output settings.
     """

@@ -27,7 +27,7 @@ class TrainedFiles:
 
 
 def find_trained(named: str, results: Path) -> TrainedFiles:
-    """Find the files of an experiment, named by its name, its folder, or a folder of weights.
+    """Find the files of a trained experiment by its name, its folder, or a folder of weights.
 
     results: the folder of all results. Raises ValueError if no weights exist.
     """

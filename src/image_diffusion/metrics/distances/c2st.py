@@ -17,6 +17,7 @@ def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
     Both sides are cut to the size of the smaller one, at most 5000, and to an even number: halves with unequal shares
     of the two sides would push the accuracy below chance. Each half is classified by the model fitted to the other
     half, so the errors of the halves are dependent: the interval assumes as many independent answers as one half has.
+    Raises ValueError for fewer than 4 samples on either side.
     """
     from sklearn.linear_model import LogisticRegression  # here, because it slows the start of a stage
     from sklearn.pipeline import make_pipeline

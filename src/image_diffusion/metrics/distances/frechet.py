@@ -21,11 +21,12 @@ from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments, merged
 
 _ACCURACY = 1e-10  # relative
-SAMPLES_PER_DIMENSION = 5  # where the jackknife's interval reaches its coverage; at 1.5 it covers 67 %
+SAMPLES_PER_DIMENSION = 5  # from here, the jackknife's interval has its nominal coverage; at 1.5 it covers 67 %
 
 
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:
-    """Return the squared Fréchet distance d² (the number that the literature calls FID, on Inception features)."""
+    """Return the squared Fréchet distance d² (the number that the literature calls FID, on Inception features). Raises
+    ValueError if the dimensions differ."""
     if first.dimension != second.dimension:
         raise ValueError(
             f"The features have {first.dimension} dimensions but the reference has {second.dimension}. "

@@ -68,7 +68,7 @@ def jackknife(
     J. Math. Phys. 41, 5701), which is never empty and has at least its nominal coverage. centre="value": centred on the
     value itself, for a statistic without bias, or with a bias that is not of order 1/N (an extrapolation, a share that
     grows with N). reference_left_out: values with one block of the reference left out; empty for a fixed reference.
-    `note` states whether bias puts the value itself outside the interval.
+    `note` says so if bias puts the value itself outside the interval.
     """
     from scipy.special import stdtrit  # here, because it slows the start of a stage
 

@@ -36,7 +36,7 @@ def kernel_distance(
     share images, which makes the estimator too small.
 
     kernel: float64 rows [R, D] and [S, D] -> [R, S]; unset: KID's kernel. reference_pairs: `own_pairs` of the
-    reference with this kernel; unset: computed.
+    reference with this kernel; unset: computed. Raises ValueError for fewer than 2 rows on either side.
     """
     kernel = kernel or _cubic
     n, m = len(features), len(reference)

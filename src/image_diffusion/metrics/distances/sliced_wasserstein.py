@@ -22,7 +22,8 @@ _DIRECTIONS, _OF_INTERVAL = 1000, 100
 
 def monge_distance(features: Tensor, reference: Tensor) -> Estimate:
     """Return the distance between [N, D] and [M, D]; its interval leaves out one block of the samples, then of the
-    reference, at a time, along 100 directions: both sides contribute to its bias and variance."""
+    reference, at a time, along 100 directions: both sides contribute to its bias and variance. Raises ValueError for
+    fewer than 2 samples on either side."""
     n, m, dimension = len(features), len(reference), features.shape[1]
     if n < 2 or m < 2:
         raise ValueError(f"A Monge distance needs at least 2 samples on each side; got {n} and {m}.")

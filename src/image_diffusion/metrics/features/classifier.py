@@ -52,7 +52,7 @@ class Classifier(nn.Module):
         return features, self.head(F.relu(features))
 
     def maps(self, images: Tensor) -> Tensor:
-        """Return the maps whose mean gives the features, [B, 192, 4, 4]."""
+        """Return the maps from whose mean the features are computed, [B, 192, 4, 4]."""
         x = images.to(torch.float32) / 127.5 - 1  # [B, C, H, W] in [-1, 1]
         size = (self.resolution, self.resolution)
         if x.shape[2:] != size:
@@ -117,7 +117,7 @@ class InPipe(Config):
         return f"inpipe_{metric}"
 
     def build(self, folder: Path | None, device: str = "cpu") -> InPipeDetector:
-        """Load the detector that `detect` wrote into a folder."""
+        """Load the detector that `detect` wrote into a folder. Raises ValueError as `load_detector` does."""
         if folder is None:
             raise ValueError("The inpipe detector needs --detector, the folder that detect wrote.")
         return load_detector(folder, device)

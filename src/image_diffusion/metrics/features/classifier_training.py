@@ -53,7 +53,8 @@ def train_detector(
     """Train a detector, write detector.safetensors and detector.json into a folder, and return its description.
 
     held_out: the images for the accuracy; None or empty: a tenth of `train` is held out. The weights are those of the
-    round (an eighth of the training) with the highest held-out accuracy.
+    round (an eighth of the training) with the highest held-out accuracy. Raises ValueError for fewer than 10 training
+    images, samples that are not images, and weights that are not finite.
     """
     if len(train.shape) != 3:
         raise ValueError(f"The detector is trained on crops [C, H, W]; got samples of shape {list(train.shape)}.")

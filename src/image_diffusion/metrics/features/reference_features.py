@@ -60,7 +60,7 @@ def write_features(
     if writes:
         for left_over in folder.glob("*.np[yz]"):
             left_over.unlink()
-    gathered(True)  # no old files are left
+    gathered(True)  # waits for all processes: no old files are left
     usable = _splits_with_statistics(splits)
     if parts and writes:
         _join(parts, _description(detector, usable), usable, folder)

@@ -17,7 +17,7 @@ _KEYS = {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}
 
 
 def is_statistics(path: Path) -> bool:
-    """Return True if an .npz holds statistics (mu, sigma), not only images."""
+    """Return True if an .npz holds statistics (mu, sigma), not only images. Raises ValueError for other files."""
     if path.suffix == ".pkl":
         raise ValueError(
             f"{path} is a pickle, which can run code and is not read. "

@@ -33,16 +33,16 @@ _SAME = 0.1
 """Real images nearer to a training image than this share of the 90th percentile count as duplicates and set no
 threshold."""
 Views = Callable[[int], tuple[Tensor, ...]]
-"""Start of a block of training images -> its features, once for each view (plain, mirrored)."""
+"""Start of a block of training images -> its features, once for each view, such as plain and mirrored."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of training images. distance: float64 [N], to the nearest. nearest: int64 [N, k], positions in the split.
+    """Copies among samples. distance: float64 [N], to the nearest training image. nearest: int64 [N, k], positions in
+    the training split.
 
-    threshold: the distance below which 1 % of real images lie; None for fewer than LEAST_HELD_OUT images. The real
-    images are held-out images or, if these are too few, training images, each compared with the others. num_real: their
-    number.
+    threshold: the distance below which 1 % of real images lie; None for fewer than LEAST_HELD_OUT images. These are
+    held out or, if too few are, training images, each compared with the others. num_real: their number.
     """
 
     distance: Tensor

@@ -55,7 +55,7 @@ class PromptEncoder:
                 return_tensors="pt",
             ).to(device)
             output: Any = self._model.get_text_features(**read)
-            parts.append(getattr(output, "pooler_output", output).float().cpu())  # depends on the release
+            parts.append(getattr(output, "pooler_output", output).float().cpu())  # the type depends on the release
         return torch.cat(parts)
 
 

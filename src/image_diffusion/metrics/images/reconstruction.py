@@ -27,7 +27,7 @@ def psnr(original: Tensor, decoded: Tensor) -> Tensor:
 
 def ssim(original: Tensor, decoded: Tensor) -> Tensor:
     """Return the structural similarity of each image, float64 [B] (Wang et al. 2004, eq. 13). Both: [B, C, H, W], uint8
-    or float32 from 0 to 255.
+    or float32 from 0 to 255. Raises ValueError for images under 11 pixels.
 
     Gaussian window of 11 pixels, sigma 1.5, K = (0.01, 0.03), data range 255, over the windows inside the image.
     """

@@ -27,9 +27,9 @@ def take_over(folder: Path) -> Owner:
     jobs.
 
     A Snakemake has ended if its file lock, which the system releases with the process, is free. On another machine it
-    may still run, unless it was a Slurm job that has ended: its locks are then kept, and Snakemake reports that the
-    folder is locked and how to unlock it. Returns the owner of the lock, which lasts until its file is closed. If the
-    file cannot be written, Snakemake exits with a one-line error.
+    may still run, unless it was a Slurm job that has ended; if it may, its locks are kept, and Snakemake reports that
+    the folder is locked and how to unlock it. Returns the owner of the lock, which lasts until its file is closed. If
+    the file cannot be written, Snakemake exits with a one-line error.
     """
     state = folder / ".snakemake"
     mine = _opened(state / "owner")

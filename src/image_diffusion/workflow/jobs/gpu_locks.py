@@ -48,8 +48,8 @@ def claim(devices: Sequence[str], number: int) -> list[str] | None:
     None and claim none if fewer are free.
 
     An fcntl lock belongs to this process: it persists across exec, no child inherits it, and the system releases it
-    when the process ends. (The worker processes of a killed training may use the GPUs until they have saved and
-    exited.) The lock files are in the folder for temporary files, shared by all users of the machine.
+    when the process ends. (Even then, the worker processes of a killed training may use the GPUs until they have
+    saved and exited.) The lock files are in the folder for temporary files, shared by all users of the machine.
     """
     folder = Path(tempfile.gettempdir(), "image-diffusion-devices")
     mine: dict[str, int] = {}

@@ -114,9 +114,9 @@ class Restoring:
         self._here = here.stamps
 
     def small(self) -> None:
-        """Download all small files, and remove files that only the last snapshot on this disk had.
+        """Download all small files, and remove unchanged files of the last snapshot on this disk that this one lacks.
 
-        Raises ConflictError if this disk has finished results that the mirror lacks.
+        Raises ConflictError if this disk has finished results that the mirror never had.
         """
         done_here = {name for name in self._here if name.startswith("metadata/")}
         unknown = sorted(self._project.declared(done_here - self.files.keys() - self._known.files.keys()))

@@ -42,7 +42,7 @@ class Project:
 
     @property
     def folders(self) -> Mapping[str, Path]:
-        """Return the folders by name: the results and Snakemake's records of them."""
+        """Return the folders by name: the results, and Snakemake's records and benchmarks of them."""
         snakemake = self.root / ".snakemake"
         return {
             "results": self.root / self.results,
