@@ -94,7 +94,7 @@ def batches(work: Any) -> Callable[[str, Callable[[], Arrays]], Arrays]:
     start.
 
     work: plain data that distinguishes it from other work of the same stage; the n-th call with the same data reuses
-    the results of the n-th call. Outside of `resumable` nothing is stored.
+    the results of the n-th call of an earlier start. Outside of `resumable` nothing is stored.
     """
     partial = _current.get()
     return (lambda name, make: make()) if partial is None else partial.batches(work)

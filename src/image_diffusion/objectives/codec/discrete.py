@@ -23,7 +23,7 @@ class TemperatureConfig(Config):
     start: float = Field(1.0, gt=0)
     """Temperature at step 0."""
     rate: float = Field(1e-6, ge=0)
-    """Rate of the decay: in 1/rate steps the temperature falls to 1/e."""
+    """Rate of the exponential decay: in 1/rate steps the temperature falls to 1/e of its value."""
     final: float = Field(0.5, gt=0)
     """Lowest temperature."""
 

@@ -86,8 +86,8 @@ def folder_name(step: int) -> str:
 
 
 def temporary_folder(parent: Path, step: int, token: str) -> Path:
-    """Return the folder that a checkpoint is written to until it is complete. token: identifies the writer, so that no
-    other process writes to the same folder."""
+    """Return the folder that a checkpoint is written to until it is complete. token: token of the owner, so that
+    orphans of earlier starts do not write to the same folder."""
     return parent / f".{folder_name(step)}.{token}.tmp"
 
 

@@ -143,7 +143,7 @@ class Flat(Layout):
         self.local.zero_()
 
     def before_pass(self, last: bool) -> None:
-        """Prepare for each backward pass. last: of the step. Nothing to do: `begin_sum` sums the gradients."""
+        """Prepare for a backward pass. last: True for the last of a step. Nothing to do: `begin_sum` sums gradients."""
 
     def finish(self) -> None:
         """Finish the backward passes of a step. Nothing to do: a gradient that no backward pass reached is zero."""
