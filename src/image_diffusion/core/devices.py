@@ -93,7 +93,7 @@ def driver() -> str:
 
 @cache
 def _introduce(device: torch.device) -> None:
-    """Check a GPU and print a line on it, once per process, with the memory that other programs use."""
+    """Check a GPU and print a line on it, once per process, with its free memory."""
     check_kernels(device)
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     version = f" (driver {driver()})" if driver() else ""

@@ -29,7 +29,7 @@ class CheckpointConfig(Config):
     every_seconds: float | None = Field(None, gt=0)
     """Also save at intervals of this many seconds; unset: by steps alone. Changes no result."""
     keep_last: int = Field(2, gt=0)
-    """Number of checkpoints to keep, the newest ones."""
+    """Number of newest checkpoints to keep."""
     keep_every: int | None = Field(None, gt=0)
     """Keep the checkpoints of multiples of this number of steps permanently; unset: none."""
 

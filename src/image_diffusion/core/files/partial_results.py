@@ -41,7 +41,7 @@ def share(rows: NDArray[np.int64], at_once: int = 1) -> NDArray[np.int64]:
 
 
 def rows_of_part(num_rows: int, at_once: int, part: tuple[int, int]) -> list[slice]:
-    """Return slices of `at_once` rows for part i of n, (i, n). All parts together have the slices of a single part."""
+    """Return slices of `at_once` rows for part i of n, (i, n). All parts together have the slices of part (0, 1)."""
     index, count = part
     starts = range(0, num_rows, at_once)
     own = starts[len(starts) * index // count : len(starts) * (index + 1) // count]

@@ -1,8 +1,8 @@
 """One checkpoint: a folder of tensors and plain data that is written atomically, with a checksum for every file.
 
-step-0001000/checkpoint.json    step, examples seen, what the run is, sha256 and size of every other file
+step-0001000/checkpoint.json    step, examples seen, identity of the run, sha256 and size of every other file
 step-0001000/<group>.safetensors    network, each average, optimizer, objective, meter
-step-0001000/<group>.1-of-8.safetensors    of tensors whose rows eight processes share, those of the second
+step-0001000/<group>.1-of-8.safetensors    rows of the second of eight processes, of tensors that are sharded by rows
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
-        """Steps and validations."""
+        """Seconds of all steps and validations."""
         return self.train_s + self.validation_s
 
 
