@@ -54,7 +54,7 @@ class LabelDropout:
         return cond
 
     def dropped(self, batch: Batch, network: Any) -> torch.Tensor:
-        """Draw the samples whose label is dropped. Bool [B]."""
+        """Draw the samples whose conditions are all dropped. Bool [B]."""
         probability = self._probability if getattr(network, "training", True) else 0.0
         return batch.streams.event("label_drop", probability)
 

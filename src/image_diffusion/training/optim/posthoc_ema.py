@@ -62,7 +62,7 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
 
 def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage]:
     """Return the averages in the checkpoints of a run's state folder, up to a step: later checkpoints are of a longer
-    configuration of the run. Raises ValueError if there are none."""
+    configuration of the run. Raises ValueError if there are none to combine."""
     averages = []
     for folder in sorted(state.glob("step-*")):
         if int(folder.name.removeprefix("step-")) > last_step:
