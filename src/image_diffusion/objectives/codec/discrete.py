@@ -118,8 +118,8 @@ class QuantisedAutoencoding(Objective):
     codes with a commitment loss (van den Oord et al. 2017, equation 3, in which the codebook's moving averages replace
     the second term).
 
-    Parts: as of `DiscreteAutoencoding`, without "kl" and "temperature", and the unweighted "commitment".
-    commitment_weight: None for fixed codes.
+    Parts: as of `DiscreteAutoencoding`, without "kl" and "temperature"; with a commitment loss also the
+    unweighted "commitment". commitment_weight: None for fixed codes.
     """
 
     def __init__(self, reconstruction: Reconstruction, commitment_weight: float | None) -> None:
