@@ -28,7 +28,7 @@ Arriving = Callable[[], Tensor]
 
 
 def best_device() -> torch.device:
-    """Return the GPU of this process, and print a description of it, or the CPU. Raises ValueError as `has_gpu` and
+    """Return the GPU of this process, after printing a line on it, or else the CPU. Raises ValueError as `has_gpu` and
     `check_kernels` do."""
     if not has_gpu():
         return torch.device("cpu")
@@ -80,7 +80,7 @@ def check_kernels(device: torch.device) -> None:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return False if the device is a GPU that only emulates bfloat16, as GPUs before Ampere (2020) do."""
+    """Return False if the device is this process's GPU and only emulates bfloat16, as GPUs before Ampere (2020) do."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -93,7 +93,7 @@ def driver() -> str:
 
 @cache
 def _introduce(device: torch.device) -> None:
-    """Check a GPU and print a line on it, once per process, with the memory that other programs use."""
+    """Check a GPU and print a line on it, once per process, with its free memory."""
     check_kernels(device)
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
     version = f" (driver {driver()})" if driver() else ""

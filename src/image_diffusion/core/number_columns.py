@@ -92,8 +92,8 @@ def number_in(cell: Any) -> float | None:
 
 
 def numbers_of(rows: Sequence[Mapping[str, Any]], key: str, columns: Container[str]) -> list[dict[str, float | None]]:
-    """Return the numbers of each row by column. key: of the rows, for messages. Raises ValueError for a value that is
-    not a number."""
+    """Return the numbers of each row by column. key: configuration key of the rows, for messages. Raises
+    ValueError for a value that is not a number."""
     numbers = []
     for position, row in enumerate(rows):
         numbers.append(dict[str, float | None]())
@@ -108,7 +108,7 @@ def numbers_of(rows: Sequence[Mapping[str, Any]], key: str, columns: Container[s
 
 
 def measured(names: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -> NumberColumns:
-    """Return the columns of some rows. Raises ValueError for a column without two different numbers."""
+    """Return columns with their ranges in rows. Raises ValueError for a column without two different numbers."""
     ranges = []
     for name in names:
         values = [value for row in rows if (value := row.get(name)) is not None]

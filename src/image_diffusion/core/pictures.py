@@ -41,8 +41,8 @@ def as_pictures(images: Tensor) -> Tensor:
 
 
 def image_grid(images: Tensor, columns: int, titles: list[str] | None = None) -> Image.Image:
-    """Draw a grid of images, in the form of `as_pictures`' input, with `columns` in a row; small images are enlarged by
-    an integer factor. titles: text below each image."""
+    """Draw a grid of images, converted by `as_pictures`, with `columns` in a row; small images are enlarged by an
+    integer factor. titles: text below each image."""
     images = as_pictures(images)
     if titles:
         return _titled(images, columns, titles)

@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 @contextmanager
 def prefetch(items: Generator[T, None, None], count: int, name: str) -> Iterator[Iterator[T]]:
-    """Prefetch items of a generator in a thread while the last one is in use: at most `count` items, including the one
-    in progress.
+    """Prefetch items of a generator in a thread while the last one is in use: at most `count` items that are not yet
+    taken, including the one in progress.
 
     Exceptions of the generator are raised where the next item is requested. When the context ends, for any reason, the
     generator ends after its current item, and the thread with it. name: name of the thread.

@@ -30,7 +30,7 @@ class AutoencoderConfig(Config):
         return Autoencoder(self, spec)
 
     def check(self, spec: DataSpec) -> None:
-        """Raise ValueError if the sizes do not fit, without building the network, which imports diffusers for
+        """Raise ValueError if the sizes do not fit. Does not build the network, since importing diffusers takes
         seconds."""
         if any(channels % self.norm_groups for channels in self.block_channels):
             raise ValueError(

@@ -47,7 +47,7 @@ class PriorTransformerConfig(Config):
     time_width: int | None = Field(None, gt=0)
     """Hidden channels of the time embedding; unset: the width."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout behind attention and inside the feed-forward layers."""
+    """Dropout after attention and inside the feed-forward layers."""
 
     self_cond: ClassVar[bool] = False
     """The network takes no earlier estimate."""

@@ -1,9 +1,9 @@
 """RIN: a recurrent interface network (Jabri et al. 2023, "Scalable adaptive computation for iterative generation").
 
-A few latents do most of the computation: in each block they attend to the patches, to one another, and are written to
-the patches. The latents of an earlier call can initialise those of the next: self-conditioning of the latents (section
-3.2). Parameter names, a depthwise convolution for positions, linear attention among the patches, and self-conditioning
-of the image are those of lucidrains' recurrent-interface-network-pytorch.
+A few latents do most of the computation: in each block they read from the patches, attend to one another, and write
+back to the patches. The latents of an earlier call can initialise those of the next: self-conditioning of the latents
+(section 3.2). Parameter names, a depthwise convolution for positions, linear attention among the patches, and
+self-conditioning of the image are those of lucidrains' recurrent-interface-network-pytorch.
 """
 
 from __future__ import annotations

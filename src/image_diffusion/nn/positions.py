@@ -39,9 +39,9 @@ def grid_positions(dim: int, size: int | Size) -> Tensor:
     """Return the position embedding of each cell of a grid, row by row, float32 [H · W, dim]. size: H and W; one number
     for both. `dim` is divisible by 4.
 
-    The first half of the channels encodes the column, the second the row; each is [sin(p ω) | cos(p ω)] with ω_i =
-    MAX_PERIOD^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64 on the CPU,
-    so that it is bit-identical on all devices.
+    The first half of the channels encodes the column, the second the row; each is [sin(p ω) | cos(p ω)] with
+    ω_i = MAX_PERIOD^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64 on
+    the CPU, so that it is bit-identical on all devices.
     """
     quarter = dim // 4
     omega = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)  # [dim / 4]
@@ -54,9 +54,9 @@ def grid_positions(dim: int, size: int | Size) -> Tensor:
 
 
 def rotary_angles(head_width: int, size: int | Size, device: torch.device) -> Tensor:
-    """Return the rotation angle of each pair of channels for each cell of a grid, row by row, in radians, float32 [H ·
-    W, head_width / 2]. size: H and W. head_width is divisible by 4; the angle of pair i of a half is p MAX_PERIOD^(-4 i
-    / head_width)."""
+    """Return the rotation angle of each pair of channels for each cell of a grid, row by row, in radians, float32
+    [H · W, head_width / 2]. size: H and W. head_width is divisible by 4; the angle of pair i of a half is
+    p MAX_PERIOD^(-4 i / head_width)."""
     quarter = head_width // 4
     omega = MAX_PERIOD ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)  # [d / 4]
     rows, columns = height_width(size)

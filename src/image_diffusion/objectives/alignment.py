@@ -60,8 +60,8 @@ class Alignment(Config):
 
 
 class Aligned(Objective):
-    """Objective with an alignment term: the part "alignment", minus `weight` times the mean cosine, is added to the
-    loss of each sample. Validation omits it.
+    """Objective with an alignment term: the part "alignment", which is -`weight` times the mean cosine, is added to
+    the loss of each sample. Validation omits it.
 
     width: channels of a token. features: [D, h, w].
     """

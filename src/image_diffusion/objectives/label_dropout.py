@@ -26,9 +26,9 @@ class DropsConditionParts(Sparse):
 
 
 class LabelDropout:
-    """Replaces the class of each sample with a probability by the null label, num_classes, and its other conditions,
-    such as a caption, by zeros. Each condition may also be dropped separately (Brooks et al. 2023, "InstructPix2Pix",
-    section 3.2.1)."""
+    """Replaces the class of a sample by the null label, num_classes, and its other conditions, such as a caption, by
+    zeros, with a probability, independently for each sample. Each condition may also be dropped separately (Brooks et
+    al. 2023, "InstructPix2Pix", section 3.2.1)."""
 
     def __init__(self, probability: float, spec: DataSpec, alone: Mapping[str, float] | None = None) -> None:
         """alone: probability that only this condition is dropped, by name. Raises ValueError for data without classes
@@ -54,7 +54,7 @@ class LabelDropout:
         return cond
 
     def dropped(self, batch: Batch, network: Any) -> torch.Tensor:
-        """Draw the samples whose label is dropped. Bool [B]."""
+        """Draw the samples whose conditions are all dropped. Bool [B]."""
         probability = self._probability if getattr(network, "training", True) else 0.0
         return batch.streams.event("label_drop", probability)
 

@@ -27,7 +27,7 @@ class UniformWeighting(Config):
 
 
 class SnrWeighting(Config):
-    """The weight of an error in eps, for every prediction: 1 for eps, SNR for x0, SNR / (SNR + 1) for v."""
+    """Weight that converts the error of a prediction to that in eps: 1 for eps, SNR for x0, SNR / (SNR + 1) for v."""
 
     type: Literal["snr"] = "snr"
 

@@ -27,9 +27,9 @@ class CheckpointConfig(Config):
     every_steps: int = Field(1000, gt=0)
     """Number of steps between checkpoints. A checkpoint is also saved after the last step and on a request to stop."""
     every_seconds: float | None = Field(None, gt=0)
-    """Also save this many seconds after the last save by time; unset: by steps alone. Changes no result."""
+    """Also save at intervals of this many seconds; unset: by steps alone. Changes no result."""
     keep_last: int = Field(2, gt=0)
-    """Number of checkpoints to keep, the newest ones."""
+    """Number of newest checkpoints to keep."""
     keep_every: int | None = Field(None, gt=0)
     """Keep the checkpoints of multiples of this number of steps permanently; unset: none."""
 

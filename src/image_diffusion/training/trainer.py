@@ -74,7 +74,7 @@ class Task:
 class BestWeights:
     """The average at the validation with the smallest loss so far, and the network's buffers at that step.
 
-    step: step of that validation; 0 before the first. buffers: copies buffers that learn without a gradient, by name.
+    step: step of that validation; 0 before the first. buffers: copies the buffers learned without gradients, by name.
     """
 
     def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]]) -> None:

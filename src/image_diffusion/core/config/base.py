@@ -1,7 +1,7 @@
 """Configuration sections: typed, validated and frozen; an unknown key is an error with a suggestion.
 
-`base: cifar10` at the top of a file stands for cifar10.yaml beside it. The keys of the file are merged over it, key by
-key, if `type` is the same or left out. An empty section removes the section of the base.
+`base: cifar10` at the top of a file stands for cifar10.yaml beside it. The content of the file is merged over it, key
+by key, if `type` is the same or left out. An empty section removes the section of the base.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill, which then replaces an existing one, complete and on disk. An error replaces
-    nothing.
+    """Yield a temporary folder to fill, which then becomes `folder`, complete and on disk, in place of an existing one.
+    If the context raises, `folder` is unchanged.
 
     Its files get the permissions of the umask. Unfinished folders of the same name are removed first, so that only one
     process may write it at a time.

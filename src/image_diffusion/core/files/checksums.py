@@ -34,7 +34,7 @@ AT_ONCE_BYTES = 2 << 30
 _LISTING = "listing.json"
 _THREADS = 4  # hashlib releases Python's lock
 _SETTLED_S = 2.0  # a new file could be modified again within the resolution of its timestamps
-_LARGE_BYTES = 64 << 20  # the hash of larger files is worth recording, and waiting until the file has settled
+_LARGE_BYTES = 64 << 20  # `describe` waits until larger files have settled, and records their hashes
 _EVERY_S = 10.0  # hashes are recorded at this interval, in case the process is killed
 
 
@@ -42,7 +42,7 @@ def damaged(folder: Path, files: Mapping[str, str]) -> list[str]:
     """Return the names of the files in a folder that are missing or have another sha256.
 
     Files that are only in the project's mirror are fetched first. Hashes are recorded in the folder, with the stamp of
-    the file. Processes that verify large files take turns, so that each file is hashed once. Raises OSError if a file
+    the file. Processes that have much to hash take turns, so that each file is hashed once. Raises OSError if a file
     cannot be read, ValueError for a name that leads out of the folder.
     """
     for name in files:
@@ -158,10 +158,10 @@ def unread(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 class Inspection:
-    """Verification of files, in the background if they are large, while they are already in use. advice: the end of the
+    """Verification of files, in the background if it takes long, while they are already in use. advice: the end of the
     error message.
 
-    Raises ValueError that names a damaged file: immediately if the files are small, otherwise in `check` or `wait`.
+    Raises ValueError that names a damaged file: at once if it takes a second or two, otherwise in `check` or `wait`.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, str], advice: str) -> None:

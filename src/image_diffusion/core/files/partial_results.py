@@ -41,7 +41,7 @@ def share(rows: NDArray[np.int64], at_once: int = 1) -> NDArray[np.int64]:
 
 
 def rows_of_part(num_rows: int, at_once: int, part: tuple[int, int]) -> list[slice]:
-    """Return slices of `at_once` rows for part i of n, (i, n). All parts together have the slices of a single part."""
+    """Return slices of `at_once` rows for part i of n, (i, n). All parts together have the slices of part (0, 1)."""
     index, count = part
     starts = range(0, num_rows, at_once)
     own = starts[len(starts) * index // count : len(starts) * (index + 1) // count]
@@ -94,7 +94,7 @@ def batches(work: Any) -> Callable[[str, Callable[[], Arrays]], Arrays]:
     start.
 
     work: plain data that distinguishes it from other work of the same stage; the n-th call with the same data reuses
-    the results of the n-th call. Outside of `resumable` nothing is stored.
+    the results of the n-th call of an earlier start. Outside of `resumable` nothing is stored.
     """
     partial = _current.get()
     return (lambda name, make: make()) if partial is None else partial.batches(work)

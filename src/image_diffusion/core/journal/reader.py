@@ -139,8 +139,8 @@ def read_journals(folder: Path) -> list[History]:
 
 
 def history_for_weights(history: History, model: Mapping[str, Any]) -> History:
-    """Return the history of a training, marked as damaged, with a warning, if it is not the finished run that trained
-    the weights. model: model.json of the weights."""
+    """Return the history of a training; if it is of a finished run other than the one that trained the weights, marked
+    as damaged, with a warning. model: model.json of the weights."""
     run = model.get("fingerprint")
     if run is None or history.status != "finished" or history.tags.get("fingerprint") == run:
         return history
@@ -328,7 +328,7 @@ def _merge(attempts: list[_AttemptRecord]) -> History:
     records_of_absent = {id_: last.after.get(id_, 0) for id_ in sorted(absent)}
     for id_, records in records_of_absent.items():
         _warn_of_loss(first.header["stage"], id_, records, records)
-    expected = {  # number of records: in the receipt, in the last attempt that resumed from it, in its file
+    expected = {  # the most records by the receipt, by the last attempt that resumed from it, by its file
         attempt.id: max(attempt.expected, last.after.get(attempt.id, 0), attempt.num_lines) for attempt in attempts
     }
     incomplete = [attempt for attempt in attempts if attempt.num_lines < expected[attempt.id]]

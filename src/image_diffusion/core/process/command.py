@@ -68,7 +68,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 
 def run(main: Callable[[], None], *smaller: str) -> None:
-    """Call `main` and end the process: with 0 on success, 75 if it was stopped and can resume, 1 on an error.
+    """Call `main` and end the process: with 0 on success, 75 if stopped and resumable, 1 on an error, 130 on Ctrl-C.
 
     ValueError, OSError, a missing package, a full disk and too little memory are reported in one line;
     IMAGE_DIFFUSION_TRACEBACK=1 shows the traceback. Any other exception is a defect of this program and is shown with

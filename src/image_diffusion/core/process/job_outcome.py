@@ -17,7 +17,7 @@ VARIABLE = "IMAGE_DIFFUSION_ATTEMPT"
 
 Ending = Literal["stopped", "mistake", "memory", "accident"]
 """stopped: stopped on request after saving. mistake: would fail again. memory: would succeed with more memory.
-accident: failure of the machine, network or file system, or unexpected."""
+accident: failure of the machine, network or file system, or any unexpected error."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class JobOutcome:
     ending: Ending | None = None
     """Ending of the attempt; None if it was killed, is running, or succeeded."""
     said: str = ""
-    """Last line of its output."""
+    """Message of its ending."""
 
 
 def note(ending: Ending, said: str) -> None:

@@ -45,7 +45,7 @@ def process_identifier() -> str:
 
 
 class _Mark:
-    """A parsed mark."""
+    """A parsed identifier of a process."""
 
     def __init__(self, text: str) -> None:
         self.machine, pid, self.started = text.split(":")

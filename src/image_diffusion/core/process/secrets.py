@@ -28,7 +28,7 @@ _PARAMETER = re.compile(rf"(?:[\w.-]+=)?{_REFERENCE}")
 
 def store_named(uri: str | None) -> str:
     """Return the URI given on a command line, or else that of the environment. The given URI is never shown
-    afterwards."""
+    afterwards. Raises ValueError if there is neither."""
     if uri is not None:
         os.environ[STORE] = uri
     if not os.environ.get(STORE):
@@ -91,8 +91,8 @@ def _query_advice(key: str, url: str) -> str:
 
 
 def variable_of(uri: str) -> str:
-    """Return the environment variable by which Snakemake passes a store's URI to its jobs; it differs between stores,
-    and its name does not depend on the password."""
+    """Return the name of the environment variable by which Snakemake passes a store's URI to its jobs. It differs
+    between stores, and does not depend on the password."""
     return f"IMAGE_DIFFUSION_STORE_{sha256(without_password(uri).encode()).hexdigest()[:8].upper()}"
 
 

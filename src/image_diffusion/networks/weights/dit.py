@@ -45,15 +45,15 @@ class DiTWeights:
 
 
 def read_dit(path: Path, num_heads: int | None = None, content: Mapping[str, Any] | None = None) -> DiTWeights:
-    """A DiT from a file of the original or a folder of diffusers.
+    """Read a DiT from a file of the original or a folder of diffusers.
 
     path: the published `DiT-XL-2-256x256.pt` or another state dict under its names (`.pt`, `.safetensors`); a training
     checkpoint of the original, of which the "ema" entry is taken; a folder of a diffusers pipeline, or of its
-    transformer. num_heads: needed where a file is of none of the paper's widths, since shapes do not tell it. content:
-    of the file, where it was loaded already.
+    transformer. num_heads: required for a file of a width that is not the paper's, since shapes do not determine it.
+    content: content of the file, if it was loaded already.
 
-    Its time_frequencies are those that the original computes with a file, and diffusers with a folder. (The folders
-    facebook/DiT-XL-2-* hold weights that were trained with "dit", though diffusers computes otherwise.)
+    time_frequencies is "dit" for a file and "diffusers" for a folder, as in the original and in diffusers. (The folders
+    facebook/DiT-XL-2-* contain weights that were trained with "dit", although diffusers computes differently.)
 
     Raises ValueError when the path does not exist, holds anything but tensors and plain data, or is not a DiT: with the
     names of what is missing, unexpected, or of another shape.

@@ -155,7 +155,7 @@ def flow_scheduler(time_scale: float, prediction: str) -> DPMSolverMultistepSche
     """Return DPM-Solver++ (2M) for a flow process, at N times evenly spaced from 0.999 to 0.999 / N, and then 0.
 
     The scheduler for flows that DiTPipeline can call. It gives the network thousandths of the time, rounded down.
-    time_scale: what times in [0, 1] are multiplied with for the network. Raises ValueError unless it is 1000, as for
+    time_scale: factor of times in [0, 1] for the network. Raises ValueError unless it is 1000, as for
     all flows in diffusers, and the network predicts the velocity.
     """
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
@@ -216,10 +216,10 @@ def _label_table(network: DiT, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def _refit_time(tensors: dict[str, Tensor], num_timesteps: int) -> dict[str, Tensor]:
-    """A time embedding for diffusers' frequencies with the values that this one has for DiT's.
+    """Return a time embedding for diffusers' frequencies with the values of this one for DiT's frequencies.
 
-    No linear map of the first sines gives the second. But only num_timesteps values count, and an MLP with as many
-    hidden channels takes any values there: a fixed random first layer, and a second solved for, in float64.
+    No linear map converts the sines. But only num_timesteps values count, which an MLP with as many hidden channels can
+    fit: the first layer is fixed and random, and the second is solved for in float64.
     """
     first, second = "t_embedder.mlp.0", "t_embedder.mlp.2"
     width = tensors[f"{second}.bias"].numel()

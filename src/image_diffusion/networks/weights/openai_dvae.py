@@ -84,7 +84,7 @@ def _group(
 
 
 def is_openai_folder(folder: Path) -> bool:
-    """True if a folder holds the two files."""
+    """Return True if a folder contains the two files."""
     return all((folder / name).is_file() for name in FILES)
 
 

@@ -21,20 +21,20 @@ _NEEDED = (
 
 
 def is_unet(names: Iterable[str]) -> bool:
-    """True if the names are those of such a U-Net's parameters."""
+    """Return True if the names are those of such a U-Net's parameters."""
     return "input_blocks.0.0.weight" in names
 
 
 def unet_of_shapes(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any], path: Path
 ) -> tuple[UNetConfig, DataSpec]:
-    """Return the network of RGB images that tensors under the published names are of.
+    """Return the network of RGB images whose tensors have these published names and shapes.
 
     settings: values that shapes do not determine, by the names of `UNetConfig`: the heads, attention_order, dropout.
-    The resolution is the one with these multipliers, the small images of an upsampler have a quarter of it. path: to
-    name in messages.
+    The resolution is the published one with these multipliers; the small images of an upsampler have a quarter of it.
+    path: the file, for messages.
 
-    Raises ValueError where something is missing, or the resolution cannot be determined.
+    Raises ValueError if something is missing, or the resolution cannot be determined.
     """
     absent = [name for name in _NEEDED if name not in tensors]
     if absent:

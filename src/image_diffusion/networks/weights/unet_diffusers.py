@@ -33,7 +33,7 @@ def check_unet(
     config: UNetConfig, spec: DataSpec, num_classes: int, conditions: Collection[str], is_array: bool
 ) -> None:
     """Raise ValueError for what UNet2DModel and DDPMPipeline do not have. num_classes: of the data. conditions: the
-    names of those beside the class, or the kinds of their shards. is_array: whether the images are arrays."""
+    names of those beside the class, or the kinds of their shards. is_array: True if the images are arrays."""
     levels = config.levels(spec)
     attended = {levels[resolution] for resolution in config.attention_resolutions} | {list(levels.values())[-1]}
     heads = {width // config.heads(width, upward) for width in attended for upward in (False, True)}
@@ -55,10 +55,10 @@ def check_unet(
 
 
 def to_diffusers_unet(network: UNet, times: Tensor) -> UNet2DModel:
-    """Return the same function as a UNet2DModel, of timesteps 0 … T - 1.
+    """Return an equivalent UNet2DModel for timesteps 0 … T - 1.
 
-    times: float32 [T], what the network is given for them; where those are other numbers, their sines and cosines
-    become a table (time_embedding_type learned). Raises ValueError as `check_unet` does.
+    times: float32 [T], the network's time at each timestep; if the times differ from the timesteps, their sines and
+    cosines become a table (time_embedding_type learned). Raises ValueError as `check_unet` does.
     """
     from diffusers.models.unets.unet_2d import UNet2DModel
 

@@ -23,7 +23,7 @@ class TemperatureConfig(Config):
     start: float = Field(1.0, gt=0)
     """Temperature at step 0."""
     rate: float = Field(1e-6, ge=0)
-    """Rate of the decay: in 1/rate steps the temperature falls to 1/e."""
+    """Rate of the exponential decay: in 1/rate steps the temperature falls to 1/e of its value."""
     final: float = Field(0.5, gt=0)
     """Lowest temperature."""
 
@@ -118,8 +118,8 @@ class QuantisedAutoencoding(Objective):
     codes with a commitment loss (van den Oord et al. 2017, equation 3, in which the codebook's moving averages replace
     the second term).
 
-    Parts: as of `DiscreteAutoencoding`, without "kl" and "temperature", and the unweighted "commitment".
-    commitment_weight: None for fixed codes.
+    Parts: as of `DiscreteAutoencoding`, without "kl" and "temperature"; with a commitment loss also the
+    unweighted "commitment". commitment_weight: None for fixed codes.
     """
 
     def __init__(self, reconstruction: Reconstruction, commitment_weight: float | None) -> None:

@@ -1,8 +1,8 @@
 """One checkpoint: a folder of tensors and plain data that is written atomically, with a checksum for every file.
 
-step-0001000/checkpoint.json    step, examples seen, what the run is, sha256 and size of every other file
+step-0001000/checkpoint.json    step, examples seen, identity of the run, sha256 and size of every other file
 step-0001000/<group>.safetensors    network, each average, optimizer, objective, meter
-step-0001000/<group>.1-of-8.safetensors    of tensors whose rows eight processes share, those of the second
+step-0001000/<group>.1-of-8.safetensors    rows of the second of eight processes, of tensors that are sharded by rows
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def folder_name(step: int) -> str:
 
 
 def temporary_folder(parent: Path, step: int, token: str) -> Path:
-    """Return the folder that a checkpoint is written to until it is complete. token: identifies the writer, so that no
-    other process writes to the same folder."""
+    """Return the folder that a checkpoint is written to until it is complete. token: token of the owner, so that
+    orphans of earlier starts do not write to the same folder."""
     return parent / f".{folder_name(step)}.{token}.tmp"
 
 

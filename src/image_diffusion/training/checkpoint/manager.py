@@ -80,8 +80,8 @@ class State(Background):
     Only one process uses it, after `claim`. Checkpoints are written by a background thread. If they have parts of
     several processes, each other process has a `part_writer`, and a checkpoint is complete when all parts are written.
     The process that claims the root also owns the outputs of the training next to it, of any run. num_steps: number of
-    steps of the run; later checkpoints, of a longer configuration of it, are ignored. hang_s: seconds to wait for a
-    part. split: `Checkpoint.split`; empty: not compared.
+    steps of the run; later checkpoints, of a longer configuration of it, are neither loaded nor removed. hang_s:
+    seconds to wait for a part. split: `Checkpoint.split`; empty: not compared.
     """
 
     def __init__(
@@ -303,8 +303,8 @@ def _owns(root: Path, token: str) -> bool:
 def _unwritten(
     step: int, folder: Path, advice: str = "", assert_owner: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Name the checkpoint in the error of a disk. assert_owner: raises first if another process has become the owner,
-    which removes unfinished files."""
+    """Raise an OSError of this context again with the step and folder of the checkpoint. assert_owner: raises first if
+    another process has become the owner, which removes unfinished files."""
     try:
         yield
     except OSError as error:

@@ -28,7 +28,7 @@ class Stop:
 
     A second signal ends the process at once, except under torchrun, which repeats signals and has its own time limit.
     max_hours and save_every_s, seconds between checkpoints, are measured by a monotonic clock. saves: True if all
-    processes are to save now because of the time; set by `poll`.
+    processes are to save now, because of the time or to stop; set by `poll`.
     """
 
     def __init__(self, world: World, max_hours: float | None, save_every_s: float | None = None) -> None:

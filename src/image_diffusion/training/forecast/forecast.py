@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
-        """Steps and validations."""
+        """Seconds of all steps and validations."""
         return self.train_s + self.validation_s
 
 
@@ -172,8 +172,8 @@ def _train(trainer: Trainer, world: World, start: int, stop: int) -> None:
 
 def _steps(trainer: Trainer, world: World, last: int, steps: int, until: Deadline) -> tuple[float, int]:
     """Return the seconds of a step, and the number of timed steps: `steps` from the middle of the training, fewer if
-    time is short, at least one. The first and the last step warm up (a second step can still allocate), and include the
-    memory of terms of the loss that begin or end during the training."""
+    time is short, or a warmup step if no time is left. The first and the last step warm up (a second step can still
+    allocate), and include the memory of terms of the loss that begin or end during the training."""
 
     def timed(start: int, stop: int) -> float:
         started = time.perf_counter()

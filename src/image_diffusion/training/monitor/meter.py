@@ -65,7 +65,7 @@ class Meter:
 
     @property
     def parts(self) -> set[str]:
-        """Return "loss" and the names of its parts since the last log; empty before the first step."""
+        """Return "loss" and the names of its parts since the last log; empty if no step was added since."""
         return set(self._sums)
 
     def take(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ class Patience:
     """Early stopping: the smallest validation loss of a run, and the step at which the run ends early.
 
     steps: steps of the run. share: share of the steps after which a run without improvement ends; None: never. loss,
-    step: smallest loss and its step; step 0 before any validation. ended_at: step of the early end; None so far.
+    step: smallest loss and its step; step 0 before any validation. ended_at: step of the early end; None before it.
     """
 
     def __init__(self, steps: int, share: float | None) -> None:

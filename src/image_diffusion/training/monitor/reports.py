@@ -72,7 +72,7 @@ class Reports:
         return self._validates(step) or self._draws(step)
 
     def should_save(self, step: int) -> bool:
-        """Return True if a checkpoint is due after this step, also because its reports were interrupted."""
+        """Return True if a checkpoint is due after this step, or if its reports were interrupted."""
         config = self._trainer.config
         is_last = step == self._trainer.last_step
         return step % config.checkpoint.every_steps == 0 or is_last or self.pending

@@ -35,7 +35,7 @@ class AdamW(AdamBase):
     type: Literal["adamw"] = "adamw"
     """Adam with decoupled weight decay."""
     weight_decay: float = Field(0.0, ge=0, le=1)
-    """Decoupled weight decay: in each step the weights lose this share, times the learning rate."""
+    """Decoupled weight decay: each step subtracts this share of the weights, times the learning rate."""
     decay_vectors: bool = False
     """Also apply the weight decay to biases and gains."""
 

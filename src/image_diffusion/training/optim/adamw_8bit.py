@@ -40,7 +40,7 @@ class AdamW8bit(AdamW):
 
 
 class _Flat8bit(FlatOptimizer):
-    """scales: float32, of the blocks of all pieces one after the other, by the name of the moment."""
+    """AdamW with 8-bit moments on flat vectors. scales: float32, scales of the blocks of all pieces, by moment."""
 
     torch: _AdamW8bit
 

@@ -34,7 +34,7 @@ class OptimizerConfig(Config, ABC):
 
     @abstractmethod
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
-        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises
+        """Return the optimizer of these parameters. factors: factors of the learning rates, by name; unset: 1. Raises
         ValueError as `check` does."""
 
 
@@ -84,8 +84,8 @@ def pieces(
 class FlatOptimizer:
     """An optimizer on pieces of the flat vectors.
 
-    layouts: of its moments, by name. moments: vectors of those, of the dtype `stored` (unset: float32). steps: float32,
-    updates of each piece, on the device, where the optimizer counts them.
+    layouts: layouts of its moments, by name. moments: vectors of the moments, of the dtype `stored` (unset: float32).
+    steps: float32, number of updates of each piece, on the device, where the optimizer counts them.
     """
 
     torch: torch.optim.Optimizer

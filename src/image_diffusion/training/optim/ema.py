@@ -92,7 +92,7 @@ class ExponentialEma(Config):
 
     def fitting_rate(self, steps: int, share: float) -> float:
         """Return the largest rate, to one digit of 1 - rate, whose average contains at most a share of the initial
-        weights."""
+        weights after `steps`."""
         left = 1.0 - math.pow(share, 1.0 / -(-steps // self.update_every))
         digit = 10.0 ** math.floor(math.log10(left))
         return round(1.0 - math.ceil(left / digit - 1e-9) * digit, 15)

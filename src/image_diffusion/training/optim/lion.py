@@ -25,7 +25,7 @@ class Lion(OptimizerConfig):
     betas: tuple[Probability, Probability] = (0.9, 0.99)
     """Weight of the momentum in an update, and decay of the momentum."""
     weight_decay: float = Field(0.0, ge=0, le=10)
-    """Decoupled weight decay: in each step the weights lose this share, times the learning rate."""
+    """Decoupled weight decay: each step subtracts this share of the weights, times the learning rate."""
     decay_vectors: bool = False
     """Also apply the weight decay to biases and gains."""
 

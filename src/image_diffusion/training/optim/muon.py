@@ -33,8 +33,8 @@ class Rest(Config):
     eps: float = Field(1e-8, gt=0, le=1)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.0, ge=0, le=1)
-    """Decoupled weight decay: in each step weights other than biases and gains lose this share, times the learning
-    rate."""
+    """Decoupled weight decay: each step subtracts this share of the weights other than biases and gains, times the
+    learning rate."""
 
 
 class Muon(OptimizerConfig):
@@ -53,7 +53,7 @@ class Muon(OptimizerConfig):
     nesterov: bool = True
     """Use Nesterov momentum: orthogonalise a mixture of mean and gradient instead of the mean."""
     weight_decay: float = Field(0.0, ge=0, le=1)
-    """Decoupled weight decay: in each step the matrices lose this share, times the learning rate."""
+    """Decoupled weight decay: each step subtracts this share of the matrices, times the learning rate."""
     scale: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
     """Factor of the update of a matrix of m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), so that learning
     rates of AdamW are suitable (Liu et al. 2025, arXiv:2502.16982); original: sqrt(max(1, m / n)), which needs learning

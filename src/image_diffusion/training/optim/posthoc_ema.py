@@ -42,8 +42,8 @@ def inner_products(times: Profiles, gammas: Profiles, other_times: Profiles, oth
     """Compute the inner products of the profiles p(s) = (gamma + 1) s^gamma / t^(gamma + 1), 0 <= s <= t: [n], [n],
     [m], [m] -> [n, m].
 
-    The integral of the product over their common time is (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g +
-    1) u^(h + 1)), computed in logarithms.
+    The integral of the product over their common time is
+    (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g + 1) u^(h + 1)), computed in logarithms.
     """
     t, g = times[:, None], gammas[:, None]
     u, h = other_times[None, :], other_gammas[None, :]
@@ -62,7 +62,7 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
 
 def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage]:
     """Return the averages in the checkpoints of a run's state folder, up to a step: later checkpoints are of a longer
-    configuration of the run. Raises ValueError if there are none."""
+    configuration of the run. Raises ValueError if there are none to combine."""
     averages = []
     for folder in sorted(state.glob("step-*")):
         if int(folder.name.removeprefix("step-")) > last_step:

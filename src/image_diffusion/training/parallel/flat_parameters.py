@@ -143,7 +143,7 @@ class Flat(Layout):
         self.local.zero_()
 
     def before_pass(self, last: bool) -> None:
-        """Prepare for each backward pass. last: of the step. Nothing to do: `begin_sum` sums the gradients."""
+        """Prepare for a backward pass. last: True for the last of a step. Nothing to do: `begin_sum` sums gradients."""
 
     def finish(self) -> None:
         """Finish the backward passes of a step. Nothing to do: a gradient that no backward pass reached is zero."""
@@ -192,7 +192,7 @@ class Flat(Layout):
 
 def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
     """Return the pieces of a layout, start … stop, in the order of a backward pass, from the end to the start; vectors
-    last. apart: names of matrices that share no piece with other parameters."""
+    last. apart: names of matrices that share no piece with matrices outside of `apart`."""
     pieces, stop = [], layout.matrices_end
     matrices = [slot for slot in layout.slots if slot.start < layout.matrices_end]
     for before, slot in zip([None, *matrices][:-1][::-1], matrices[::-1], strict=True):

@@ -80,7 +80,7 @@ class ShardedFlat(Shares, Flat):
     2.15 supports only one dtype per block: it gathers all weights in float32.)
 
     Each block, a member of the network's outermost lists of modules, is gathered and freed as a unit. All other
-    parameters are a further unit, which is gathered from the forward to the end of the backward pass. Parameters
+    parameters are a further unit, which stays gathered until the end of the backward pass. Parameters
     without gradient are complete in every process.
     """
 
@@ -148,8 +148,8 @@ class ShardedFlat(Shares, Flat):
     @contextmanager
     def with_weights(self, vector: Tensor) -> Iterator[None]:
         """Give the network the weights of a vector of this layout in this context, complete in every process and in
-        float32 in any precision. After a forward pass that was interrupted by a request to stop, no other forward pass
-        may follow."""
+        float32 whatever the precision. After a forward pass that was interrupted by a request to stop, no other forward
+        pass may follow."""
         self._give(vector)
         self._keep_whole(True)
         try:
