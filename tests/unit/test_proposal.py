@@ -24,13 +24,15 @@ from image_diffusion.data.quality.facts import CaptionFacts, Facts, describe_sou
 from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import Table
-from image_diffusion.experiments.choices import choices
+from image_diffusion.experiments.choices import INTERVAL_SAMPLES, choices
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
 from image_diffusion.experiments.proposal import Proposal, least_steps, propose, seconds_of
 from image_diffusion.experiments.proposal_text import parsed
 from image_diffusion.experiments.request import DESIGNS, Machine, Request, Speed, classes_of, resolution_of
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.start import start_of
+from image_diffusion.metrics.distances.frechet import SAMPLES_PER_DIMENSION
+from image_diffusion.metrics.features.classifier import FEATURES
 from image_diffusion.systems import AnySystem
 from image_diffusion.tools.budget import measured, propose_for
 from tiny_autoencoders import write_autoencoder
@@ -63,6 +65,10 @@ def proposed(
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5 h", 5400), ("2d", 172_800)])
+def test_the_samples_of_an_interval_are_those_that_the_distance_needs() -> None:
+    assert INTERVAL_SAMPLES == SAMPLES_PER_DIMENSION * FEATURES
+
+
 def test_a_budget_is_a_number_and_a_unit(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
