@@ -65,10 +65,6 @@ def proposed(
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5 h", 5400), ("2d", 172_800)])
-def test_the_samples_of_an_interval_are_those_that_the_distance_needs() -> None:
-    assert INTERVAL_SAMPLES == SAMPLES_PER_DIMENSION * FEATURES
-
-
 def test_a_budget_is_a_number_and_a_unit(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
@@ -809,3 +805,7 @@ def test_a_failed_proposal_leaves_nothing(tmp_path: Path) -> None:
         done = initialised(tmp_path, "new", "--data", "images", "--budget", budget)
         assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+def test_the_samples_of_an_interval_are_those_that_the_distance_needs() -> None:
+    assert INTERVAL_SAMPLES == SAMPLES_PER_DIMENSION * FEATURES
