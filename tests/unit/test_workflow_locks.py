@@ -16,7 +16,7 @@ import pytest
 
 from image_diffusion.workflow.integrity.locks import lock_results, take_over
 from image_diffusion.workflow.jobs import slurm_queue as queue_module
-from image_diffusion.workflow.jobs.slurm_queue import is_in_queue, orphans, tell_of_unseen_jobs, wait_for_or_cancel
+from image_diffusion.workflow.jobs.slurm_queue import is_in_queue, orphans, settle_orphans, tell_of_unseen_jobs
 
 HERE = socket.gethostname()
 
@@ -112,12 +112,12 @@ def test_orphans_are_waited_for_when_they_do_what_is_wanted_and_cancelled_else(
     left = orphans(tmp_path)
     assert [each.job for each in left] == ["11", "12", "15", "16"]
     monkeypatch.setattr(queue_module.time, "sleep", lambda pause_s: queue(tmp_path, "", monkeypatch))
-    wait_for_or_cancel(left, wanted, wait=True)
+    settle_orphans(left, wanted, wait=True)
     assert cancelled.read_text() == "12 15 16\n", "of an old configuration, of a stage that begins anew, of nobody"
     first, second = capsys.readouterr().err.splitlines()
     assert first == "Cancelling what a killed Snakemake left in the queue: 12 15 16"
     assert second.startswith("Waiting for Slurm job 11 (rule_train_wildcards_one), which a Snakemake has left ")
-    wait_for_or_cancel(left, wanted, wait=False)
+    settle_orphans(left, wanted, wait=False)
     assert cancelled.read_text().endswith("11 12 15 16\n")
 
 
@@ -132,7 +132,7 @@ def test_a_job_that_was_sent_in_the_second_of_its_configuration_is_waited_for(
     os.utime(config, (written, written))
     left = orphans(tmp_path)
     monkeypatch.setattr(queue_module.time, "sleep", lambda pause_s: queue(tmp_path, "", monkeypatch))
-    wait_for_or_cancel(left, [job("train", config, "one")], wait=True)
+    settle_orphans(left, [job("train", config, "one")], wait=True)
     assert capsys.readouterr().err.startswith("Waiting for Slurm job 11")
     assert not cancelled.exists() or cancelled.read_text() == ""
 
@@ -142,7 +142,7 @@ def test_a_configuration_that_changed_after_a_job_was_sent_is_no_longer_its_own(
 ) -> None:
     cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
     (tmp_path / "train.yaml").touch()
-    wait_for_or_cancel(orphans(tmp_path), [job("train", tmp_path / "train.yaml", "one")], wait=True)
+    settle_orphans(orphans(tmp_path), [job("train", tmp_path / "train.yaml", "one")], wait=True)
     assert cancelled.read_text() == "11\n"
 
 

@@ -6,12 +6,7 @@ from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.jobs.live_tracking import Following
 from image_diffusion.workflow.parts import remove_left_parts
 from image_diffusion.workflow.studies import write_partial_pages
-from image_diffusion.workflow.jobs.slurm_queue import (
-    orphans,
-    report_failed_jobs,
-    tell_of_unseen_jobs,
-    wait_for_or_cancel,
-)
+from image_diffusion.workflow.jobs.slurm_queue import orphans, report_failed_jobs, settle_orphans, tell_of_unseen_jobs
 from image_diffusion.workflow.tables import outcome, places, request
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
@@ -22,7 +17,7 @@ onstart:
     if too_few := machine.too_few_devices(trainings):
         raise SystemExit(f"error: {too_few}")
     if owner.is_ours and (left := orphans(Path())):
-        wait_for_or_cancel(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
+        settle_orphans(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
     sent = {workflow.dag.get_job_group(job) or job for job in workflow.dag.needrun_jobs()}
     if machine.queued and (table := request(sent, machine.executor())):
         print(table, file=sys.stderr)

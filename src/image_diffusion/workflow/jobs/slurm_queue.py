@@ -45,7 +45,7 @@ def orphans(folder: Path) -> list[Orphan]:
     ]
 
 
-def wait_for_or_cancel(left: Sequence[Orphan], jobs: Iterable[Any], wait: bool, pause_s: float = 10.0) -> None:
+def settle_orphans(left: Sequence[Orphan], jobs: Iterable[Any], wait: bool, pause_s: float = 10.0) -> None:
     """Before submitting jobs, wait for orphans that do the work of a pending job, and cancel all others. An orphan
     writes the same bytes as a new job, and may have waited in the queue for days.
 
