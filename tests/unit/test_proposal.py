@@ -24,15 +24,13 @@ from image_diffusion.data.quality.facts import CaptionFacts, Facts, describe_sou
 from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import Table
-from image_diffusion.experiments.choices import INTERVAL_SAMPLES, choices
+from image_diffusion.experiments.choices import choices
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
 from image_diffusion.experiments.proposal import Proposal, least_steps, propose, seconds_of
 from image_diffusion.experiments.proposal_text import parsed
 from image_diffusion.experiments.request import DESIGNS, Machine, Request, Speed, classes_of, resolution_of
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.start import start_of
-from image_diffusion.metrics.distances.frechet import SAMPLES_PER_DIMENSION
-from image_diffusion.metrics.features.classifier import FEATURES
 from image_diffusion.systems import AnySystem
 from image_diffusion.tools.budget import measured, propose_for
 from tiny_autoencoders import write_autoencoder
@@ -807,5 +805,8 @@ def test_a_failed_proposal_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
-def test_the_samples_of_an_interval_are_those_that_the_distance_needs() -> None:
-    assert INTERVAL_SAMPLES == SAMPLES_PER_DIMENSION * FEATURES
+@pytest.mark.parametrize(("number", "reason"), [(630, "fewer than the 640 of"), (640, "enough for")])
+def test_the_reason_of_the_samples_is_what_an_interval_needs(number: int, reason: str) -> None:
+    sections = choices(Request(MANY, "images", CPU, 600.0), DESIGNS["cpu"][0], 200, number)
+    chosen = {choice.key: choice for choice in sections["sample"]}
+    assert chosen["num_samples"].reason.endswith(f"; {reason} an interval of the distance")

@@ -29,14 +29,16 @@ from image_diffusion.experiments.request import (
     masks_of,
     passes_of,
 )
+from image_diffusion.metrics.distances.frechet import SAMPLES_PER_DIMENSION
+from image_diffusion.metrics.features.classifier import FEATURES
 
 _WATCHED_PASSES, AUGMENTED_PASSES = 100, 600
 """Minimum numbers of passes over the images for keeping the best weights and for augmentation: with 500 images,
 augmentation lowered the distance at 640 passes, but not at 384 (docs/choosing.md)."""
 _AUGMENT = {"probability": 0.25, "until": 0.9}
 """Twice EDM's probability of 0.12; with 500 images, that halved the number of copies (docs/choosing.md)."""
-INTERVAL_SAMPLES = 640
-"""Minimum number of samples for an interval of the distance: five for each of the 128 features of the classifier."""
+_INTERVAL_SAMPLES = SAMPLES_PER_DIMENSION * FEATURES
+"""Minimum number of samples for an interval of the distance between features of the built-in classifier."""
 PREVIEWS, VALIDATIONS, CHECKED = 4, 8, 256
 _SHOWN = 5
 """Number of prompts of the previews."""
@@ -249,7 +251,7 @@ def _optimizer(design: Design) -> Choice:
 
 
 def _sample(facts: Facts, machine: Machine, num_samples: int) -> Iterator[Choice]:
-    need = f"fewer than the {INTERVAL_SAMPLES} of" if num_samples < INTERVAL_SAMPLES else "enough for"
+    need = f"fewer than the {_INTERVAL_SAMPLES} of" if num_samples < _INTERVAL_SAMPLES else "enough for"
     yield Choice("num_samples", num_samples, f"a tenth of the budget at most; {need} an interval of the distance")
     steps = 15 if machine.kind == "cpu" else 18
     yield Choice("sampler", {"type": "heun", "num_steps": steps}, "EDM draws CIFAR-10 in 18 steps of Heun's method")
