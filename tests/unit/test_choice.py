@@ -55,6 +55,7 @@ POINTS = [
         ("distance where copies.upper <= 0.06", 30),
         ("distance where copies.value < 0.02", 10),
         ("inpipe_fd where copies.lower <= 0.01 and inpipe_fd.upper < 7", 20),
+        ("inpipe_agreement where distance.lower > 3", 20),
         ("inpipe_agreement where copies.value < 0.03", 20),  # higher is better
     ],
 )
@@ -124,7 +125,6 @@ def test_a_number_that_was_not_measured_does_not_hold_and_everywhere_it_is_an_er
         ("distance where inpipe_recall>0.3", "after the name: inpipe_recall.value > 0.3."),
         ("distance where copise > 0.3", "'copise' is not a metric. "),
         ("distance where ", "'distance where ' has no condition after where"),
-        ("distance where distance.upper < 3", "'distance' is not a metric"),
         ("other_prompt_similarity", "other_prompt_similarity has no better direction"),
         ("__import__('os')", "is not a metric"),
         ("fid", "sweep.choose compares fid, which no point of sweep.checkpoint has. Name a metric of the samples"),

@@ -44,11 +44,10 @@ def parse_rule(text: str) -> Rule:
     Raises ValueError for a metric that is unknown or has no better direction, and for an invalid condition.
     """
     metric, *where = re.split(r"\s+where(?:\s+|$)", text.strip(), maxsplit=1)
-    if metric != DISTANCE:
-        check_metric(metric)
-        if _better(metric) not in ("lower", "higher"):
-            raise ValueError(f"{metric} has no better direction, so that no point is best by it. Name another metric.")
-    conditions = parse_conditions("".join(where), "metric", check_metric, _EXAMPLE)
+    _check_name(metric)
+    if metric != DISTANCE and _better(metric) not in ("lower", "higher"):
+        raise ValueError(f"{metric} has no better direction, so that no point is best by it. Name another metric.")
+    conditions = parse_conditions("".join(where), "metric", _check_name, _EXAMPLE)
     if where and not conditions:
         raise ValueError(f"{text!r} has no condition after where. Write for instance {_EXAMPLE}.")
     return Rule(text, metric, tuple(conditions))
@@ -92,11 +91,12 @@ def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> di
     number of a condition at all points.
     """
     metric = headline if rule.metric == DISTANCE else rule.metric
+    of_condition = {c.name: headline if c.name == DISTANCE else c.name for c in rule.conditions}
     points = sorted(points, key=lambda point: int(point["value"]))
     entries = [_entry(point, metric) for point in points]
     if missing := [point["value"] for point, entry in zip(points, entries, strict=True) if entry["value"] is None]:
         raise ValueError(f"sweep.choose compares {metric}, which was not measured at step {missing[0]}.")
-    scores = [{condition.name: _score(point, condition.name) for condition in rule.conditions} for point in points]
+    scores = [{name: _score(point, measured) for name, measured in of_condition.items()} for point in points]
     for condition in rule.conditions:
         measured = [score[condition.name][condition.field] for score in scores]
         if all(number is None for number in measured):
@@ -153,6 +153,11 @@ def check_metric(name: str) -> None:
         names = [DISTANCE, *(bare for definition in definitions() for bare in definition.names.split())]
         otherwise = "metrics.json has the names, such as copies or inpipe_fd."
         raise ValueError(f"{name!r} is not a metric. {suggestion(name, names, otherwise)}")
+
+
+def _check_name(name: str) -> None:
+    if name != DISTANCE:
+        check_metric(name)
 
 
 def _better(metric: str) -> str:
