@@ -47,16 +47,14 @@ def test_damaged_outputs_count_as_unfinished(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("missing", ["incomplete", "_input_changed"])
-def test_a_snakemake_that_keeps_it_elsewhere_is_refused(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snakemake_without_the_patched_methods_is_rejected(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(persistence_class(), missing)
     with pytest.raises(SystemExit, match=r"^error: Snakemake 9\.\S+ keeps its records in another way .* 'snakemake>=9"):
         count_damaged_as_unfinished(lambda outputs: False)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--profile", "slurm"]])
-def test_what_a_killed_snakemake_left_is_made_again_by_the_profiles_of_a_clone(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_of_a_clone_rerun_incomplete_outputs(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     assert parse_args(arguments)[1].rerun_incomplete
 
@@ -67,7 +65,7 @@ def test_the_default_profile_is_found_from_another_folder(tmp_path: Path, monkey
         assert parse_args(["--snakefile", str(Path(__file__).parents[2] / snakefile)])[1].rerun_incomplete
 
 
-def test_what_a_result_was_made_of_is_compared_beside_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_parts_does_not_count_as_changed_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of(*parts: str) -> list[str]:
         return ["config.yaml", *(f"out/samples/{part}" for part in parts)]

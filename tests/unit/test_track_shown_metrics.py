@@ -26,13 +26,13 @@ def keys(points: list[Point]) -> list[str]:
     return list(dict.fromkeys(point.key for point in points))
 
 
-def test_what_repeats_the_loss_of_its_section_is_left_out() -> None:
+def test_metrics_equal_to_the_loss_of_their_section_are_left_out() -> None:
     points = series(**{"train/loss": [3, 2], "train/mse": [3, 2], "train/vb": [3, 1], "validation/mse": [3, 2]})
     assert keys(shown_points(points)) == ["train/loss", "train/vb", "validation/mse"]
     assert keys(shown_points(series(loss=[1], odd=[1]))) == ["loss", "odd"]
 
 
-def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:
+def test_scalars_hold_the_last_and_best_value() -> None:
     points = series(**{"validation/loss": [3.0, 1.0, 2.0, math.nan], "evaluate/fd": [5.0], "evaluate/kd": [1.0]})
     assert {(p.key, p.value, p.step) for p in scalars(points, "fd")} == {
         ("final/validation_loss", 2.0, 2),
@@ -44,7 +44,7 @@ def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:
     assert (final.value, best.value) == (7.0, 5.0), "the last evaluation may be of weights of an earlier step"
 
 
-def test_the_table_shows_the_last_and_the_best_of_now_also_where_an_earlier_step_was_chosen(tmp_path: Path) -> None:
+def test_final_and_best_metrics_are_current_even_for_an_earlier_step(tmp_path: Path) -> None:
     client = MlflowClient(store := f"sqlite:///{tmp_path / 'mlflow.db'}")
     with Journal.open(tmp_path / "mine/journal", "train") as journal:
         journal.metrics({"train/loss": 1.0}, step=1000)
@@ -59,12 +59,12 @@ def test_the_table_shows_the_last_and_the_best_of_now_also_where_an_earlier_step
         time.sleep(0.005)  # journals count milliseconds
 
 
-def test_of_evaluate_the_headline_comes_first() -> None:
+def test_headline_metric_of_evaluate_is_always_shown() -> None:
     points = series(**{f"evaluate/m{i}": [1.0] for i in range(9)} | {"preview/m8": [1.0], "preview/m1": [1.0]})
     assert keys(measured(points, "m8")) == ["evaluate/m0", "evaluate/m1", "evaluate/m8", "preview/m8"]
 
 
-def test_of_synthesize_a_training_shows_three_scores() -> None:
+def test_training_run_shows_three_synthesize_scores() -> None:
     names = ("utility.gain", "utility.gain.lower", "copies", "membership.auc", "recall")
     points = series(**{f"synthesize/{name}": [1.0] for name in names})
     assert keys(measured(points, "fd")) == ["synthesize/utility.gain", "synthesize/copies", "synthesize/membership.auc"]

@@ -113,7 +113,7 @@ def images(weights: Path, *embeddings: Path, **settings: Any) -> tuple[Tensor, A
     return torch.cat([made(slice(i, i + 2)) for i in (0, 2)]), made
 
 
-def test_an_embedding_goes_where_the_time_goes_and_becomes_tokens():
+def test_embedding_conditions_through_the_time_and_through_tokens():
     spec, x, t = (
         DataSpec(channels=3, resolution=8, conditions={EMBEDDING: (DIM,)}),
         torch.randn(2, 3, 8, 8),
@@ -138,7 +138,7 @@ def test_an_embedding_goes_where_the_time_goes_and_becomes_tokens():
             network(x, t)
 
 
-def test_pairs_have_the_ids_of_images_that_are_saved_again(data):
+def test_pairs_keep_their_ids_when_images_are_saved_again(data):
     before = sorted(path.read_bytes() for path in (data / "pairs").glob("*.tar"))
     for image in (data / "in/dark").iterdir():
         image.write_bytes(image.read_bytes().replace(b"P6 ", b"P6 # x\n"))
@@ -157,7 +157,7 @@ def test_a_dropped_embedding_is_zeros():
     assert set(told.mean(1).tolist()) == {0.0, 1.0} and 0.6 < told.mean().item() < 0.9
 
 
-def test_a_decoder_resumes_to_the_same_bytes_and_draws_held_out_images(data, tmp_path):
+def test_decoder_resumes_bit_exactly_and_samples_from_held_out_embeddings(data, tmp_path):
     whole = trained(data, DECODER, tmp_path / "once", 4, grid_every_steps=2)
     assert trained(data, DECODER, tmp_path / "twice", 2, grid_every_steps=2) != whole
     assert trained(data, DECODER, tmp_path / "twice", 4, grid_every_steps=2) == whole
@@ -178,7 +178,7 @@ def test_a_decoder_resumes_to_the_same_bytes_and_draws_held_out_images(data, tmp
         images(tmp_path / "once")
 
 
-def test_a_decoder_may_be_told_the_class_as_well(data, tmp_path):
+def test_decoder_may_be_conditioned_on_the_class_too(data, tmp_path):
     both = DECODER | {"condition": [{"type": "label"}, {"type": "embedding"}]}
     whole = trained(data, both, tmp_path / "once", 4)
     trained(data, both, tmp_path / "twice", 2)
@@ -216,7 +216,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_prior_writes_embeddings_as_clip_retrieval_does(prior, tmp_path, monkeypatch):
+def test_prior_writes_embeddings_in_clip_retrieval_layout(prior, tmp_path, monkeypatch):
     monkeypatch.setattr(making, "_ROWS", 5)
     (tmp_path / "one").mkdir()
     folder = embedded(prior, tmp_path / "one" / "embeddings.json")
@@ -252,7 +252,7 @@ def test_a_prior_writes_embeddings_as_clip_retrieval_does(prior, tmp_path, monke
     np.testing.assert_allclose(open_rows(fewer / "img_emb/img_emb_0.npy").astype(float), rows[2:4], atol=2e-3)
 
 
-def test_a_decoder_draws_what_a_prior_has_made(data, prior, tmp_path):
+def test_decoder_samples_from_embeddings_of_a_prior(data, prior, tmp_path):
     trained(data, DECODER, tmp_path / "decoder", grid_every_steps=None)
     (tmp_path / "made").mkdir()
     folder = embedded(prior, tmp_path / "made" / "embeddings.json")
@@ -272,7 +272,7 @@ def test_a_decoder_draws_what_a_prior_has_made(data, prior, tmp_path):
         images(tmp_path / "decoder", embeddings=str(tmp_path / "nowhere"))
 
 
-def test_a_served_decoder_takes_captions_through_the_prior_and_draws_what_sample_does(data, prior, tmp_path):
+def test_served_decoder_embeds_captions_by_the_prior_and_matches_sample(data, prior, tmp_path):
     import pandas
 
     trained(data, DECODER, tmp_path / "decoder", grid_every_steps=None)

@@ -44,7 +44,7 @@ def test_every_input_counts_and_no_row_depends_on_another(changes):
 
 
 @pytest.mark.parametrize(("stem", "first"), [("adm", 64), ("iddpm", 32)])
-def test_the_stem_is_as_wide_as_that_of_the_original_which_is_named(stem, first):
+def test_stem_width_matches_the_named_original(stem, first):
     """Widths of the original networks with multipliers 2 and 1; improved-diffusion's own one then fails at `out`."""
     network = tiny(multipliers=(2, 1), stem=stem)
     widths = [
@@ -81,7 +81,7 @@ def test_unlabelled_data_need_no_label_table():
         network(x, t, label=label)
 
 
-def test_the_small_images_count():
+def test_small_images_affect_the_output():
     network = tiny(SPEC.model_copy(update={"conditions": {"image": (3, 4, 4)}}))
     x, t, label = inputs()
     small = F.interpolate(x, 4, mode="area")
@@ -212,7 +212,7 @@ def test_a_configuration_returns_from_plain_data(config):
         ({"head_channels": 48}, 8, "head_channels 48 does not divide the 64 channels"),
     ],
 )
-def test_what_does_not_fit_the_data_is_told(changes, resolution, message):
+def test_configurations_that_do_not_fit_the_data_are_rejected(changes, resolution, message):
     spec = SPEC.model_copy(update={"resolution": resolution})
     with pytest.raises(ValueError, match=message):
         UNetConfig(**{**TINY, **changes}).build(spec)
@@ -247,7 +247,7 @@ def test_a_missing_label_is_told():
 
 
 @pytest.mark.parametrize("side", [None, 2, 8])
-def test_small_images_that_are_missing_or_of_another_size_are_told(side):
+def test_missing_or_wrongly_sized_small_images_are_rejected(side):
     x, t, label = inputs()
     image = None if side is None else torch.zeros(3, 3, side, side)
     spec = SPEC.model_copy(update={"conditions": {"image": (3, 4, 4)}})
@@ -255,7 +255,7 @@ def test_small_images_that_are_missing_or_of_another_size_are_told(side):
         tiny(spec)(x, t, label=label, image=image)
 
 
-def test_small_images_nobody_asked_for_are_told():
+def test_unexpected_small_images_are_rejected():
     x, t, label = inputs()
     with pytest.raises(ValueError, match="built for the conditions none, but was called with image of 3 x 8 x 8"):
         tiny()(x, t, label=label, image=x)

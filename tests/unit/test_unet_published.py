@@ -63,7 +63,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_images_straight_from_the_published_file(published: Path, tmp_path: Path) -> None:
+def test_published_file_generates_images(published: Path, tmp_path: Path) -> None:
     config = tmp_path / "sample.yaml"
     sampler = {"type": "ddpm", "num_steps": 2, "clip_denoised": True}
     config.write_text(yaml.safe_dump({"sample": {"num_samples": 2, "sampler": sampler}}))
@@ -74,7 +74,7 @@ def test_images_straight_from_the_published_file(published: Path, tmp_path: Path
         assert arrays["arr_0"].shape == (2, 32, 32, 3) and "arr_1" not in arrays
 
 
-def test_bits_per_dimension_straight_from_the_published_file(published: Path, tmp_path: Path) -> None:
+def test_published_file_gives_bits_per_dimension(published: Path, tmp_path: Path) -> None:
     config, output = tmp_path / "evaluate.yaml", tmp_path / "metrics.json"
     config.write_text(yaml.safe_dump({"evaluate": {"likelihood": {"num_samples": 3, "timesteps": 3}}}))
     command(
@@ -92,7 +92,7 @@ def test_bits_per_dimension_straight_from_the_published_file(published: Path, tm
     assert (tmp_path / "evaluation/likelihood.png").is_file()
 
 
-def test_a_network_of_other_images_is_told(published: Path, tmp_path: Path) -> None:
+def test_data_of_another_resolution_are_rejected(published: Path, tmp_path: Path) -> None:
     crop, config = tmp_path / "crop.yaml", tmp_path / "evaluate.yaml"
     crop.write_text(yaml.safe_dump({**DATA, "resolution": 16}))
     config.write_text(yaml.safe_dump({"evaluate": {"likelihood": {}}}))

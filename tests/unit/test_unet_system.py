@@ -45,7 +45,7 @@ def test_the_defaults_are_the_paper_s():
 
 
 @pytest.mark.parametrize(("probability", "rows"), [(0.0, 3), (0.1, 4)])
-def test_the_network_knows_no_label_where_labels_are_dropped(probability, rows):
+def test_label_dropout_adds_a_null_label(probability, rows):
     objective = {"type": "denoising", "label_drop_probability": probability}
     assert system(objective=objective).build_network(SPEC).label_emb.weight.shape[0] == rows
 
@@ -61,7 +61,7 @@ def test_the_network_knows_no_label_where_labels_are_dropped(probability, rows):
     ],
     ids=["simple", "x0", "hybrid", "kl", "dropped"],
 )
-def test_every_objective_falls_when_one_batch_is_learnt(objective):
+def test_every_objective_decreases_on_one_batch(objective):
     torch.manual_seed(0)
     small = system(objective=objective)
     network, loss_of = small.build_network(SPEC), small.build_objective(SPEC)
