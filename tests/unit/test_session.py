@@ -1,4 +1,4 @@
-"""One start after another: the same numbers as one long start, and what is written at the end."""
+"""Training runs: resuming gives the same numbers as one run; weights, journal, previews and early stopping."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = {
 
 
 class Samples:
-    """Forty points near a plane, read as shards are."""
+    """Forty random points, with the interface of shards."""
 
     num_samples, shape, dtype = 40, (3, 1, 1), torch.float32
     labels = np.zeros(40, dtype=np.int64)
@@ -61,7 +61,7 @@ class Samples:
 
 
 class Plane(nn.Module):
-    """Predicts the last coordinate; a convolution, so that it has a layout."""
+    """Predicts the sum of the channels; made of convolutions, so that it has a memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_stopped_training_resumes_bit_exactly(tmp_path: Path, changes: dict[str,
     twice = start(tmp_path / "twice", **changes)
     assert once.keys() == twice.keys()
     assert all(torch.equal(tensor, twice[name]) for name, tensor in once.items())
-    extra = {point for point in points(tmp_path / "twice") if point[1] == 7}  # the last step of the first start
+    extra = {point for point in points(tmp_path / "twice") if point[1] == 7}  # the last step of the first run
     assert [point for point in points(tmp_path / "twice") if point[1] < 7] == [
         point for point in points(tmp_path / "once") if point[1] < 7
     ]
@@ -171,7 +171,7 @@ def test_written_weights_record_their_training(tmp_path: Path) -> None:
 
 
 def test_validation_uses_the_weights_to_be_written(tmp_path: Path) -> None:
-    """Of `weights: raw` those as trained, whatever averages are kept beside them."""
+    """With `weights: raw` the weights as trained, whatever averages are kept."""
     for name, rates in (("kept", [0.5]), ("none", [])):
         start(tmp_path / name, weights="raw", ema={"type": "exponential", "rates": rates})
     assert points(tmp_path / "kept") == points(tmp_path / "none")
@@ -193,7 +193,7 @@ def test_any_average_can_be_written_and_reordering_averages_keeps_the_run(
     )
     assert read_weights(tmp_path / "train")[1]["ema"] == "ema-0.9999"
     turned = start(tmp_path, ema=rates(0.9999, 0.5))
-    assert len([path for path in (tmp_path / "train/state").iterdir() if path.is_dir()]) == 1  # nothing trained again
+    assert len([path for path in (tmp_path / "train/state").iterdir() if path.is_dir()]) == 1  # no second run
     assert all(torch.equal(named[name], turned[name]) for name in named)
     assert not torch.equal(first["hidden.0.weight"], named["hidden.0.weight"])
     raw = start(tmp_path, ema=rates(0.5, 0.9999), weights="raw")
@@ -213,7 +213,7 @@ def test_weights_can_be_taken_from_checkpoints_of_a_running_training(
 ) -> None:
     start(tmp_path / "whole", steps=5)
     start(tmp_path / "on", checkpoint={"every_steps": 5, "keep_every": 5})
-    (tmp_path / "on/train/weights.safetensors").unlink()  # as if it had not ended
+    (tmp_path / "on/train/weights.safetensors").unlink()  # as if it were still running
     (tmp_path / "on/train/model.json").unlink()
     state, output = tmp_path / "on/train/state", tmp_path / "out/weights.safetensors"
     monkeypatch.setattr(sys, "argv", ["ema", "--state", str(state), "--step", "5", "--output", str(output)])
@@ -236,7 +236,7 @@ def test_weights_can_be_taken_from_checkpoints_of_a_running_training(
 
 
 def test_configuration_selects_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several runs that have no weights yet, with the average that it will write."""
+    """Among several runs without final weights; its configured average is written."""
     settings = {"ema": {"type": "exponential", "rates": [0.9, 0.5]}, "weights": 0.5}
     wanted = start(tmp_path, **settings)
     train = read_model(tmp_path / "train")["train"]
@@ -278,7 +278,7 @@ def test_another_configuration_starts_anew(tmp_path: Path) -> None:
 def test_training_on_images_now_held_out_is_not_resumed(tmp_path: Path) -> None:
     start(tmp_path, steps=5, split="one")
     state = read_model(tmp_path / "train")["fingerprint"]
-    start(tmp_path, steps=7, split="one")  # a longer one is
+    start(tmp_path, steps=7, split="one")  # a longer training is resumed
     for steps in (7, 9):
         with pytest.raises(ValueError, match="step-0000007 is of a training that held out other images"):
             start(tmp_path, steps=steps, split="another")
@@ -345,7 +345,7 @@ def test_training_from_scratch_redraws_all_previews(tmp_path: Path, capsys: pyte
     cut = listing.read_bytes()[:-3]
     for path in sorted(tmp_path.glob("train/state/*/step-*"))[:-1]:
         shutil.rmtree(path)
-    # The checkpoint of a longer run is kept with what that run drew: what is wrong there is told.
+    # A checkpoint and previews of a longer run are kept, so that damage of its listing is reported.
     listing.write_bytes(cut)
     start(tmp_path, task={"grid": grid}, grid_every_steps=6, steps=6)
     assert f"warning: the previews in {drawn} have changed since they were drawn" in capsys.readouterr().err
@@ -411,12 +411,12 @@ def test_microbatches_change_only_rounding_and_nothing_in_strict_mode(tmp_path: 
 
 
 def smallest(folder: Path) -> tuple[float, int]:
-    """The smallest validation loss, and the step it is of."""
+    """Return the smallest validation loss and its step."""
     return min((value, step) for key, step, value in points(folder) if key == "validation/loss")
 
 
 def test_best_average_equals_the_result_of_a_run_to_its_step(tmp_path: Path) -> None:
-    """The rate is so high that the loss rises again at the end."""
+    """The learning rate is so high that the loss rises again at the end."""
     wild = {"optimizer": {"type": "adamw", "lr": 0.1}, "validate_every_steps": 1, "weights": "best"}
     best = start(tmp_path / "all", steps=14, keep_raw=True, **wild)
     _, step = smallest(tmp_path / "all")
@@ -450,7 +450,7 @@ WILD = {"optimizer": {"type": "adamw", "lr": 0.1}, "validate_every_steps": 1, "c
 
 
 def expected_end(folder: Path, patience: float, steps: int) -> int:
-    """The first validation of a whole run by which the loss has not been smaller for that share of the steps."""
+    """Return the first validation step at which the loss has not improved for that share of the steps."""
     losses = sorted((step, value) for key, step, value in points(folder) if key == "validation/loss")
     best = 0
     for place, (step, value) in enumerate(losses):
@@ -496,7 +496,7 @@ def test_killed_training_stops_early_at_the_same_step_with_the_same_bytes(tmp_pa
     whole, numbers = [path.read_bytes() for path in files], points(tmp_path)
     saved = sorted(tmp_path.glob("train/state/*/step-*"))
     assert len(saved) > 3 and int(saved[-1].name[5:]) < 40
-    for checkpoint in reversed(saved):  # as after a kill between that checkpoint and what came next
+    for checkpoint in reversed(saved):  # as after a kill between this checkpoint and the next one
         for path in (*files, *(later for later in saved if later.name > checkpoint.name and later.exists())):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         start(tmp_path, steps=40, **settings)
@@ -541,7 +541,7 @@ def test_timed_checkpoints_do_not_change_results(tmp_path: Path) -> None:
 
 
 class Prefers(Objective):
-    """An objective that has learnt to weigh some losses double."""
+    """An objective with a learned weight of the loss."""
 
     weight = 1.0
 
@@ -578,7 +578,7 @@ def test_journal_records_tflops_and_share_of_peak(tmp_path: Path) -> None:
     assert history is not None
     found = {(p.key, p.step): p.value for p in history.points if p.key.startswith("speed/")}
     for step in (2, 4):
-        flops = 2 * (3 * (3 * 8 + 8) - 3 * 8)  # three products for each layer; the data need no gradient
+        flops = 2 * (3 * (3 * 8 + 8) - 3 * 8)  # three matrix products per layer; the data need no gradient
         rate = flops * found["speed/examples_per_second", step] / 1e12
         assert found["speed/tflops", step] == pytest.approx(rate)
         assert 0 < found["speed/share_of_peak", step] < 1

@@ -1,4 +1,4 @@
-"""Several crops of an image: torchvision's random parts, squares along a wide one; all of an image in one split."""
+"""Several crops of an image: torchvision's random crops, squares along a long image; all crops in one split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profile for Slurm makes of the section `slurm` of config.yaml."""
+"""Resources that the Slurm profile derives from the section `slurm` of config.yaml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNAL = "--signal=TERM@120"
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profile reads config/config.yaml of the folder that Snakemake is started in."""
+    """The profile reads config/config.yaml of the working folder."""
     (tmp_path / "config").mkdir()
     monkeypatch.chdir(tmp_path)
 

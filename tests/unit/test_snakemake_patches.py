@@ -1,4 +1,4 @@
-"""What is changed of Snakemake is there, or Snakemake is refused in one line."""
+"""Patches of Snakemake: each takes effect, or the version of Snakemake is rejected in one line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_a
 
 
 def persistence_class() -> Any:
-    """Return the class that keeps Snakemake's records, under the name of this Snakemake."""
+    """Return the class that keeps Snakemake's records, whose name depends on the version."""
     from snakemake import persistence  # slow to import
 
     return getattr(persistence, "PersistenceBase", None) or persistence.Persistence
 
 
 def parse_args(words: list[str]) -> Any:
-    """Return what Snakemake makes of its arguments."""
+    """Return the arguments as Snakemake parses them."""
     from snakemake.cli import parse_args as parse  # slow to import
 
     return parse(words)

@@ -1,4 +1,4 @@
-"""Touching files re-runs nothing; changing them always does."""
+"""Change detection of source files: touching them re-runs nothing; changing them always does."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Folder:
 
 
 def cropped(source: Folder, path: Path) -> None:
-    """What crop notes when it has read every file."""
+    """Record the source as crop does after reading every file."""
     files = list(source.file_groups())
     hashes = {
         found.folder + plain_text(name): sha256_file(Path(found.at(name))) for found in files for name in found.names
@@ -35,7 +35,7 @@ def cropped(source: Folder, path: Path) -> None:
 
 
 def later(path: Path) -> None:
-    """Give a file a modification time no earlier write could have given it."""
+    """Set a modification time later than that of any earlier write."""
     os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1_000_000_000))
 
 
@@ -46,14 +46,14 @@ def same_times(*paths: Path) -> None:
 
 
 def change_places(folder: Path) -> None:
-    """Two images of one size and one time."""
+    """Swap two images of equal size and time."""
     (folder / "a/1.png").rename(folder / "one")
     (folder / "a/2.png").rename(folder / "a/1.png")
     (folder / "one").rename(folder / "a/2.png")
 
 
 def edit_in_place(folder: Path) -> None:
-    """With the time set back."""
+    """Edit an image and restore its modification time."""
     before = (folder / "a/1.png").stat()
     (folder / "a/1.png").write_bytes(b"A/1.png")
     os.utime(folder / "a/1.png", ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -207,7 +207,7 @@ def test_note_is_rewritten_after_lost_or_damaged_files_or_another_source(source:
 def test_damaged_note_is_restored_with_its_revision(source: Folder, tmp_path: Path) -> None:
     path = tmp_path / "source.json"
     refresh(source, path)
-    cropped(source, path)  # the hashes are known now; the note was written before that
+    cropped(source, path)  # the cache has the hashes now; the note was written before
     whole = path.read_bytes()
     for damage in (b"", whole[:20], whole.replace(b'"files": 3', b'"files": 4')):
         path.write_bytes(damage)

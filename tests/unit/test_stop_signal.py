@@ -1,4 +1,4 @@
-"""The clock and a signal ask a training to save and to stop."""
+"""Time limits and signals make a training save and stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock that tests set, in seconds."""
 
     now = 100.0
 

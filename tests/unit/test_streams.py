@@ -1,4 +1,4 @@
-"""Random numbers: exact, keyed by the sample, of the right distribution."""
+"""Random streams: exact numbers, keyed by the sample, with the right distribution."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A study becomes experiments that are named by what they change; a mistake in it is one line with its variant."""
+"""Studies expand to experiments named by their changes; an error is one line that names the variant."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_variant_may_be_another_experiment_with_the_same_evaluation(tmp_path: Pa
 
 
 def made(folder: Path, *runs: str) -> Path:
-    """A study of one metric, as far as these runs of it have been made; returns its folder."""
+    """Write a study of one metric with results of these runs only, and return its folder."""
     study = folder / "results/studies/mine"
     study.mkdir(parents=True)
     names = ("base", "other")
@@ -249,7 +249,7 @@ def test_cost_of_a_resumed_training_is_left_empty(
 
 
 def test_partial_study_page_is_not_mistaken_for_the_final_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output is missing, so that the rule runs again, also where its inputs are those of a page made before."""
+    """One output is missing, so that the rule runs again even if its inputs are those of an earlier page."""
     monkeypatch.chdir(tmp_path)
     study = made(tmp_path, "base")
     (study / "study.md").write_text("of before\n")

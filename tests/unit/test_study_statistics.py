@@ -1,4 +1,4 @@
-"""Differences between rows of a study: their intervals cover the truth as often as they say."""
+"""Differences between variants of a study: their intervals have the stated coverage."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def test_distances_are_compared_as_ratios(metric: str) -> None:
     [(1, 3, 0.0, 1.0), (4, 3, 0.5, 0.2), (13, 3, 0.0, 1.0), (13, 3, 1.0, 1.0), (13, 5, 0.5, 3.0)],
 )
 def test_intervals_cover_the_truth_in_19_of_20_cases(rows: int, seeds: int, unlike: float, of_seeds: float) -> None:
-    """Noise of samples has variance 1; that of seeds another for each row, as unlike as a log-normal of width
-    `unlike`."""
+    """Sampling noise has variance 1; the seed noise of each row has a log-normal scale of width `unlike`."""
     draw = np.random.default_rng(1)
     hits = []
     for _ in range(800 // rows + 40):
@@ -105,7 +104,7 @@ def test_variances_are_moderated_as_far_as_they_agree() -> None:
 @pytest.mark.parametrize(("rows", "seeds", "unlike"), [(1, 3, 0.0), (1, 2, 0.0), (13, 3, 0.0), (13, 3, 1.0)])
 @pytest.mark.parametrize("metric", ["agreement", "inpipe_fd"])
 def test_at_most_1_in_20_null_changes_is_called_better(metric: str, rows: int, seeds: int, unlike: float) -> None:
-    """Two experiments are a study of one row. A distance has noise that grows with it."""
+    """One row compares two experiments. The noise of a distance grows with its value."""
     draw = np.random.default_rng(2)
     verdicts = []
     for _ in range(1600 // rows + 40):
@@ -123,8 +122,8 @@ def test_intervals_of_levels_cover_the_true_means(metric: str, seeds: int) -> No
     draw = np.random.default_rng(3)
     hits_seeds, hits_samples = [], []
     for _ in range(1000):
-        trained = 0.5 + 0.1 * draw.normal(size=seeds)  # what each training is worth
-        values = trained + 0.05 * draw.normal(size=seeds)  # and what its images say of that
+        trained = 0.5 + 0.1 * draw.normal(size=seeds)  # true value of each training
+        values = trained + 0.05 * draw.normal(size=seeds)  # values measured on its images
         log = metric == "inpipe_fd"
         each = [Measured(math.exp(v), 0.05 * math.exp(v)) if log else Measured(float(v), 0.05) for v in values]
         found = level(metric, each)
@@ -150,7 +149,7 @@ def test_intervals_of_shares_stay_between_0_and_1() -> None:
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """workflow/scripts/study.py."""
+    """The module workflow/scripts/study.py."""
     scripts = Path(__file__).parents[2] / "workflow" / "scripts"
     monkeypatch.syspath_prepend(str(scripts))
     spec = importlib.util.spec_from_file_location("study_page", scripts / "study.py")

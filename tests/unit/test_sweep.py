@@ -1,4 +1,4 @@
-"""Curves: which points there are, what is refused before any work, where a curve is best, what is drawn."""
+"""Sweeps: their points, errors before any work, the best point of a curve, and plots."""
 
 from __future__ import annotations
 

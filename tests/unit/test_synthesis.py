@@ -1,4 +1,4 @@
-"""Statistics, requirement and files of synthetic data sets."""
+"""Statistics, requirements and files of synthetic data sets."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_accuracy_gain_intervals_stay_between_minus_one_and_one(
     monkeypatch: pytest.MonkeyPatch, task: Task, bounded: bool
 ) -> None:
     def scores(train: Labelled, test: Labelled, task: Task, seed: int, steps: int) -> Tensor:
-        """All right on ten training images with odd seeds, and on more with even seeds; else all wrong."""
+        """All correct on ten training images with odd seeds and on more with even seeds; else all wrong."""
         return torch.full((len(test),), float(seed % 2 == (len(train) == 10)), dtype=torch.float64)
 
     monkeypatch.setattr(utility_module, "train_and_test", scores)
@@ -311,7 +311,7 @@ def test_the_files_of_each_layout_are_described_in_croissant() -> None:
 
 def test_effective_number_counts_distinct_images() -> None:
     centres = 100 * torch.eye(10, dtype=torch.float64)
-    each = centres.repeat(40, 1)  # 400 images, 40 of each of 10
+    each = centres.repeat(40, 1)  # 400 images, 40 at each of 10 centres
     pairs_alike = 39 / 399
     estimate = effective_number(each, 1.0)
     assert estimate.value == pytest.approx(1 / pairs_alike)
@@ -345,7 +345,7 @@ def test_copies_of_few_images_have_a_small_effective_number() -> None:
 
 
 def a_split(classes: list[str]) -> Any:
-    """What a request reads of the training images."""
+    """The attributes of the training images that a request reads."""
     return SimpleNamespace(classes=classes, untrained=list, labels=np.array([1, 0, 1]), num_samples=3)
 
 
@@ -459,7 +459,7 @@ def counts(**of_class: int) -> dict[str, int]:
 
 
 class Judge:
-    """A detector that is sure of the class which the first pixel names, by how bright that is."""
+    """A detector whose probability of class 1 is the brightness of the first pixel."""
 
     def __init__(self) -> None:
         self.identity: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""System metrics: there, in their ranges, and cheap enough to be read at every log line."""
+"""System metrics: present and within their ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards are the very bytes webdataset writes, and anybody's tools open them."""
+"""Shards: byte-identical to those of webdataset and readable by standard tar tools."""
 
 import hashlib
 import tarfile
@@ -66,7 +66,7 @@ def test_shards_are_byte_identical_to_webdataset(
 
 
 def test_shard_bytes_do_not_change_between_versions(tmp_path: Path) -> None:
-    """Another webdataset must not change them: every shard that there is would be another one."""
+    """Another version of webdataset must not change them, or the hashes of all existing shards would change."""
     x = np.arange(24).reshape(4, 2, 3)
     layout = Layout(("npy", "flip.npy"), (2, 3), "float16", labelled=True)
     chunks = [({"npy": x, "flip.npy": -x}, np.array([7, 0, 123, 2**31 - 1]))]

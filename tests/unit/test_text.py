@@ -1,4 +1,4 @@
-"""Words on their way to an image: captions, their encodings beside the data, a network that is told them, prompts."""
+"""Text conditions: captions, their stored encodings, a text-conditioned network, and prompts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _read_anew() -> None:
 
 
 def write_images(folder: Path, count: int = 24) -> None:
-    """Grey images of 8 x 8 pixels, most with a caption of two lines beside them."""
+    """Write grey images of 8 x 8 pixels, each with a caption file of two captions."""
     folder.mkdir(parents=True)
     for number in range(count):
         (folder / f"{number:02d}.ppm").write_bytes(b"P6 8 8 255\n" + bytes([10 * number] * 192))
@@ -59,7 +59,7 @@ def write_images(folder: Path, count: int = 24) -> None:
 
 
 def cropped(tmp_path: Path, **source: Any) -> DataConfig:
-    """Crops of what lies in `tmp_path / "in"`, in `tmp_path / "crops"`."""
+    """Crop the images in `tmp_path / "in"` to `tmp_path / "crops"`."""
     given = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"} | source
     config = DataConfig(name="x", source=given, resolution=8, num_shards=3, validation_fraction=0.25)  # type: ignore[arg-type]
     crop_dataset(config, tmp_path / "crops")
@@ -120,7 +120,7 @@ def test_several_captions_come_from_classes_files_tars_tables_and_columns(tmp_pa
 def test_an_image_without_a_caption_is_quarantined_and_not_trained_on(tmp_path):
     write_images(tmp_path / "in")
     (tmp_path / "in" / "05.txt").unlink()
-    (tmp_path / "in" / "17.txt").write_text("!\n")  # no word
+    (tmp_path / "in" / "17.txt").write_text("!\n")  # no words
     config = cropped(tmp_path)
     with pytest.raises(ValueError, match=r"2 of 24 pairs \(8.3%\) .* data.max_bad_fraction = 0.05\. The first is"):
         encoded(tmp_path, config, max_bad_fraction=0.05)
@@ -218,7 +218,7 @@ def test_network_attends_only_to_present_tokens(settings):
         other[changed] = -other[changed]
         differs = (network(x, t, text=other) != seen).flatten(1).any(dim=1).tolist()
         assert differs == [row == changed[0] for row in range(3)]
-    # Tokens that are not there are not attended to: a shorter text of the same words gives the same image.
+    # Padding is not attended to: a shorter text of the same words gives the same image.
     shorter = DiTConfig(depth=2, width=16, num_heads=2, patch=4, **settings).build(
         SPEC.model_copy(update={"conditions": {"text": (3, 6)}})
     )
@@ -259,7 +259,7 @@ def test_prompts_come_from_lists_and_files_and_may_name_classes(tmp_path):
 
 
 def stage(tmp_path: Path, steps: int, **changes: Any) -> Path:
-    """The configuration of a training that is told words."""
+    """Write the configuration of a text-conditioned training."""
     path = tmp_path / "train.yaml"
     system = {
         "type": "dit",
@@ -279,7 +279,7 @@ def stage(tmp_path: Path, steps: int, **changes: Any) -> Path:
 
 
 def trained(tmp_path: Path, steps: int, output: Path) -> bytes:
-    """The weights that so many steps give."""
+    """Return the bytes of the weights after this number of steps."""
     config, data = stage(tmp_path, steps), tmp_path / "crops" / "manifest.json"
     training = prepare_training(config, data, None, [tmp_path / "captions" / "manifest.json"])
     run(training.build, training.stage.train, training.model, training.data, output, None)

@@ -1,4 +1,4 @@
-"""Text encoders of the package transformers, each against a tiny model of its own kind with random weights."""
+"""Text encoders of the package transformers, each tested with a tiny model of its kind with random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "n
 
 
 def write_encoder(kind: str, folder: Path, seed: int = 0) -> Path:
-    """A model of a kind and its tokenizer, as save_pretrained leaves them."""
+    """Write a model of this kind and its tokenizer by save_pretrained."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     torch.manual_seed(seed)

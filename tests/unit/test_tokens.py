@@ -1,4 +1,4 @@
-"""The system of tokens: its network, its objectives, how tokens are drawn, and what it says of images."""
+"""The token system: its network, objectives, samplers and likelihood bounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACES = 9
 
 
 def trained(spec: DataSpec, causal: bool, config: TokenTransformerConfig = SMALL) -> TokenTransformer:
-    """A network that says something: the last layer is not zero."""
+    """Build a network with random weights, also in its last layer, which starts at zero."""
     torch.manual_seed(0)
     network = config.build(spec, causal).eval()
     for parameter in network.parameters():
@@ -45,7 +45,7 @@ def trained(spec: DataSpec, causal: bool, config: TokenTransformerConfig = SMALL
 
 
 def some(spec: DataSpec, count: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens, and what is told of them: one caption has a word less than it could."""
+    """Return tokens and their conditions; the first caption is one word shorter than the others."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(spec.channels, (count, PLACES), generator=draw)
     text = torch.randn(count, 4, 5, generator=draw)
@@ -95,7 +95,7 @@ def test_invalid_inputs_and_sizes_are_rejected() -> None:
 
 @pytest.mark.parametrize("objective", [NextToken(), MaskedTokens()], ids=["autoregressive", "masked"])
 def test_untrained_network_needs_log2_codebook_bits(objective: Any) -> None:
-    """The last layer begins at zero."""
+    """The last layer is initialised to zero."""
     network, (tokens, cond) = SMALL.build(LABELLED, objective.causal), some(LABELLED)
     losses = objective.build(LABELLED)(network, batch_of(tokens, cond))
     torch.testing.assert_close(losses.loss, torch.full((3,), math.log2(8)))
@@ -104,7 +104,7 @@ def test_untrained_network_needs_log2_codebook_bits(objective: Any) -> None:
 
 
 def test_hidden_tokens_are_predicted_from_visible_ones_only() -> None:
-    """The bits of an image do not depend on what stands where something is hidden; nor on who else is in the batch."""
+    """The loss of an image depends neither on the hidden tokens in the input nor on the rest of the batch."""
     network, (tokens, cond) = trained(LABELLED, False), some(LABELLED)
     seen: list[Tensor] = []
 
@@ -194,7 +194,7 @@ def test_hidden_counts_follow_the_cosine_schedule() -> None:
 
 
 class Blocks:
-    """A codec of 8 greys: a token is a block of 2 x 2 pixels."""
+    """A codec of 8 grey levels; a token is a block of 2 x 2 pixels."""
 
     def decode(self, x: Tensor) -> Tensor:
         return (x[:, None] * 32).to(torch.uint8).repeat_interleave(2, 2).repeat_interleave(2, 3)
@@ -225,8 +225,8 @@ def test_an_image_depends_on_its_seed_alone(type_: str) -> None:
 
 
 def test_bound_of_a_perfect_masked_network_is_exact() -> None:
-    """Two tokens that are always alike, of two kinds: one bit an image, half a bit a token. A network that knows this
-    says so whatever is hidden, and its bound is exact."""
+    """Two binary tokens that are always equal: one bit per image, half a bit per token. The network predicts this for
+    any hidden tokens, so that its bound is exact."""
 
     class Alike(torch.nn.Module):
         hidden = 2

@@ -1,4 +1,4 @@
-"""Following looks at journals and results, sends what is new once, and outlives a store that fails."""
+"""The MLflow follower: it watches journals and results, sends news once, and survives failures of the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from image_diffusion.tracking.plan import Request, request_of, watched
 
 
 class Store:
-    """Counts what it is sent; fails the first times."""
+    """A store that records each send and fails a number of times first."""
 
     def __init__(self, failures: int, stop: threading.Event, enough: int) -> None:
         self.failures, self.sent, self._stop, self._enough = failures, [], stop, enough  # type: ignore[var-annotated]
@@ -52,7 +52,7 @@ def test_failing_store_is_reported_once(experiment: Path, capsys: pytest.Capture
     stop = threading.Event()
     store = Store(3, stop, enough=1)
     follow(store.send, [Request(experiment)], 0.01, stop)
-    assert store.sent == [True, False]  # live, and the last time not
+    assert store.sent == [True, False]  # live, then the final send
     assert capsys.readouterr().err.count("warning: MLflow at here could not store the history") == 1
 
 
@@ -101,7 +101,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_long_running_follower_never_imports_mlflow(experiment: Path) -> None:
-    """What takes memory is imported by one that ends when it has sent."""
+    """Large packages are imported by a subprocess that ends after sending."""
     (experiment.parent / "follower.py").write_text(FOLLOWER)
     printed = subprocess.run(
         [sys.executable, "follower.py"], cwd=experiment.parent, capture_output=True, text=True, check=True
@@ -148,7 +148,7 @@ def test_request_follows_from_the_plan(tmp_path: Path) -> None:
 
 
 class Sends:
-    """In place of the tracker: keeps the request that it is to send."""
+    """A stand-in for the tracker that records its requests."""
 
     requests: ClassVar[list[Request]] = []
 

@@ -1,4 +1,4 @@
-"""A logged model stands alone: it makes images with the code and the weights that lie in its own folder."""
+"""Logged models are self-contained: they make images with the code and weights of their own folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tiny_models import write_model
 
 
 def write_pyfunc(*arguments: Any) -> None:
-    """Call the function of the same name: its module imports MLflow, which collecting the tests should not."""
+    """Call the function of the same name, imported late since its module imports MLflow."""
     from image_diffusion.tracking.models import write_pyfunc as write
 
     write(*arguments)
@@ -56,7 +56,7 @@ print(sys.modules["image_diffusion"].__file__)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What lies in `data/model` of a logged model: a weights folder and how it is sampled."""
+    """The content of `data/model` of a logged model: a weights folder and its sampling configuration."""
     write_model(tmp_path, step=10)
     (tmp_path / "config" / "sample.yaml").rename(tmp_path / "train" / "sample.yaml")
     return tmp_path / "train"
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 def test_logged_model_does_not_depend_on_earlier_imports(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """setuptools brings packages of its own, whose versions MLflow took for installed once something imported it."""
+    """setuptools vendors packages, whose versions MLflow took for installed once setuptools was imported."""
 
     files = {path.name: path for path in folder.iterdir()}
     taken = usage(folder)
@@ -182,7 +182,7 @@ MASKS: dict[str, Any] = {
 
 
 def conditioned(folder: Path, condition: list[dict[str, Any]], shapes: dict[str, Any], pairs: Any = None) -> None:
-    """Replace the model in a folder by a random one that is conditioned on other parts."""
+    """Replace the model in a folder by a random one with other conditions."""
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
     system = DiTSystem.model_validate({"condition": condition, "network": network})
     classes = 2 if {"type": "label"} in condition else 0
@@ -334,7 +334,7 @@ def test_served_model_answers_its_input_example(folder: Path, tmp_path: Path, ki
         server.wait()
     here = _load_pyfunc(str(tmp_path / "model/data/model"))
     columns: dict[str, Any] = {"seed": [0, 1], "class": ["dark", "light"]}
-    if kind == "masks":  # of the first label, and of the last one
+    if kind == "masks":  # the first label and the last one
         columns["image"] = [png(np.full((8, 8), value, np.uint16)) for value in (0, 1000)]
     expected = here.predict(pandas.DataFrame(columns))  # type: ignore[arg-type]
     assert images.shape == (2, 8, 8, 3)
@@ -359,7 +359,7 @@ def test_swept_checkpoints_are_logged_as_models_with_their_metrics(folder: Path,
 
     from image_diffusion.tracking.tracker import Tracker
 
-    for step in (3, 5, 10):  # 3: of a sweep before
+    for step in (3, 5, 10):  # 3: left by an earlier sweep
         shutil.copytree(folder, tmp_path / f"sweep/checkpoint/{step}/weights")
         content = read_json(folder / "model.json") | {"step": step, "sha256": f"{step:064d}"}
         write_json(tmp_path / f"sweep/checkpoint/{step}/weights/model.json", content)

@@ -1,4 +1,4 @@
-"""What MLflow is to hold follows from the journals alone: parents, names, headline metrics, files."""
+"""Runs planned for MLflow, from the journals alone: parents, names, headline metrics and files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_child_runs_belong_to_the_preceding_training(tmp_path: Path) -> None:
     stage(experiment, "evaluate", seed=0, fid=10)
     stage(experiment, "train", seed=1, loss=2)
     stage(experiment, "evaluate", seed=1, fid=20)
-    stage(experiment, "train", seed=0, resume=10)  # the first configuration again: nothing left to train
+    stage(experiment, "train", seed=0, resume=10)  # the first configuration again, already trained
     stage(experiment, "evaluate", seed=2, fid=30)
     by_name = {each.name: each for each in plan(experiment, []) if each.parent is None}
     assert list(by_name) == ["demo", "demo (2)"]
     values = {name: [point.value for point in each.points] for name, each in by_name.items()}
-    assert values == {"demo": [1, 10, 30, 30, 10], "demo (2)": [2, 20]}  # own, measured, and of two final and best
+    assert values == {"demo": [1, 10, 30, 30, 10], "demo (2)": [2, 20]}  # own, evaluated, final and best
 
 
 def test_score_comes_from_the_last_evaluation_even_of_an_earlier_step(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_result_files_belong_to_the_latest_run_only(tmp_path: Path) -> None:
 
 
 def test_journal_is_not_reported_missing_before_weights_are_written(tmp_path: Path) -> None:
-    """The follower may look while the weights of the training before still lie there."""
+    """The follower may read the folder while it still holds the weights of the previous training."""
     (tmp_path / "train").mkdir()
     write_json(tmp_path / "train/model.json", {"fingerprint": "before"})
 

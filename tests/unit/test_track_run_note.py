@@ -1,4 +1,4 @@
-"""The page of a run opens with what it is, how good it is, how it compares, and how to make it again."""
+"""Notes of runs in MLflow: description, headline metric, rank among other runs, and how to reproduce the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def judged(experiment: Path, value: float | None, interval: tuple[float, float] 
 
 
 def trained(results: Path, name: str, value: float, interval: tuple[float, float] | None) -> Path:
-    """An experiment as its stages leave it, on data whose crops were made at 8 pixels."""
+    """Write the files and journals of a finished experiment, and return its folder."""
     experiment = results / name
     write_model(experiment, step=10, seed=len(name))
     with Journal.open(experiment / "journal", "train") as journal:

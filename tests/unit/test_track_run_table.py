@@ -1,4 +1,4 @@
-"""The table of runs that MLflow opens with."""
+"""The default table of runs in MLflow."""
 
 from __future__ import annotations
 

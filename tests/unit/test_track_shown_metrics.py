@@ -1,4 +1,4 @@
-"""The run of a training shows few metrics and none twice."""
+"""Metrics of a training run in MLflow: few, and none twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_diffusion.tracking.shown_metrics import measured, scalars, shown_poin
 from image_diffusion.tracking.tracker import Tracker
 
 QUARTERS = [f"{name}_q{i}" for name in ("loss", "mse", "vb") for i in range(4)]
-"""What a hybrid loss is logged as, beside its means."""
+"""Metrics by quartile of time that a hybrid loss logs in addition to its means."""
 
 
 def series(**values: list[float]) -> list[Point]:
@@ -56,7 +56,7 @@ def test_final_and_best_metrics_are_current_even_for_an_earlier_step(tmp_path: P
             run = client.get_run(next(each["run_id"] for each in tracked["runs"] if each["stage"] == "train"))
             shown_now = run.data.metrics["final/fd"], run.data.metrics["best/fd"]
             assert shown_now == (value, min(value, 1.2) if number > 1 else 1.686)
-        time.sleep(0.005)  # journals count milliseconds
+        time.sleep(0.005)  # journal times are in milliseconds
 
 
 def test_headline_metric_of_evaluate_is_always_shown() -> None:

@@ -1,4 +1,4 @@
-"""What a step is made of: flat parameters, optimizers, learning rates, averages, sums of gradients, means, alarms."""
+"""Parts of a training step: flat parameters, optimizers, schedules, averages, gradients, meters, health checks."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_schedules() -> None:
     wsd = [Wsd(warmup_steps=2, decay_fraction=0.4, final=0.1, shape="linear").factor(step, 10) for step in range(12)]
     assert wsd == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
     root = [Wsd(decay_fraction=0.4).factor(step, 10) for step in (6, 7, 10)]
-    assert root == pytest.approx([1.0, 0.5, 0.0])  # half of it is gone after a quarter of the fall
+    assert root == pytest.approx([1.0, 0.5, 0.0])  # a quarter of the decay halves the rate
     power = Power(constant_steps=100, warmup_steps=10)
     assert [power.factor(step, 1) for step in (4, 100, 400, 2500)] == pytest.approx([0.5, 1.0, 0.5, 0.2])
     assert Power(constant_steps=10, exponent=1).factor(40, 1) == 0.25
@@ -176,7 +176,7 @@ def test_widths_of_one_name_are_refused() -> None:
 
 
 def held(config: ExponentialEma | PowerEma, steps: int) -> list[float]:
-    """How much of each average is the initial weights, by averaging: those are one, all later ones zero."""
+    """Return the share of the initial weights in each average: initial weights are one, all later ones zero."""
     weights = torch.ones(1, dtype=torch.float64)
     averages = Averages(config, weights)
     weights.zero_()
@@ -198,13 +198,13 @@ def test_initial_share_predicts_the_weight_of_the_initial_weights(steps: int, ev
 
 
 def test_a_ramp_up_averages_over_a_share_of_the_training() -> None:
-    """After t steps half of the average is of the last 0.05 t, until the rate's own half-life is shorter."""
+    """After t steps half of the average is from the last 0.05 t steps, until the half-life of the rate is shorter."""
     warmup = RampUp()
     for step in (20, 1000, 10**6):
         assert warmup.decay(step, 1 - 1e-12) ** (0.05 * step) == pytest.approx(0.5)
         assert warmup.decay(step, 1 - 1e-12, every=10) ** (0.005 * step) == pytest.approx(0.5)
     assert warmup.decay(10**6, 0.99) == 0.99
-    for steps in (100, 10_000):  # of any length
+    for steps in (100, 10_000):  # for any length
         late = torch.zeros(1, dtype=torch.float64)
         averages = Averages(ExponentialEma(rates=(0.99999,), warmup=warmup), late)
         for step in range(1, steps + 1):
@@ -228,7 +228,7 @@ def test_fitting_rate_leaves_at_most_5_percent_of_the_initial_weights(steps: int
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"steps": 300}, None),  # it ramps up
+        ({"steps": 300}, None),  # default warmup: ramp_up
         ({"steps": 300, "ema": {"type": "exponential", "warmup": None}},
          "After 300 steps 97% of the initial weights are still in the average ema-0.9999. Take "
          "train.ema.rates: [0.99] or less, or train.ema.warmup: {type: ramp_up}."),
@@ -266,7 +266,7 @@ def test_gradient_is_that_of_the_mean_loss_for_any_microbatch(microbatch: int | 
         if strict
         else SharedGradient(flat, ALONE, 10, microbatch, lambda loss: loss)
     )
-    for _ in range(2):  # nothing of a step is left in the next
+    for _ in range(2):  # the second step does not include the first
         losses = gradients(examples(10), losses_of)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(flat.named(flat.gradient)[name], parameter.grad, rtol=1e-4, atol=1e-6)
@@ -277,7 +277,7 @@ def test_gradient_is_that_of_the_mean_loss_for_any_microbatch(microbatch: int | 
 def test_strict_mode_sends_twice_the_gradient_for_any_number_of_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a process sends in a step of a chunk a process: its share of what it computed to each other one, and its
+    """With one chunk per process, a process sends each other process that one's share of its gradient, and then its
     share of the sum."""
     sent: list[int] = []
     monkeypatch.setattr(distributed.dist, "all_to_all_single", lambda into, rows: sent.append(rows.nbytes))
@@ -289,7 +289,7 @@ def test_strict_mode_sends_twice_the_gradient_for_any_number_of_processes(
         world = World(0, processes, torch.device("cpu"))
         ordered = OrderedGradient(flat, world, processes, 1, lambda loss: loss)
         ordered(examples(processes), lambda some, _: Losses(cut(some.stored).sum(1), {}))
-        most = sorted(sent)[-2:]  # the rest are losses
+        most = sorted(sent)[-2:]  # the others are losses
         assert sum(most) <= 2 * (flat.gradient.nbytes + 4 * processes)
     OrderedGradient(flat, World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
     assert "3 processes share 2 chunks of 8 examples, so that 1 have nothing to do" in capsys.readouterr().err
@@ -352,7 +352,7 @@ def test_loss_parts_are_means_over_examples_that_have_them() -> None:
 
 
 def test_meter_loads_checkpoints_of_the_old_format() -> None:
-    """In which one count was of all sums."""
+    """The old format has one count for all sums."""
     meter = Meter(ALONE, strict=False)
     count, norm = torch.tensor([[4.0, 4.0, 0.0, 0.0, 0.0]]).double(), torch.tensor([[2.0, 1.0]]).double()
     meter.load_state_dict({"count": count, "loss": 3 * count, "mse": 2 * count, "norm": norm})
@@ -472,7 +472,7 @@ def test_the_order_of_the_averages_is_no_part_of_the_identity(kind: str, each: s
     one, other = (settings(ema={"type": kind, each: values}) for values in ([0.1, 0.2], [0.2, 0.1]))
     assert one.identity() == other.identity() and one.average != other.average
     best = [settings(ema={"type": kind, each: values}, weights="best") for values in ([0.1, 0.2], [0.2, 0.1])]
-    assert best[0].identity() != best[1].identity()  # of whose first average the best is kept
+    assert best[0].identity() != best[1].identity()  # best weights are those of the first average
 
 
 def test_the_average_that_is_written_can_be_named() -> None:
@@ -495,7 +495,7 @@ def test_periodic_actions_also_run_at_the_last_step_but_never_at_step_0() -> Non
 
 
 def parts(config: TrainConfig, **given: Any) -> Any:
-    """As much of `Parts` as one of its methods needs."""
+    """Return a stand-in with those attributes of a trainer that one of its methods needs."""
     return SimpleNamespace(
         config=config, precision=SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False)), **given
     )
@@ -606,7 +606,7 @@ def test_gradient_reduction_overlaps_the_backward_pass(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_rounded_once_give_autocast_gradients(dtype: torch.dtype) -> None:
-    """Bit for bit, in two microbatches; with the whole weights again while another vector is held."""
+    """Bit for bit, in two microbatches; `with_weights` uses the unrounded weights of another vector."""
     gradients = []
     for sliced in (False, True):
         cut = network()

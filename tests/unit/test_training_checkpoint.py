@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified byte by byte, never of another run, written by one owner."""
+"""Checkpoints: written atomically by one owner, verified by hash, and never taken from another run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checkpoint(step: int) -> Checkpoint:
 
 
 def part(step: int, number: int, count: int) -> Checkpoint:
-    """What one of several processes writes of that: its rows of tensors that they share."""
+    """Return the part of `checkpoint(step)` that one of several processes writes: its rows of sharded tensors."""
     whole = checkpoint(step)
     shared = {"network": "weight", "ema-0.9": "weight", "optimizer": "exp_avg/weight"}
     rows = {}
@@ -54,7 +54,7 @@ def part(step: int, number: int, count: int) -> Checkpoint:
 
 
 def save(owned: State, step: int, count: int, hang_s: float = 60.0) -> None:
-    """Save a checkpoint by several processes, of whom the first owns the folder; by one alone if there is one."""
+    """Save a checkpoint as `count` processes, the first of which owns the folder."""
     others = [part_writer(owned.folder.parent, owned.fingerprint, owned.token, hang_s) for _ in range(1, count)]
     for number, other in reversed(list(enumerate(others, start=1))):
         other.save(part(step, number, count))
@@ -115,7 +115,7 @@ def test_checkpoint_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 12])
 def test_checkpoint_of_several_processes_is_read_as_one(tmp_path: Path, count: int) -> None:
-    """Seven rows, so that shares are unequal, and some of twelve have none."""
+    """Seven rows, so that shares are unequal and some of twelve processes have none."""
     owned = state(tmp_path)
     for step in (3, 4):
         save(owned, step, count)
@@ -130,7 +130,7 @@ def test_checkpoint_of_several_processes_is_read_as_one(tmp_path: Path, count: i
 def test_a_part_may_be_taken_before_its_process_has_flushed_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first process renames the folder as soon as it sees what the other one says."""
+    """The first process renames the folder as soon as it sees the record of the other part."""
     flush = atomic.sync_folder
 
     def late(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_part_may_be_taken_before_its_process_has_flushed_the_folder(
     owned.save(part(1, 0, 2))
     while not list(owned.folder.glob(".*/network.0-of-2.*")):
         time.sleep(0.01)
-    time.sleep(0.1)  # it waits for the other one by now
+    time.sleep(0.1)  # now it waits for the other part
     monkeypatch.setattr(atomic, "sync_folder", lambda folder: late(folder) if on_helper() else flush(folder))
     main = set(threading.enumerate())
 
@@ -245,7 +245,7 @@ def test_the_same_checkpoint_has_the_same_bytes(tmp_path: Path) -> None:
 
 
 def damaged(folder: Path, others: list[Path], draw: random.Random) -> str:
-    """Do one bad thing to a checkpoint. Returns what."""
+    """Damage a checkpoint in one way, and return which."""
     path = draw.choice(sorted(folder.iterdir()))
     kind = draw.choice(
         ["truncate", "extend", "flip", "delete", "swap within", "swap between", "rename", "empty", "json"]
@@ -335,7 +335,7 @@ def test_training_with_another_split_is_not_resumed(tmp_path: Path) -> None:
         owned.claim()
         return owned
 
-    for split in ("", "one"):  # the first as of a version that did not write it
+    for split in ("", "one"):  # "": as written by an earlier version
         owned = state_of(split)
         owned.save(checkpoint(1))
         owned.wait()
@@ -472,7 +472,7 @@ def test_partial_files_of_killed_runs_are_removed(tmp_path: Path) -> None:
     with atomic_write(tmp_path / "train/model.json"):
         owned = state(root)
         assert not any(path.exists() for path in left)
-        assert len(list((tmp_path / "train").glob(".model.json.*.tmp"))) == 1  # somebody writes it now
+        assert len(list((tmp_path / "train").glob(".model.json.*.tmp"))) == 1  # being written now
     assert kept.exists() and [path.name for path in owned.checkpoints()] == ["step-0000001"]
 
 

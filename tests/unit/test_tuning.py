@@ -1,4 +1,4 @@
-"""What of a network is trained, and how fast: rates by depth and by name, and adapters that leave no trace."""
+"""Fine-tuning: frozen parameters, learning rates by depth and by name, and adapters merged into the weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rates_fall_towards_the_input() -> None:
 
 
 def test_gains_of_heads_do_not_decay() -> None:
-    """Of RIN, whose gains of queries and keys are [heads, 1, d]."""
+    """The gains of queries and keys of RIN are [heads, 1, d]."""
     config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8, qk_norm=True)
     flat = Flat(config.build(DataSpec(channels=3, resolution=8)))
     vectors = {slot.name for slot in flat.slots if slot.start >= flat.matrices_end}
@@ -69,7 +69,7 @@ def test_gains_of_heads_do_not_decay() -> None:
 
 
 def test_the_output_of_rin_learns_at_the_full_rate() -> None:
-    """It is defined before the blocks."""
+    """The output layer is defined before the blocks."""
     config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8)
     found = factors(config.build(DataSpec(channels=3, resolution=8)), layer_decay=0.5)
     assert {factor for name, factor in found.items() if name.startswith("to_pixels.")} == {1.0}
@@ -101,7 +101,7 @@ def test_rates_by_name_are_multiplied() -> None:
 
 
 def test_learning_rate_factors_match_adamw_parameter_groups() -> None:
-    """Against PyTorch's AdamW with a group for each parameter, bit for bit; weight decay goes with the rate."""
+    """Bit for bit against PyTorch's AdamW with a group for each parameter; weight decay scales with the rate."""
     ours, theirs = network(), network()
     found = factors(ours, layer_decay=0.7, lr_factors={"*.bias": 2})
     flat = Flat(ours)
@@ -289,7 +289,7 @@ def test_training_with_adapters_writes_a_plain_network(tmp_path: Path, crops: Pa
     linear = {name for name in first if name.startswith("blocks.") and name.endswith("weight")}
     assert changed == linear | {"y_embedder.embedding_table.weight"}
     difference = found["blocks.0.attn.qkv.weight"] - first["blocks.0.attn.qkv.weight"]
-    assert torch.linalg.svdvals(difference)[2] < 1e-5 < torch.linalg.svdvals(difference)[1]  # of rank 2
+    assert torch.linalg.svdvals(difference)[2] < 1e-5 < torch.linalg.svdvals(difference)[1]  # rank 2
     model = load_model(tmp_path / "lora/train")
     assert model.num_steps == 6 and "base_layer" not in str(model.network)
     written, _ = weights_in(tmp_path / "lora/train/state", step=6, average="0.5")
@@ -297,7 +297,7 @@ def test_training_with_adapters_writes_a_plain_network(tmp_path: Path, crops: Pa
     raw, _ = weights_at(tmp_path / "lora/train/state", tmp_path / "lora/train", average="raw")
     kept = read_weights(tmp_path / "lora/train/raw")[0]
     assert all(torch.equal(raw[name], kept[name]) for name in kept)
-    again = trained(tmp_path / "again", crops, init_from=str(tmp_path / "lora/train"))  # a start like any other
+    again = trained(tmp_path / "again", crops, init_from=str(tmp_path / "lora/train"))  # usable as initial weights
     assert again.keys() == first.keys()
 
 

@@ -1,4 +1,4 @@
-"""From a caption to an image through an image embedding: what a prior writes, and a decoder that is told it."""
+"""unCLIP: a prior turns captions into image embeddings, and a decoder turns embeddings into images."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAMPLER = {"type": "euler", "num_steps": 2}
 
 
 class Brightness:
-    """Images -> embeddings of norm 1. name: of the encoder."""
+    """An image encoder with embeddings of norm 1. name: of the encoder, in its identity."""
 
     dim = DIM
 
@@ -54,7 +54,7 @@ class Brightness:
 
 
 def write_data(folder: Path, encoder: str = "brightness") -> None:
-    """Crops of two classes in `crops`, and their pairs in `pairs`."""
+    """Write crops of two classes to `crops` and their pairs to `pairs`."""
     noise = np.random.default_rng(0).integers(0, 100, (24, 192), dtype=np.uint8)
     for number in range(24):
         path = folder / "in" / ("dark", "light")[number % 2] / f"{number:02d}.ppm"
@@ -75,7 +75,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def trained(folder: Path, system: dict[str, Any], output: Path, steps: int = 2, **train: Any) -> bytes:
-    """The weights that so many steps give. A decoder learns from crops, a prior from their pairs."""
+    """Return the bytes of the weights after these steps. A decoder learns from crops, a prior from their pairs."""
     settings = {"steps": steps, "global_batch": 8, "flip_probability": 0, "checkpoint": {"every_steps": 1}}
     settings |= {"ema": {"rates": [0.5], "warmup": None}, "optimizer": {"lr": 0.05}, "validate_every_steps": 2} | train
     stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": system, "train": settings}
@@ -105,7 +105,7 @@ PRIOR: dict[str, Any] = {
 
 
 def images(weights: Path, *embeddings: Path, **settings: Any) -> tuple[Tensor, Any]:
-    """What `sample` makes of them, in two batches, and what makes it."""
+    """Return the images of `sample` for these embeddings, in two batches, and their maker."""
     model = load_model(weights)
     config = parse(SampleConfig, {"num_samples": 4, "sampler": SAMPLER} | settings, "sample")
     given = SamplingInputs(model, config, load_codec(model, None, CPU), load_model, embeddings=embeddings)
@@ -201,7 +201,7 @@ def prior(data: Path, tmp_path: Path) -> Path:
 
 
 def embedded(prior: Path, output: Path, *more: Any, **settings: Any) -> Path:
-    """The folder of what the command `sample` writes."""
+    """Run the command `sample`, and return the folder of its output."""
     chosen = {"prompts": ["a photo of a light", "a photo of a dark"], "num_samples": 7, "batch_size": 4}
     chosen |= {"first_seed": 5, "sampler": {"type": "ddim", "num_steps": 3}, "num_candidates": 1} | settings
     config = output.parent / "sample.yaml"

@@ -1,4 +1,4 @@
-"""U-Nets as diffusers' UNet2DModel and DDPMPipeline: the same function, the same images, or one clear refusal."""
+"""U-Nets as UNet2DModel and DDPMPipeline of diffusers: the same function and images, or a clear error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY = torch.arange(1000).float()
 
 
 def randomised(network: nn.Module) -> nn.Module:
-    """With numbers in what starts at zero."""
+    """Add noise to all parameters, since some start at zero."""
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -67,7 +67,7 @@ def test_converted_network_is_the_same_function(changes: dict[str, Any], times: 
 def test_pipeline_makes_the_same_images_from_the_same_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variance: Any
 ) -> None:
-    """With the paper's 4,000 cosine timesteps shown as 0 to 1000, and with 1,000 linear ones."""
+    """With the paper's 4,000 cosine timesteps rescaled to 0 to 1000, and with 1,000 linear ones."""
     from diffusers import DDPMPipeline
 
     learned = variance == "learned_range"

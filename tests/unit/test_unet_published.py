@@ -1,4 +1,4 @@
-"""From a published file to images and bits per dimension, by the commands alone: weights of its shapes, at random."""
+"""Commands from a published file to images and bits per dimension, with random weights of the published shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA = {"name": "digits", "source": {"type": "digits"}, "resolution": 32, "valid
 
 
 def command(main: Any, *arguments: str | Path) -> None:
-    """Run a verb in this process."""
+    """Run a command in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["verb", *map(str, arguments)])
         main()
@@ -34,7 +34,7 @@ def command(main: Any, *arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with crops of digits, and the weights folder read from a file named like the published one."""
+    """A folder with crops of digits and with weights imported from a file with the published name."""
     folder = tmp_path_factory.mktemp("published")
     config = folder / "crop.yaml"
     config.write_text(yaml.safe_dump(DATA))

@@ -1,4 +1,4 @@
-"""IDDPM as a system: its defaults, its losses, and images from it."""
+"""The IDDPM system: its defaults, losses and images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attentio
 
 
 def system(**changes) -> IddpmSystem:
-    """A small one, from plain data as an experiment file gives it."""
+    """Return a small system, parsed from plain data as in an experiment file."""
     data = {"type": "iddpm", "network": NETWORK, "process": {"type": "discrete", "num_timesteps": 20}, **changes}
     built = parse(AnySystem, data, "system")
     assert isinstance(built, IddpmSystem)

@@ -1,4 +1,4 @@
-"""U-Net weights made elsewhere: what their shapes and file names tell, and what is said where they tell too little."""
+"""Import of U-Net weights: settings inferred from shapes and file names, and errors for unsuitable files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CIFAR = "cifar10_uncond_50M_500K.pt"
 
 
 def random_unet(spec: DataSpec = SPEC, **changes) -> UNet:
-    """A U-Net whose every weight is away from zero."""
+    """Build a U-Net with all weights non-zero."""
     torch.manual_seed(0)
     network = UNetConfig(**{**SMALL, **changes}).build(spec, learned_variance=True).eval()
     for parameter in network.parameters():
@@ -35,7 +35,7 @@ def random_unet(spec: DataSpec = SPEC, **changes) -> UNet:
 
 
 def read(tensors: dict[str, Tensor], path: Path, experiment: Path | None = None) -> Path:
-    """Write tensors to a file and read that into a weights folder."""
+    """Write tensors to a file, import that file, and return the weights folder."""
     save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
     save(tensors, path)
     read_foreign(path, "none", experiment, path.parent / "train")
@@ -43,7 +43,7 @@ def read(tensors: dict[str, Tensor], path: Path, experiment: Path | None = None)
 
 
 def describe(folder: Path, **network) -> Path:
-    """An experiment file for images of 8 pixels."""
+    """Write an experiment file for images of 8 pixels."""
     path = folder / "mine.yaml"
     sections = {
         "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 8},
@@ -82,7 +82,7 @@ def test_network_is_inferred_from_tensor_shapes(resolution, changes, told, num_c
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_published_file_becomes_a_model_with_the_same_outputs(tmp_path, suffix):
-    """A small network under a published name: the file says what is learnt, its name how it was trained."""
+    """A small network under a published name: the file holds the parameters, its name implies the training settings."""
     network = random_unet(dropout=0.3)
     model = load_model(read(network.state_dict(), (tmp_path / CIFAR).with_suffix(suffix)))
     assert model.system.network == network.config

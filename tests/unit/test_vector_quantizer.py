@@ -1,4 +1,4 @@
-"""A codebook of moving averages: the published update, and dead codes that begin anew."""
+"""A codebook of moving averages: the published update, and the restart of dead codes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_first_encodings_replace_a_code_and_unused_codes_stay() -> None:
     torch.testing.assert_close(codebook.weight[0], z[2])
     assert torch.equal(codebook.weight[[1, 3, 4]], before[[1, 3, 4]])
     for _ in range(100_000 // 1000):
-        codebook.counts.mul_(1e-5)  # as of a code that is not chosen for many thousands of steps
+        codebook.counts.mul_(1e-5)  # as after many thousands of steps without use
     codebook.update_from(torch.tensor([1]), z[:1], torch.rand(1))
     assert codebook.weight.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""Weights of one training as the start of another: other classes, another resolution, and what is refused."""
+"""Warm starts from weights of another training: other classes, another resolution, and errors."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def of(
 
 
 def start(ours: Trained, theirs: Trained) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
-    """The tensors there were, those to start from, and the table."""
+    """Return the tensors of the given weights, the initial tensors, and the table of changes."""
     torch.manual_seed(0)
     given, network = theirs.system.build_network(theirs.spec).state_dict(), ours.system.build_network(ours.spec)
     if TABLE in network.state_dict():
-        network.get_parameter(TABLE).data.fill_(0.5)  # what a random row stands for
+        network.get_parameter(TABLE).data.fill_(0.5)  # in place of random rows
     found, changes = fitted(network, ours, given, theirs)
     return given, found, table(changes)
 
@@ -72,7 +72,7 @@ def test_equally_many_classes_of_other_names_are_new() -> None:
 def test_class_numbers_of_imported_weights_are_not_names() -> None:
     given, found, told = start(of(["0", "1"], 2), of(None, 3))
     assert torch.equal(found[TABLE][0], given[TABLE][:3].mean(0) + 0.5) and "0 of 2" in told
-    given, found, told = start(of(["a", "b", "c"], 3), of(None, 3))  # the same data set, as far as one can tell
+    given, found, told = start(of(["a", "b", "c"], 3), of(None, 3))  # assumed to be the same data set
     assert torch.equal(found[TABLE], given[TABLE]) and told == ""
 
 
@@ -144,13 +144,13 @@ def test_a_published_file_of_a_thousand_classes_starts_a_training_of_three(
     assert "1 x 16 x 384" in told and "interpolated to the other resolution" in told
     rows = published.state_dict()[TABLE]
     torch.testing.assert_close(found[TABLE][3], rows[1000], rtol=0, atol=1e-6)
-    assert (found[TABLE][:3] - rows[:1000].mean(0)).std() == pytest.approx(0.02, rel=0.2)  # of random rows
+    assert (found[TABLE][:3] - rows[:1000].mean(0)).std() == pytest.approx(0.02, rel=0.2)  # std of random rows
     name = "blocks.0.mlp.fc1.weight"
     torch.testing.assert_close(found[name], published.state_dict()[name], rtol=0, atol=1e-6)
 
 
 def test_dit_xl_weights_fit_a_network_of_three_classes() -> None:
-    """Of shapes alone: 675 million numbers take a minute and 14 GB to train."""
+    """Shapes only: training 675 million parameters takes a minute and 14 GB."""
     from image_diffusion.core.devices import shapes_only
 
     system = DiTSystem(network=DiTConfig(size="DiT-XL/2", time_frequencies="dit"))
@@ -209,7 +209,7 @@ def test_settings_that_differ_from_the_weights_are_reported(
 def test_distillation_of_a_flow_resumes_bit_exactly(
     tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The teacher is the network as the training began, however often that goes on: not as it went on."""
+    """After each resume the teacher is still the initial network of the training."""
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
     flow: dict[str, Any] = {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}}
     objective = {"type": "mean_flow", "direction": "teacher", "interval_probability": 1.0}
@@ -229,7 +229,7 @@ def test_distillation_of_a_flow_resumes_bit_exactly(
 
 
 def experiments(folder: Path, **network: Any) -> Path:
-    """The two of the demo of fine-tuning, the second one changed."""
+    """Write both experiments of the fine-tuning demo, the second with these changes, and return its path."""
     for name in ("finetune_base", "finetune_demo"):
         shutil.copy(ROOT / "config" / "experiments" / f"{name}.yaml", folder)
     path = folder / "finetune_demo.yaml"

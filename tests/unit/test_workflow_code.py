@@ -1,4 +1,4 @@
-"""The digest of a stage's code: what runs counts, how it is worded does not."""
+"""Digests of the code of stages: they depend on executed code, not on comments and docstrings."""
 
 import re
 import shutil
@@ -80,7 +80,7 @@ def test_unimported_modules_do_not_change_the_digest(tmp_path: Path) -> None:
 
 
 def with_data(folder: Path, **data: str) -> str:
-    """The digest of a stage whose module `part` uses compiled code and has a table."""
+    """Return the digest of a stage whose module `part` uses compiled code and has a table."""
     package(folder, part='LIBRARY = "fast.compiled"')
     for name, text in data.items():
         (folder / "image_diffusion" / name.replace("_", ".")).write_text(text)
@@ -148,7 +148,7 @@ def test_damaged_or_outdated_compiled_files_are_not_loaded(tmp_path: Path, capsy
     built.write_bytes(whole)
     source.write_text("int g;")
     assert "was compiled from another fast.c" in str(native.fault_of(built))
-    source.unlink()  # where the package was installed without it
+    source.unlink()  # as in an installed package without sources
     assert native.fault_of(built) is None
 
 

@@ -1,4 +1,4 @@
-"""Why jobs of a queue failed, by what their stages noted and what Slurm says; and what the next attempt asks for."""
+"""Failures of queued jobs: reasons from the notes of stages and from Slurm, and memory requests of later attempts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def machine() -> Machine:
 
 
 def ended(*endings: tuple[Any, str], job: str = "7", stage: str = "one/train", began: float = LATER) -> Path:
-    """Add an attempt on n1 to the note of a stage, with what its processes wrote."""
+    """Add an attempt on n1 to the note of a stage, with the endings that its processes wrote."""
     path = Path(f"logs/{stage}.log.attempt")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -59,7 +59,7 @@ def slurm(name: str, script: str) -> None:
 
 @pytest.fixture
 def reported(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The lines about failed jobs."""
+    """A function that reports failed jobs and returns the printed lines."""
 
     def report(*jobs: str) -> list[str]:
         Path("snakemake.log").write_text("".join(f"SLURM-job '{job}' failed, SLURM status is: 'F'\n" for job in jobs))
@@ -77,7 +77,7 @@ def test_a_mistake_is_one_line(reported: Any) -> None:
 
 
 def test_mistake_in_a_job_of_several_stages_is_one_line(reported: Any) -> None:
-    """Snakemake's log does not give the number of a job that stages share."""
+    """Snakemake's log lacks the numbers of jobs that stages share."""
     ended(("mistake", "Loss is not finite at step 3."))
     ended(("mistake", "of an earlier command"), stage="one/sample", began=LATER - 1)
     assert reported() == ["error: one/train (job 7, n1) failed and would fail so again: Loss is not finite at step 3."]

@@ -1,4 +1,4 @@
-"""The GPUs of a machine without a queue: which there are, and that each stage has its own."""
+"""GPUs of a machine without a queue: their detection and exclusive assignment to stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_visible_devices_of_the_user_are_used(visible: str, devices: tuple[str, 
 
 
 def with_driver(folder: Path, says: str) -> dict[str, str]:
-    """An environment with an nvidia-smi that says this, and leaves a file when it is asked."""
+    """Return an environment whose nvidia-smi runs the shell command `says` and writes the file `asked`."""
     program = folder / "nvidia-smi"
     program.write_text(f'#!/bin/sh\necho "$@" >{folder}/asked\n{says}\n')
     program.chmod(0o755)
@@ -76,7 +76,7 @@ def test_driver_is_queried_only_for_experiments_that_use_gpus(
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts a stage of so many devices, of 0, 1 and 2, as rules start it: code that is told of its own as `mine`."""
+    """A function that starts code as rules do, on some of the devices 0, 1 and 2, which the code has in `mine`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv(VARIABLE, "0,1,2")
@@ -100,7 +100,7 @@ def line_of(process: subprocess.Popen[bytes]) -> str:
 
 
 def told(process: subprocess.Popen[bytes]) -> str:
-    """What the stage itself says first."""
+    """Return the first line of the stage after any waiting messages."""
     while (line := line_of(process)).startswith("Waiting for"):
         pass
     return line
@@ -114,14 +114,14 @@ def ended(*processes: subprocess.Popen[bytes]) -> list[int]:
 
 
 def test_device_is_freed_when_its_stage_is_killed_despite_child_processes(stage: Start) -> None:
-    """The stage has forked a process, with all that it had open, which lives on."""
+    """The stage has forked a process that inherits its open files and keeps running."""
     with stage(1, "child = os.fork() or time.sleep(30)\nprint(child, flush=True)\ntime.sleep(30)") as killed:
         child = int(told(killed))
         with stage(3, TELL_AND_STAY) as waiting:
             assert "Waiting for 3" in line_of(waiting)
             killed.kill()
             assert told(waiting) == "0,1,2"
-            os.kill(child, signal.SIGKILL)  # there to be killed
+            os.kill(child, signal.SIGKILL)  # raises if the child is not running
             assert ended(waiting) == [0]
 
 
@@ -138,7 +138,7 @@ def test_stage_of_several_devices_holds_all_or_none(stage: Start) -> None:
 
 
 def test_no_device_is_shared_by_two_stages(stage: Start, tmp_path: Path) -> None:
-    """Each makes a file of its device's name, which must not be there, and removes it."""
+    """Each stage creates a file named by its device, which must not exist yet, and removes it."""
     use = (
         "path = f'device-{mine[0]}'; os.close(os.open(path, os.O_CREAT | os.O_EXCL)); time.sleep(0.1); os.remove(path)"
     )

@@ -1,4 +1,4 @@
-"""What is wrong with a result is found by what its stage has written about it."""
+"""Damaged results are detected by the records that their stages wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORE = "sqlite:///mlflow.db"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A little of everything, whole."""
+    """A working folder with one small intact result of each kind."""
     monkeypatch.chdir(tmp_path)
     for name in ("train/weights.safetensors", "train/raw/weights.safetensors", "samples/samples.npz", "diffusers/a/b"):
         write_bytes(Path(name), name.encode())
@@ -135,7 +135,7 @@ def test_damaged_listing_stays_reported_after_additions(capsys: pytest.CaptureFi
         write_bytes(folder / f"step-{step:07d}.npz", b"x")
         write_listing(folder, f"step-{step:07d}*")
     listing = folder / "listing.json"
-    listing.write_text(listing.read_text().replace("step-0000000", "step-0000008"))  # a bit
+    listing.write_text(listing.read_text().replace("step-0000000", "step-0000008"))  # a bit flip
     write_bytes(folder / "step-0000008.npz", b"x")
     write_listing(folder, "step-0000008*")
     assert Damage(STORE).fault_of(Path("train/model.json")) is None

@@ -1,4 +1,4 @@
-"""Inputs of the rules, and the options that name them."""
+"""Inputs of the rules, and the command line options for them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_work_is_split_evenly_over_several_gpus(
 def test_large_image_sets_are_cropped_by_several_jobs(
     tmp_path: Path, num_files: int, num_bytes: int, shards: int, jobs: int
 ) -> None:
-    """By their number, or their size where a file holds many."""
+    """By the number of files, or by their size where a file holds many images."""
     known, crops = Parts(str(tmp_path), plans_of(a_plan(num_shards=shards))), {"dataset": "dots-16"}
     note = str(tmp_path / "datasets/dots-16/source.json")
     whole = ["--source", note, "--journal", str(tmp_path / "datasets/dots-16/journal")]
@@ -294,7 +294,7 @@ def test_sets_of_pairs_have_a_fixed_order_and_their_own_configurations() -> None
     assert set(manifests) <= set(made.everything({}))
     assert plans_of(plan).pattern("pairs") == "images|numbers"
     with_codec = a_plan("large", codec="kl", pairs=sets, configs=configs | {"encode": "encode-kl.yaml"})
-    for known in (made, files(plan, with_codec)):  # an experiment with a codec makes the pairs of no other again
+    for known in (made, files(plan, with_codec)):  # a codec experiment does not change other pairs
         assert known.configs_before("embed")(jobs[0]) == ["crop.yaml"]
 
 

@@ -1,4 +1,4 @@
-"""What is about to be asked of a queue, as a table."""
+"""The table of resources that jobs will request from a queue."""
 
 from __future__ import annotations
 

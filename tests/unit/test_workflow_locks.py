@@ -1,4 +1,4 @@
-"""A folder belongs to one Snakemake at a time; what a dead one left is cleared away."""
+"""Locks: a folder belongs to one Snakemake at a time; locks and jobs of a killed one are cleaned up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = socket.gethostname()
 
 
 def locked(folder: Path, host: str) -> Path:
-    """A folder as a Snakemake on a machine leaves it when it is killed."""
+    """Write the lock of a Snakemake that was killed on this host, and return its path."""
     lock = folder / ".snakemake" / "locks" / "0.input.lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -31,7 +31,7 @@ def locked(folder: Path, host: str) -> Path:
 
 
 def queue(folder: Path, jobs: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Slurm that shows some jobs; returns where it notes what is cancelled."""
+    """Install a fake Slurm that lists these jobs, and return the file where it records cancelled ones."""
     cancelled = folder / "cancelled"
     for name, script in {"squeue": f"cat <<'END'\n{jobs}\nEND", "scancel": f'echo "$@" >> {cancelled}'}.items():
         path = folder / "bin" / name
@@ -85,7 +85,7 @@ def test_locks_of_another_machine_are_kept(tmp_path: Path) -> None:
 
 
 def job(name: str, config: Path, *wildcards: str) -> Any:
-    """A job as Snakemake has it."""
+    """Return a stand-in for a job of Snakemake."""
     return SimpleNamespace(
         rule=SimpleNamespace(name=name), wildcards=wildcards, input=SimpleNamespace(config=str(config))
     )
@@ -235,8 +235,8 @@ def test_results_belong_to_one_snakemake_whatever_its_working_folder(
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "there")
     first = lock_results(tmp_path / "results")
-    with lock_results(tmp_path / "results"):  # of the same folder: Snakemake's own locks keep the two apart
-        first.close()  # as a dry run, which has ended before the other
+    with lock_results(tmp_path / "results"):  # same working folder: Snakemake's own locks apply
+        first.close()  # as a dry run that ends before the other
         monkeypatch.chdir(tmp_path / "here")
         with pytest.raises(SystemExit) as told:
             lock_results(tmp_path / "results")

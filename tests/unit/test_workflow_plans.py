@@ -1,4 +1,4 @@
-"""Plans: read as they were written, found by what a job is about."""
+"""Plans: read back as written, and found by the wildcards of a job."""
 
 from __future__ import annotations
 

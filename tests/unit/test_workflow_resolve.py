@@ -1,4 +1,4 @@
-"""Experiments become plans when something has changed, and only then."""
+"""Experiments are resolved to plans only if something has changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = {"experiments": ["one"], "results": "results", "tracking": {"uri": "sql
 
 
 class Place:
-    """A folder with one experiment, a workflow of a few lines beside it, and a count of what was done."""
+    """A folder with one experiment, a minimal workflow, and a list of the steps that ran."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.done = folder / "workflow", list[str]()
@@ -52,7 +52,7 @@ class Place:
         monkeypatch.setattr(module, "check_settings", lambda *given: (self.done.append("check"), checks(*given))[1])
 
     def does(self, **changes: Any) -> set[str]:
-        """What `resolve` has to do now."""
+        """Run `resolve` and return the steps that it took."""
         self.done.clear()
         resolve(self.root, CONFIG | changes)
         return set(self.done)

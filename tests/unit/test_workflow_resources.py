@@ -1,4 +1,4 @@
-"""What a stage asks a machine for."""
+"""Resources that stages request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine(
 
 
 def requests(asking: Machine) -> dict[str, Any]:
-    """The resources with which a training requests its GPUs."""
+    """Return the resources by which a training requests its GPUs."""
     values = {name: value(ONE) for name, value in asking.gpu_resources(asking.gpus).items()}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Snakemake ends with a table of the experiments that have been judged."""
+"""The final table of evaluated experiments, and the removal of leftover parts."""
 
 from __future__ import annotations
 

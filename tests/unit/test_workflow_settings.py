@@ -1,4 +1,4 @@
-"""What config/config.yaml and the command line say is checked before any work; a mistake is one line."""
+"""Settings of config/config.yaml and the command line are checked before any work; an error is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when Snakemake starts, without Snakemake."""
+"""The start of the workflow, tested without Snakemake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODE = dict.fromkeys(("crop", "encode", "embed", "train", "pages"), "new")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that Snakemake runs in."""
+    """The working folder of Snakemake, with 8 images."""
     monkeypatch.chdir(tmp_path)
     for number in range(8):
         write_text(Path("images", f"{number}.png"), str(number))
@@ -89,7 +89,7 @@ def test_changed_code_of_existing_results_is_reported(folder: Path) -> None:
         "crop.code",
         "encode-vae.code",
     ]
-    assert note_code(plans, results, CODE | {"train": "newer"}) == []  # nothing has been made with it yet
+    assert note_code(plans, results, CODE | {"train": "newer"}) == []  # no result exists yet
     write_text(results / "one/train/weights.safetensors", "")
     told = note_code(plans, results, CODE)
     assert told == ["The code of train has changed since. To make it again: rm -r results/one/train"]
@@ -109,7 +109,7 @@ def test_remade_results_count_as_made_with_the_current_code(folder: Path) -> Non
     write_text(weights, "")
     assert note_code(plans, results, newer) == changed == note_code(plans, results, newer)
     later = (results / "one/config/train.code").stat().st_mtime + 1
-    os.utime(weights, (later, later))  # made again, since its data have changed
+    os.utime(weights, (later, later))  # remade after a change of its data
     assert note_code(plans, results, newer) == []
     assert note_code(plans, results, CODE) == changed
     write_json(results / "one/config/train.code", {"code": "of an earlier version's note"})
@@ -158,7 +158,7 @@ def test_remote_jobs_read_plans_without_scanning_sources(folder: Path, monkeypat
     assert (known.results, dict(known.code), list(known.plans.by_name)) == (
         "results",
         {"train": "x", "pages": "y"},
-        ["another", "one"],  # of which another may have been started before `one` was asked for
+        ["another", "one"],  # `another` may be from an earlier request
     )
     assert len(known.pages) == 64
     assert not Path("results/datasets").exists()
@@ -208,7 +208,7 @@ def test_follower_runs_if_configured_and_ends_with_snakemake(
     following.start()
     process = following.process
     assert process is not None and process.poll() is None
-    second = Following(following.tracking, following.source, "results", ["one"])  # of a second Snakemake
+    second = Following(following.tracking, following.source, "results", ["one"])  # as of a second Snakemake
     second.start()
     second.end()
     assert second.process is None and process.poll() is None

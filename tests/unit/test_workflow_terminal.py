@@ -1,4 +1,4 @@
-"""The terminal of a run: a line where a job begins and where it ends, messages, and nothing hidden from a dry run."""
+"""Terminal output of a run: a line at the start and end of each job, messages, and full output in dry runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """Snakemake's logger with a handler of the terminal, as Snakemake sets it up."""
+    """Snakemake's logger with the terminal handler that Snakemake sets up."""
     logger = logging.getLogger("snakemake.logging")
     before, level = logger.handlers, logger.level
     handler = logging.StreamHandler(io.StringIO())
@@ -45,7 +45,7 @@ def settings(**changes: bool) -> Any:
 
 
 def printed(logger: logging.Logger, handler: logging.StreamHandler[io.StringIO]) -> list[str]:
-    """What a run of two jobs prints, without the time of day."""
+    """Return the lines printed by a run of two jobs, without the time of day."""
     logger.info("Building DAG of jobs...")
     logger.info("Job stats:", extra={"event": LogEvent.RUN_INFO, "stats": {"sample_part": 2, "all": 1, "total": 3}})
     job = {"event": LogEvent.JOB_INFO, "rule_name": "sample_part", "output": ["a"], "log": ["logs/micro/part-0.log"]}
@@ -139,7 +139,7 @@ def test_run_ends_with_paths_to_its_results(tmp_path: Path) -> None:
     ]
     write_json(tmp_path / "summary.html", {})
     assert str(tmp_path / "summary.html") in places(plans, tmp_path, "sqlite:///mlflow.db").splitlines()
-    study = replace(plans, studies={"rates": StudyPlan("rates", [], [])})  # which does not make that page
+    study = replace(plans, studies={"rates": StudyPlan("rates", [], [])})  # a study does not make that page
     assert str(tmp_path / "summary.html") not in places(study, tmp_path, "sqlite:///mlflow.db").splitlines()
     both = replace(study, requested=("one",))
     assert str(tmp_path / "summary.html") in places(both, tmp_path, "sqlite:///mlflow.db").splitlines()
