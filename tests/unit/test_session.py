@@ -140,7 +140,7 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     assert validation[-1] < 0.25 * validation[0]
 
 
-def test_a_finished_run_only_writes_its_weights_again(tmp_path: Path) -> None:
+def test_finished_run_only_rewrites_its_weights(tmp_path: Path) -> None:
     start(tmp_path)
     before = (tmp_path / "train/weights.safetensors").read_bytes()
     (tmp_path / "train/weights.safetensors").unlink()
@@ -268,7 +268,7 @@ def test_one_of_several_averages_must_be_named(tmp_path: Path) -> None:
         weights_in(tmp_path / "train/state", average="0.5")
 
 
-def test_another_configuration_starts_anew(tmp_path: Path) -> None:
+def test_another_configuration_starts_from_scratch(tmp_path: Path) -> None:
     first = start(tmp_path, seed=1)
     second = start(tmp_path, seed=2)
     assert not torch.equal(first["hidden.0.weight"], second["hidden.0.weight"])
@@ -295,7 +295,7 @@ def test_a_warm_start_begins_with_the_given_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(warm[name], tensor, rtol=0, atol=1e-9)
 
 
-def test_a_warm_start_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
+def test_warm_start_rejects_unsuitable_weights(tmp_path: Path) -> None:
     start(tmp_path / "given")
     wider = nn.Sequential(nn.Conv2d(3, 9, 1))
     build = lambda world: Task(wider, objective, prepare, Samples())  # type: ignore[arg-type]  # noqa: E731

@@ -78,7 +78,7 @@ def test_variant_at_or_below_zero_does_not_affect_ratios_of_others() -> None:
     assert found["below"].value == pytest.approx(0.4 / 3 - 35.5 / 3)
 
 
-def test_one_seed_leaves_an_interval_over_samples_only() -> None:
+def test_difference_of_one_seed_has_an_interval_over_samples_only() -> None:
     found = differences("agreement", runs(0.8, deviation=0.03), {"a": runs(0.9, deviation=0.04)})["a"]
     assert found.over == "samples only" and found.verdict == "better"
     assert found.interval == pytest.approx((0.1 - 1.96 * 0.05, 0.1 + 1.96 * 0.05))

@@ -230,7 +230,7 @@ def test_folders_are_read_by_torchvision(tmp_path: Path) -> None:
     assert folder_name("..") == "%2E%2E"
 
 
-def test_the_folder_of_a_class_is_its_name(tmp_path: Path) -> None:
+def test_class_folders_are_named_by_escaped_class_names(tmp_path: Path) -> None:
     for name in ("花", "Größe 3", "St. Bernard", "{a}"):
         assert folder_name(name) == name
     assert folder_name(".a\\b/c%\n") == "%2Ea%5Cb%2Fc%25%0A"
@@ -473,7 +473,7 @@ class Judge:
         return metric
 
 
-def test_images_are_rejected_by_class_by_confidence_and_by_nearness() -> None:
+def test_images_are_rejected_by_class_confidence_or_nearness_to_training_images() -> None:
     drawn, train, held_out = pictures(0, 120), pictures(1, 200), pictures(2, 150)
     pixels = drawn.gather(np.arange(120)).permute(0, 2, 3, 1).numpy().copy()
     pixels[:5] = train.gather(np.arange(5)).permute(0, 2, 3, 1).numpy()  # copies

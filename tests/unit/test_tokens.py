@@ -201,7 +201,7 @@ class Blocks:
 
 
 @pytest.mark.parametrize("type_", ["autoregressive", "masked"])
-def test_an_image_depends_on_its_seed_alone(type_: str) -> None:
+def test_images_depend_only_on_their_seed(type_: str) -> None:
     system = TokensSystem.model_validate({"network": SMALL.model_dump(), "objective": {"type": type_}})
     network: Any = trained(LABELLED, system.objective.causal)
     settings = TokenSampleConfig.model_validate(

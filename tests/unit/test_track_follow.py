@@ -56,7 +56,7 @@ def test_failing_store_is_reported_once(experiment: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.count("warning: MLflow at here could not store the history") == 1
 
 
-def test_the_last_failure_is_an_error(experiment: Path) -> None:
+def test_failure_of_the_final_send_is_an_error(experiment: Path) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(OSError, match="it is down"):

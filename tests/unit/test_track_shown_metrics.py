@@ -70,7 +70,7 @@ def test_training_run_shows_three_synthesize_scores() -> None:
     assert keys(measured(points, "fd")) == ["synthesize/utility.gain", "synthesize/copies", "synthesize/membership.auc"]
 
 
-def test_a_training_has_at_most_thirty_metrics_and_a_child_all_of_its_own(tmp_path: Path) -> None:
+def test_training_run_shows_at_most_thirty_metrics_and_child_runs_show_all(tmp_path: Path) -> None:
     machine = ["cpu_utilization_percentage", "process_cpu_percentage", "memory_usage_percentage", "process_memory_gib"]
     machine += ["gpu_memory_gib", "gpu_utilization_percentage", "gpu_power_usage_watts"]
     speed = ["examples_per_second", "steps_per_second", "waiting_for_data", "tflops", "share_of_peak"]

@@ -160,7 +160,7 @@ def test_a_power_average_is_the_weighted_mean_of_its_definition() -> None:
     assert averages.vectors["ema-0.1"].item() == pytest.approx(expected.item(), abs=5e-3)
 
 
-def test_several_averages_keep_their_own_rate() -> None:
+def test_averages_use_their_own_rates() -> None:
     weights = torch.zeros(1)
     averages = Averages(ExponentialEma(rates=(0.5, 0.9)), weights)
     weights.fill_(1.0)
@@ -170,7 +170,7 @@ def test_several_averages_keep_their_own_rate() -> None:
     assert list(averages.vectors) == ["ema-0.5", "ema-0.9"]
 
 
-def test_widths_of_one_name_are_refused() -> None:
+def test_widths_with_equal_names_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"name an average twice: ema-0\.05, ema-0\.05\. Give each once"):
         PowerEma(widths=(0.05, 0.05 + 1e-12))
 
@@ -468,14 +468,14 @@ def test_writing_an_average_needs_an_average() -> None:
 
 
 @pytest.mark.parametrize(("kind", "each"), [("exponential", "rates"), ("power", "widths")])
-def test_the_order_of_the_averages_is_no_part_of_the_identity(kind: str, each: str) -> None:
+def test_order_of_averages_is_not_part_of_the_identity(kind: str, each: str) -> None:
     one, other = (settings(ema={"type": kind, each: values}) for values in ([0.1, 0.2], [0.2, 0.1]))
     assert one.identity() == other.identity() and one.average != other.average
     best = [settings(ema={"type": kind, each: values}, weights="best") for values in ([0.1, 0.2], [0.2, 0.1])]
     assert best[0].identity() != best[1].identity()  # best weights are those of the first average
 
 
-def test_the_average_that_is_written_can_be_named() -> None:
+def test_weights_setting_may_name_an_average() -> None:
     rates = {"type": "exponential", "rates": [0.9, 0.99]}
     assert [settings(ema=rates, weights=weights).average for weights in ("ema", 0.99)] == ["ema-0.9", "ema-0.99"]
     with pytest.raises(ValueError, match=r"weights is 0\.5, but the averages are: ema-0\.9, ema-0\.99\. Name"):

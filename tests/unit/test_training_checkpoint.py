@@ -491,7 +491,7 @@ def test_failed_write_reports_the_last_good_checkpoint(tmp_path: Path, monkeypat
     assert [path.name for path in owned.checkpoints()] == ["step-0000001"]
 
 
-def test_a_folder_of_another_step_is_damaged(tmp_path: Path) -> None:
+def test_checkpoint_in_the_folder_of_another_step_is_damaged(tmp_path: Path) -> None:
     written = write_checkpoint(tmp_path, checkpoint(1), IDENTITY, {}, lambda: None)
     with pytest.raises(Damaged, match="it holds step 1"):
         read_checkpoint(written.rename(tmp_path / "step-0000002"))

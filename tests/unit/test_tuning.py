@@ -188,7 +188,7 @@ def test_invalid_tuning_is_rejected_before_any_work(tmp_path: Path, monkeypatch:
     ids=["muon", "freeze", "lr_factors", "layer_decay", "lora"],
 )
 @pytest.mark.parametrize("system", ["dit", "iddpm"])
-def test_every_key_is_accepted_with_the_default_process(
+def test_tuning_keys_are_accepted_with_the_default_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, settings: dict[str, Any]
 ) -> None:
     found = importlib.util.find_spec

@@ -313,7 +313,7 @@ def test_embeddings_by_another_encoder_are_refused(data, prior, tmp_path):
         assert images(tmp_path / "decoder", embeddings=str(folder))[0].shape == (4, 3, 8, 8), image
 
 
-def test_prompts_are_embedded_as_the_captions_were(prior):
+def test_prompts_use_the_text_encoder_of_the_captions(prior):
     pairs = load_model(prior).pairs["pairs"]
     assert pairs["text"] == text_encoder(pairs, None).identity == HashingText(DIM, 3).identity
     for unknown in (None, {"text": {"type": "files"}}):

@@ -34,7 +34,7 @@ def batch(size: int = 4) -> Batch:
     return Batch(x, {"label": torch.arange(size) % 3}, streams)
 
 
-def test_the_defaults_are_the_paper_s():
+def test_defaults_are_those_of_the_paper():
     default = parse(AnySystem, {"type": "iddpm"}, "system")
     assert isinstance(default.process, Discrete) and isinstance(default.objective, Denoising)
     assert (default.process.schedule.type, default.process.num_timesteps) == ("cosine", 4000)

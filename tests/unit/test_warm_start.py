@@ -126,7 +126,7 @@ def trained(
     return read_weights(tmp_path / "train")[0]
 
 
-def test_a_published_file_of_a_thousand_classes_starts_a_training_of_three(
+def test_published_weights_of_1000_classes_start_a_training_of_three(
     tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = {"depth": 1, "width": 384, "num_heads": 6, "patch": 2}  # DiT-S/2, one block of it

@@ -170,6 +170,6 @@ def test_rules_of_rerunnable_stages_carry_the_code_digest() -> None:
     assert again == set(commands)
 
 
-def test_rules_are_short() -> None:
+def test_rule_files_have_a_size_limit() -> None:
     lines = [line for path in RULES for line in path.read_text().splitlines()]
     assert len(lines) <= 900 and max(map(len, lines)) <= 120

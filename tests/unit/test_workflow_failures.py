@@ -188,7 +188,7 @@ def test_invalid_options_are_noted_as_a_mistake(monkeypatch: pytest.MonkeyPatch,
         ("Stopped('Step 3 is saved.')", ("stopped", "Step 3 is saved.")),
     ],
 )
-def test_a_stage_in_a_queue_notes_how_it_ended(raised: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_stage_records_how_it_ended(raised: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (
         "from image_diffusion.core.process.command import run",
         "from image_diffusion.core.process.errors import Stopped",
@@ -203,7 +203,7 @@ def test_a_stage_in_a_queue_notes_how_it_ended(raised: str, expected: Any, monke
     assert ((found.ending, found.said) if isinstance(expected, tuple) else found.ending) == expected
 
 
-def test_outside_a_queue_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_outside_a_queue_records_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     subprocess.run([str(ROOT / "workflow/scripts/logged"), "logs/x.log", "true"], check=True, capture_output=True)
     assert [path.name for path in Path("logs").iterdir()] == ["x.log"]

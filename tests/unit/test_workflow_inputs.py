@@ -229,7 +229,7 @@ def test_condition_images_are_inputs_and_cropped_like_the_data_set() -> None:
     assert option(plain, "crop") == inputs(plain, "crop") == inputs(plain, "pictures") == []
 
 
-def test_pairs_of_embeddings() -> None:
+def test_inputs_and_options_of_pairs() -> None:
     made = files(a_plan(pairs={"hashed": a_set(of_detector=True, files="captions.csv")}))
     job = {"dataset": "dots-16", "pairs": "hashed"}
     assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", "captions.csv"]
@@ -311,7 +311,7 @@ def test_stages_depend_on_their_and_earlier_configurations() -> None:
     assert option(files(a_plan(configs={"crop": crop})), "sample") == []
 
 
-def test_a_curve_has_a_point_for_each_value() -> None:
+def test_sweep_curve_has_a_point_per_value() -> None:
     swept = {"guidance_scale": {"1": "one.yaml", "2": "two.yaml"}, "checkpoint": {"100": "earlier.yaml"}}
     known = files(a_plan(sweep=swept))
     curve = ONE | {"axis": "guidance_scale"}
@@ -345,7 +345,7 @@ def test_external_files_are_identified_by_size_and_time(tmp_path: Path) -> None:
     assert started.detector_stamps(ONE) == started.options("detector")["detector"](ONE)
 
 
-def test_a_study_asks_for_its_page_and_the_files_of_its_runs(tmp_path: Path) -> None:
+def test_study_targets_are_its_page_and_tracking_file(tmp_path: Path) -> None:
     folder = tmp_path / "studies" / "seeds"
     base = {"name": "base", "source": None, "experiment": "one", "changes": {}, "runs": ["one", "one-1a2b3c4d"]}
     write_json(folder / "plan.json", {"base": "one", "seeds": [0, 1], "variants": [base]})

@@ -16,7 +16,7 @@ from plans import a_plan, a_set, plans_of, write_plans
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_plan_knows_every_key_that_configure_writes_and_no_other(tmp_path: Path) -> None:
+def test_plan_has_exactly_the_keys_that_configure_writes(tmp_path: Path) -> None:
     for name, (_, experiment) in load_all([ROOT / "config/experiments/demo.yaml"]).items():
         write_stages(name, experiment, tmp_path)
         written = json.loads(plan_file(tmp_path, name).read_text())
