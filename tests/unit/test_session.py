@@ -1,4 +1,4 @@
-"""One start after another: the same numbers as one long start, and what is written at the end."""
+"""Training runs: resuming gives the same numbers as one run; weights, journal, previews and early stopping."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = {
 
 
 class Samples:
-    """Forty points near a plane, read as shards are."""
+    """Forty random points, with the interface of shards."""
 
     num_samples, shape, dtype = 40, (3, 1, 1), torch.float32
     labels = np.zeros(40, dtype=np.int64)
@@ -61,7 +61,7 @@ class Samples:
 
 
 class Plane(nn.Module):
-    """Predicts the last coordinate; a convolution, so that it has a layout."""
+    """Predicts the sum of the channels; made of convolutions, so that it has a memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ def points(folder: Path) -> list[tuple[str, int, float]]:
      {"optimizer": {"type": "muon", "lr": 0.03}, "precision": "fp16"}, {"optimizer": {"type": "lion", "lr": 0.03}},
      {"optimizer": {"type": "lion", "lr": 0.03}, "schedule": {"type": "power", "constant_steps": 3}}],
 )  # fmt: skip
-def test_two_starts_are_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_stopped_training_resumes_bit_exactly(tmp_path: Path, changes: dict[str, Any]) -> None:
     once = start(tmp_path / "once", **changes)
     start(tmp_path / "twice", steps=7, **changes)
     twice = start(tmp_path / "twice", **changes)
     assert once.keys() == twice.keys()
     assert all(torch.equal(tensor, twice[name]) for name, tensor in once.items())
-    extra = {point for point in points(tmp_path / "twice") if point[1] == 7}  # the last step of the first start
+    extra = {point for point in points(tmp_path / "twice") if point[1] == 7}  # the last step of the first run
     assert [point for point in points(tmp_path / "twice") if point[1] < 7] == [
         point for point in points(tmp_path / "once") if point[1] < 7
     ]
@@ -140,7 +140,7 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     assert validation[-1] < 0.25 * validation[0]
 
 
-def test_a_finished_run_only_writes_its_weights_again(tmp_path: Path) -> None:
+def test_finished_run_only_rewrites_its_weights(tmp_path: Path) -> None:
     start(tmp_path)
     before = (tmp_path / "train/weights.safetensors").read_bytes()
     (tmp_path / "train/weights.safetensors").unlink()
@@ -148,7 +148,7 @@ def test_a_finished_run_only_writes_its_weights_again(tmp_path: Path) -> None:
     assert (tmp_path / "train/weights.safetensors").read_bytes() == before
 
 
-def test_a_journal_that_was_cut_short_is_told_by_the_attempt_that_goes_on(tmp_path: Path) -> None:
+def test_truncated_journal_is_reported_in_the_next_attempt(tmp_path: Path) -> None:
     start(tmp_path)
     journal = tmp_path / "journal/train/attempt-0001.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
@@ -162,7 +162,7 @@ def test_a_journal_that_was_cut_short_is_told_by_the_attempt_that_goes_on(tmp_pa
     assert history is not None and history.damaged == []
 
 
-def test_what_is_written_describes_itself(tmp_path: Path) -> None:
+def test_written_weights_record_their_training(tmp_path: Path) -> None:
     start(tmp_path, steps=12)
     _, model = read_weights(tmp_path / "train")
     assert {**MODEL, "format": 1, "step": 12, "examples_seen": 96, "ema": "ema-0.5"}.items() <= model.items()
@@ -170,14 +170,14 @@ def test_what_is_written_describes_itself(tmp_path: Path) -> None:
     assert read_weights(tmp_path / "train")[1]["ema"] is None
 
 
-def test_validation_uses_the_weights_that_are_written(tmp_path: Path) -> None:
-    """Of `weights: raw` those as trained, whatever averages are kept beside them."""
+def test_validation_uses_the_weights_to_be_written(tmp_path: Path) -> None:
+    """With `weights: raw` the weights as trained, whatever averages are kept."""
     for name, rates in (("kept", [0.5]), ("none", [])):
         start(tmp_path / name, weights="raw", ema={"type": "exponential", "rates": rates})
     assert points(tmp_path / "kept") == points(tmp_path / "none")
 
 
-def test_every_average_can_be_written_and_their_order_is_the_same_run(
+def test_any_average_can_be_written_and_reordering_averages_keeps_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rates(*values: float) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def test_every_average_can_be_written_and_their_order_is_the_same_run(
     )
     assert read_weights(tmp_path / "train")[1]["ema"] == "ema-0.9999"
     turned = start(tmp_path, ema=rates(0.9999, 0.5))
-    assert len([path for path in (tmp_path / "train/state").iterdir() if path.is_dir()]) == 1  # nothing trained again
+    assert len([path for path in (tmp_path / "train/state").iterdir() if path.is_dir()]) == 1  # no second run
     assert all(torch.equal(named[name], turned[name]) for name in named)
     assert not torch.equal(first["hidden.0.weight"], named["hidden.0.weight"])
     raw = start(tmp_path, ema=rates(0.5, 0.9999), weights="raw")
@@ -208,10 +208,12 @@ def test_every_average_can_be_written_and_their_order_is_the_same_run(
             assert model["ema"] == (None if average == "raw" else f"ema-{average.removeprefix('ema-')}")
 
 
-def test_a_checkpoint_can_be_had_while_the_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_can_be_taken_from_checkpoints_of_a_running_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start(tmp_path / "whole", steps=5)
     start(tmp_path / "on", checkpoint={"every_steps": 5, "keep_every": 5})
-    (tmp_path / "on/train/weights.safetensors").unlink()  # as if it had not ended
+    (tmp_path / "on/train/weights.safetensors").unlink()  # as if it were still running
     (tmp_path / "on/train/model.json").unlink()
     state, output = tmp_path / "on/train/state", tmp_path / "out/weights.safetensors"
     monkeypatch.setattr(sys, "argv", ["ema", "--state", str(state), "--step", "5", "--output", str(output)])
@@ -233,8 +235,8 @@ def test_a_checkpoint_can_be_had_while_the_training_goes_on(tmp_path: Path, monk
             ema.main()
 
 
-def test_the_run_is_known_by_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several runs that have no weights yet, with the average that it will write."""
+def test_configuration_selects_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among several runs without final weights; its configured average is written."""
     settings = {"ema": {"type": "exponential", "rates": [0.9, 0.5]}, "weights": 0.5}
     wanted = start(tmp_path, **settings)
     train = read_model(tmp_path / "train")["train"]
@@ -257,7 +259,7 @@ def test_the_run_is_known_by_its_configuration(tmp_path: Path, monkeypatch: pyte
         ema.main()
 
 
-def test_several_averages_have_to_be_chosen_from(tmp_path: Path) -> None:
+def test_one_of_several_averages_must_be_named(tmp_path: Path) -> None:
     start(tmp_path, ema={"type": "exponential", "rates": [0.9, 0.5]})
     with pytest.raises(ValueError, match=r"holds the averages ema-0\.5, ema-0\.9\. Name the number of one, or raw\."):
         weights_in(tmp_path / "train/state")
@@ -266,17 +268,17 @@ def test_several_averages_have_to_be_chosen_from(tmp_path: Path) -> None:
         weights_in(tmp_path / "train/state", average="0.5")
 
 
-def test_another_configuration_starts_anew(tmp_path: Path) -> None:
+def test_another_configuration_starts_from_scratch(tmp_path: Path) -> None:
     first = start(tmp_path, seed=1)
     second = start(tmp_path, seed=2)
     assert not torch.equal(first["hidden.0.weight"], second["hidden.0.weight"])
     assert len(list((tmp_path / "train/state").glob("*/"))) == 2
 
 
-def test_a_training_whose_images_are_now_held_out_is_not_continued(tmp_path: Path) -> None:
+def test_training_on_images_now_held_out_is_not_resumed(tmp_path: Path) -> None:
     start(tmp_path, steps=5, split="one")
     state = read_model(tmp_path / "train")["fingerprint"]
-    start(tmp_path, steps=7, split="one")  # a longer one is
+    start(tmp_path, steps=7, split="one")  # a longer training is resumed
     for steps in (7, 9):
         with pytest.raises(ValueError, match="step-0000007 is of a training that held out other images"):
             start(tmp_path, steps=steps, split="another")
@@ -293,7 +295,7 @@ def test_a_warm_start_begins_with_the_given_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(warm[name], tensor, rtol=0, atol=1e-9)
 
 
-def test_a_warm_start_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
+def test_warm_start_rejects_unsuitable_weights(tmp_path: Path) -> None:
     start(tmp_path / "given")
     wider = nn.Sequential(nn.Conv2d(3, 9, 1))
     build = lambda world: Task(wider, objective, prepare, Samples())  # type: ignore[arg-type]  # noqa: E731
@@ -332,7 +334,7 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path, capsys: pytest.Capt
     )
 
 
-def test_a_training_from_nothing_draws_every_preview_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_from_scratch_redraws_all_previews(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
         write_bytes(folder / f"step-{step:07d}.npz", b"%d" % step)
         return {}
@@ -343,7 +345,7 @@ def test_a_training_from_nothing_draws_every_preview_again(tmp_path: Path, capsy
     cut = listing.read_bytes()[:-3]
     for path in sorted(tmp_path.glob("train/state/*/step-*"))[:-1]:
         shutil.rmtree(path)
-    # The checkpoint of a longer run is kept with what that run drew: what is wrong there is told.
+    # A checkpoint and previews of a longer run are kept, so that damage of its listing is reported.
     listing.write_bytes(cut)
     start(tmp_path, task={"grid": grid}, grid_every_steps=6, steps=6)
     assert f"warning: the previews in {drawn} have changed since they were drawn" in capsys.readouterr().err
@@ -354,7 +356,7 @@ def test_a_training_from_nothing_draws_every_preview_again(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("at", [0, 6])
-def test_a_stop_inside_the_grid_is_made_up_for(tmp_path: Path, at: int) -> None:
+def test_preview_grid_interrupted_by_a_stop_is_redrawn(tmp_path: Path, at: int) -> None:
     calls: list[int] = []
 
     def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
@@ -377,7 +379,7 @@ def points_of_one_start(folder: Path) -> list[tuple[str, int, float]]:
     return points(folder)
 
 
-def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_non_finite_loss_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     class Fails(Objective):
         def __call__(self, network: Any, batch: Batch) -> Losses:
             losses = objective(network, batch)
@@ -401,7 +403,7 @@ def test_compiled_training_gives_the_same_losses(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_microbatches_change_rounding_alone_and_with_strict_nothing(tmp_path: Path) -> None:
+def test_microbatches_change_only_rounding_and_nothing_in_strict_mode(tmp_path: Path) -> None:
     for mode, tolerance in (("off", 1e-5), ("strict", 0.0)):
         whole, cut = (start(tmp_path / f"{mode}-{size}", deterministic=mode, microbatch=size) for size in (None, 3))
         for name in whole:
@@ -409,12 +411,12 @@ def test_microbatches_change_rounding_alone_and_with_strict_nothing(tmp_path: Pa
 
 
 def smallest(folder: Path) -> tuple[float, int]:
-    """The smallest validation loss, and the step it is of."""
+    """Return the smallest validation loss and its step."""
     return min((value, step) for key, step, value in points(folder) if key == "validation/loss")
 
 
-def test_the_best_average_is_what_a_run_to_that_step_ends_with(tmp_path: Path) -> None:
-    """The rate is so high that the loss rises again at the end."""
+def test_best_average_equals_the_result_of_a_run_to_its_step(tmp_path: Path) -> None:
+    """The learning rate is so high that the loss rises again at the end."""
     wild = {"optimizer": {"type": "adamw", "lr": 0.1}, "validate_every_steps": 1, "weights": "best"}
     best = start(tmp_path / "all", steps=14, keep_raw=True, **wild)
     _, step = smallest(tmp_path / "all")
@@ -430,7 +432,7 @@ def test_the_best_average_is_what_a_run_to_that_step_ends_with(tmp_path: Path) -
     assert not (tmp_path / "all" / "train" / "raw").exists()
 
 
-def test_the_best_average_outlives_a_new_start(tmp_path: Path) -> None:
+def test_best_average_survives_a_restart(tmp_path: Path) -> None:
     wild = {"optimizer": {"type": "adamw", "lr": 0.1}, "validate_every_steps": 1, "weights": "best"}
     once = start(tmp_path / "once", steps=14, **wild)
     _, step = smallest(tmp_path / "once")
@@ -439,7 +441,7 @@ def test_the_best_average_outlives_a_new_start(tmp_path: Path) -> None:
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-def test_best_without_anything_held_out_is_refused(tmp_path: Path) -> None:
+def test_best_weights_without_held_out_images_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no sample is held out to compare them"):
         start(tmp_path, task={"validation": None}, weights="best")
 
@@ -448,7 +450,7 @@ WILD = {"optimizer": {"type": "adamw", "lr": 0.1}, "validate_every_steps": 1, "c
 
 
 def expected_end(folder: Path, patience: float, steps: int) -> int:
-    """The first validation of a whole run by which the loss has not been smaller for that share of the steps."""
+    """Return the first validation step at which the loss has not improved for that share of the steps."""
     losses = sorted((step, value) for key, step, value in points(folder) if key == "validation/loss")
     best = 0
     for place, (step, value) in enumerate(losses):
@@ -460,7 +462,7 @@ def expected_end(folder: Path, patience: float, steps: int) -> int:
 
 
 @pytest.mark.parametrize("patience", [0.1, 0.2, 1.0])
-def test_a_training_ends_where_the_validation_loss_no_longer_improves(
+def test_training_stops_early_when_validation_loss_stops_improving(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], patience: float
 ) -> None:
     start(tmp_path / "whole", steps=40, **WILD)
@@ -487,14 +489,14 @@ def test_a_training_ends_where_the_validation_loss_no_longer_improves(
 
 
 @pytest.mark.parametrize("weights", ["ema", "best"])
-def test_a_training_that_was_killed_ends_at_the_same_step_with_the_same_bytes(tmp_path: Path, weights: str) -> None:
+def test_killed_training_stops_early_at_the_same_step_with_the_same_bytes(tmp_path: Path, weights: str) -> None:
     settings = {**WILD, "checkpoint": {"every_steps": 3, "keep_last": 100}, "patience": 0.2, "weights": weights}
     start(tmp_path, steps=40, **settings)
     files = [tmp_path / "train" / name for name in ("weights.safetensors", "model.json")]
     whole, numbers = [path.read_bytes() for path in files], points(tmp_path)
     saved = sorted(tmp_path.glob("train/state/*/step-*"))
     assert len(saved) > 3 and int(saved[-1].name[5:]) < 40
-    for checkpoint in reversed(saved):  # as after a kill between that checkpoint and what came next
+    for checkpoint in reversed(saved):  # as after a kill between this checkpoint and the next one
         for path in (*files, *(later for later in saved if later.name > checkpoint.name and later.exists())):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         start(tmp_path, steps=40, **settings)
@@ -502,7 +504,7 @@ def test_a_training_that_was_killed_ends_at_the_same_step_with_the_same_bytes(tm
     assert points(tmp_path) == numbers
 
 
-def test_a_stop_inside_the_reports_of_the_step_that_ends_a_training_is_made_up_for(tmp_path: Path) -> None:
+def test_stop_during_the_reports_of_the_early_stopping_step_is_recovered(tmp_path: Path) -> None:
     settings = {**WILD, "patience": 0.2, "grid_every_steps": 1}
     end, drawn = -1, list[int]()
 
@@ -522,14 +524,14 @@ def test_a_stop_inside_the_reports_of_the_step_that_ends_a_training_is_made_up_f
     assert points(tmp_path / "stopped") == points(tmp_path / "whole")
 
 
-def test_an_early_end_needs_losses_to_tell_it(tmp_path: Path) -> None:
+def test_early_stopping_needs_validation_losses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no sample is held out to measure the loss"):
         start(tmp_path, task={"validation": None}, patience=0.1)
     with pytest.raises(ValueError, match="patience is set but validate_every_steps is unset"):
         start(tmp_path, patience=0.1, validate_every_steps=None)
 
 
-def test_the_clock_saves_as_often_as_it_is_asked_and_changes_no_number(tmp_path: Path) -> None:
+def test_timed_checkpoints_do_not_change_results(tmp_path: Path) -> None:
     often = {"every_steps": 100, "every_seconds": 1e-9, "keep_last": 100}
     expected = start(tmp_path / "steps")
     found = start(tmp_path / "clock", checkpoint=often)
@@ -539,7 +541,7 @@ def test_the_clock_saves_as_often_as_it_is_asked_and_changes_no_number(tmp_path:
 
 
 class Prefers(Objective):
-    """An objective that has learnt to weigh some losses double."""
+    """An objective with a learned weight of the loss."""
 
     weight = 1.0
 
@@ -551,7 +553,7 @@ class Prefers(Objective):
         return objective
 
 
-def test_the_validation_depends_on_nothing_but_the_weights(tmp_path: Path) -> None:
+def test_validation_loss_depends_only_on_the_weights(tmp_path: Path) -> None:
     still = {"steps": 4, "optimizer": {"type": "adamw", "lr": 1e-30}}
     values = set()
     for seed in (0, 1):
@@ -570,19 +572,19 @@ def test_the_validation_depends_on_nothing_but_the_weights(tmp_path: Path) -> No
     assert len(values) == 1
 
 
-def test_the_journal_tells_the_rate_of_the_network_and_its_share_of_the_machines(tmp_path: Path) -> None:
+def test_journal_records_tflops_and_share_of_peak(tmp_path: Path) -> None:
     start(tmp_path, steps=4)
     history = read_journal(tmp_path / "journal" / "train")
     assert history is not None
     found = {(p.key, p.step): p.value for p in history.points if p.key.startswith("speed/")}
     for step in (2, 4):
-        flops = 2 * (3 * (3 * 8 + 8) - 3 * 8)  # three products for each layer; the data need no gradient
+        flops = 2 * (3 * (3 * 8 + 8) - 3 * 8)  # three matrix products per layer; the data need no gradient
         rate = flops * found["speed/examples_per_second", step] / 1e12
         assert found["speed/tflops", step] == pytest.approx(rate)
         assert 0 < found["speed/share_of_peak", step] < 1
 
 
-def test_weights_of_another_training_than_was_asked_for_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_training_are_rejected(tmp_path: Path) -> None:
     start(tmp_path, steps=3)
     model = read_model(tmp_path / "train")
     described = {"train": model["train"], "system": model["system"], "codec": model["codec"]["config"], "preview": {}}
@@ -595,7 +597,7 @@ def test_weights_of_another_training_than_was_asked_for_are_refused(tmp_path: Pa
         check_trained_by(tmp_path / "train", config)
 
 
-def test_weights_computed_in_fp16_where_a_gpu_has_no_bf16_are_those_that_were_asked_for(
+def test_fp16_fallback_on_gpus_without_bf16_keeps_the_requested_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "has_bf16", lambda device: False)

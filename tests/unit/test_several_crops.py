@@ -1,4 +1,4 @@
-"""Several crops of an image: torchvision's random parts, squares along a wide one; all of an image in one split."""
+"""Several crops of an image: torchvision's random crops, squares along a long image; all crops in one split."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_images(folder: Path, count: int = 12) -> Path:
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_random_parts_have_the_bytes_of_torchvision(interpolation: Any) -> None:
+def test_random_crops_equal_torchvision_bytes(interpolation: Any) -> None:
     from torchvision import transforms
     from torchvision.transforms import functional
 
@@ -62,7 +62,7 @@ def test_random_parts_have_the_bytes_of_torchvision(interpolation: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [(90, 57), (40, 300)])
-def test_random_parts_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
+def test_random_crop_boxes_are_distributed_as_in_torchvision(size: tuple[int, int]) -> None:
     from scipy.stats import ks_2samp
     from torchvision import transforms
 
@@ -80,7 +80,7 @@ def test_random_parts_are_distributed_as_torchvisions(size: tuple[int, int]) -> 
     assert ks_2samp(*area).pvalue > 1e-3
 
 
-def test_where_no_part_fits_it_is_the_centre() -> None:
+def test_random_crop_falls_back_to_the_centre() -> None:
     crop, draw = RandomResizedCrop(scale=(1, 1), ratio=(1, 1)), np.random.default_rng(0)
     assert crop.box(100, 10, draw) == (45, 0, 55, 10) and crop.box(1, 9, draw) == (0, 4, 1, 5)
 
@@ -88,7 +88,7 @@ def test_where_no_part_fits_it_is_the_centre() -> None:
 @pytest.mark.parametrize(
     ("size", "count"), [((64, 64), 1), ((69, 64), 1), ((96, 64), 2), ((64, 128), 2), ((200, 64), 4), ((64, 900), 4)]
 )
-def test_squares_show_the_whole_of_a_long_image(size: tuple[int, int], count: int) -> None:
+def test_square_crops_cover_a_long_image(size: tuple[int, int], count: int) -> None:
     image = image_of(*size)
     found = MultiCrop().crops(image, 32, WHITE, b"")
     assert [each.shape for each in found] == [(32, 32, 3)] * count
@@ -139,7 +139,7 @@ def test_the_crops_of_an_image_share_its_split_and_its_captions(tmp_path: Path, 
     assert sheet["num_samples"] == 12 and not sheet["groups"]
 
 
-def test_random_parts_are_the_same_wherever_they_are_cropped(tmp_path: Path) -> None:
+def test_random_crops_depend_only_on_image_and_seed(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "in")
 
     def pixels(name: str, processes: int = 1, **changes: Any) -> dict[tuple[str, int], str]:
@@ -154,7 +154,7 @@ def test_random_parts_are_the_same_wherever_they_are_cropped(tmp_path: Path) -> 
     assert crop_dataset(settings(folder, RANDOM), tmp_path / "one").num_written == 0
 
 
-def test_a_duplicate_is_left_out_with_all_of_its_crops(tmp_path: Path) -> None:
+def test_all_crops_of_a_duplicate_are_dropped(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "in", 6)
     (folder / "twice.png").write_bytes((folder / "03.png").read_bytes())
     done = crop_dataset(settings(folder, RANDOM, duplicates="drop"), tmp_path / "crops")
@@ -166,7 +166,7 @@ def test_a_duplicate_is_left_out_with_all_of_its_crops(tmp_path: Path) -> None:
     assert crop_dataset(settings(folder, RANDOM, duplicates="drop"), tmp_path / "crops").num_written == 0
 
 
-def test_a_near_duplicate_moves_every_crop_of_a_held_out_image(tmp_path: Path) -> None:
+def test_near_duplicate_moves_all_crops_of_a_held_out_image(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "in", 12)
     for path in sorted(folder.glob("*.png"))[:8]:
         Image.open(path).save(path.with_suffix(".bmp"))  # another file of the same pixels: it may be in the other split
@@ -180,7 +180,7 @@ def test_a_near_duplicate_moves_every_crop_of_a_held_out_image(tmp_path: Path) -
     assert done.manifest["not_held_out"] and all(len(found) == 1 for found in by_picture.values())
 
 
-def test_ranges_that_make_no_sense_are_refused() -> None:
+def test_invalid_scale_ranges_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"\[0\.5, 0\.1\] is not a range"):
         RandomResizedCrop(scale=(0.5, 0.1))
     with pytest.raises(ValueError, match=r"scale ends at 2\.0, but no part is larger"):

@@ -1,4 +1,4 @@
-"""What the profile for Slurm makes of the section `slurm` of config.yaml."""
+"""Resources that the Slurm profile derives from the section `slurm` of config.yaml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNAL = "--signal=TERM@120"
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profile reads config/config.yaml of the folder that Snakemake is started in."""
+    """The profile reads config/config.yaml of the working folder."""
     (tmp_path / "config").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -27,13 +27,13 @@ def profile(slurm: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_nothing_is_asked_for_where_nothing_is_said() -> None:
+def test_empty_slurm_settings_request_no_resources() -> None:
     found = profile({"gpu_type": "a100", "every_stage": None, "stages": None})
     assert "set-resources" not in found and found["default-resources"] == {"runtime": 60, "mem_mb": 8000}
 
 
 @pytest.mark.parametrize("empty", [None, ""])
-def test_an_empty_value_asks_for_nothing(empty: str | None) -> None:
+def test_empty_values_request_no_resources(empty: str | None) -> None:
     nothing = {"slurm_extra": empty, "qos": empty}
     found = profile({"every_stage": nothing, "stages": {"train": nothing}})
     assert "set-resources" not in found and found["default-resources"] == {"runtime": 60, "mem_mb": 8000}
@@ -41,7 +41,7 @@ def test_an_empty_value_asks_for_nothing(empty: str | None) -> None:
     assert found["set-resources"]["train"] == {"qos": "long", "mem_mb": 0}
 
 
-def test_every_stage_is_every_rule_and_one_stage_goes_before_it() -> None:
+def test_every_stage_applies_to_all_rules_and_single_stages_override_it() -> None:
     asked = profile({"every_stage": {"mem_mb": 1, "qos": "long"}, "stages": {"crop": {"mem_mb": 2}}})["set-resources"]
     text = "".join(path.read_text() for path in (ROOT / "workflow/rules").glob("*.smk"))
     assert sorted(asked) == sorted(re.findall(r"^(?:use rule \w+ as|rule) (\w+)", text, re.MULTILINE))
@@ -53,7 +53,7 @@ def test_every_stage_is_every_rule_and_one_stage_goes_before_it() -> None:
     ("extra", "asked"),
     [("--exclusive", f"--exclusive {SIGNAL}"), ("--signal=USR1@300 -x", "--signal=USR1@300 -x"), (None, None)],
 )
-def test_training_is_told_of_the_end_of_its_time(extra: str | None, asked: str | None) -> None:
+def test_training_gets_a_signal_before_its_time_limit(extra: str | None, asked: str | None) -> None:
     given = {"slurm_extra": extra} if extra else {"qos": "long"}
     for slurm in ({"every_stage": given}, {"stages": {"train": given}}):
         assert profile(slurm)["set-resources"]["train"].get("slurm_extra") == asked
@@ -62,7 +62,7 @@ def test_training_is_told_of_the_end_of_its_time(extra: str | None, asked: str |
     assert f'slurm_extra="{SIGNAL}",' in (ROOT / "workflow/rules/train.smk").read_text()
 
 
-def test_the_example_of_the_page_names_no_option_that_the_plugin_manages() -> None:
+def test_documented_example_uses_no_option_managed_by_the_plugin() -> None:
     from snakemake_executor_plugin_slurm import validation
 
     page = (ROOT / "docs/cluster.md").read_text()

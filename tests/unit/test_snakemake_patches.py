@@ -1,4 +1,4 @@
-"""What is changed of Snakemake is there, or Snakemake is refused in one line."""
+"""Patches of Snakemake: each takes effect, or the version of Snakemake is rejected in one line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_a
 
 
 def persistence_class() -> Any:
-    """Return the class that keeps Snakemake's records, under the name of this Snakemake."""
+    """Return the class that keeps Snakemake's records, whose name depends on the version."""
     from snakemake import persistence  # slow to import
 
     return getattr(persistence, "PersistenceBase", None) or persistence.Persistence
 
 
 def parse_args(words: list[str]) -> Any:
-    """Return what Snakemake makes of its arguments."""
+    """Return the arguments as Snakemake parses them."""
     from snakemake.cli import parse_args as parse  # slow to import
 
     return parse(words)
@@ -47,16 +47,14 @@ def test_damaged_outputs_count_as_unfinished(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("missing", ["incomplete", "_input_changed"])
-def test_a_snakemake_that_keeps_it_elsewhere_is_refused(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snakemake_without_the_patched_methods_is_rejected(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(persistence_class(), missing)
     with pytest.raises(SystemExit, match=r"^error: Snakemake 9\.\S+ keeps its records in another way .* 'snakemake>=9"):
         count_damaged_as_unfinished(lambda outputs: False)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--profile", "slurm"]])
-def test_what_a_killed_snakemake_left_is_made_again_by_the_profiles_of_a_clone(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_of_a_clone_rerun_incomplete_outputs(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     assert parse_args(arguments)[1].rerun_incomplete
 
@@ -67,7 +65,7 @@ def test_the_default_profile_is_found_from_another_folder(tmp_path: Path, monkey
         assert parse_args(["--snakefile", str(Path(__file__).parents[2] / snakefile)])[1].rerun_incomplete
 
 
-def test_what_a_result_was_made_of_is_compared_beside_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_parts_does_not_count_as_changed_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of(*parts: str) -> list[str]:
         return ["config.yaml", *(f"out/samples/{part}" for part in parts)]

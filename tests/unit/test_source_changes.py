@@ -1,4 +1,4 @@
-"""Touching files re-runs nothing; changing them always does."""
+"""Change detection of source files: touching them re-runs nothing; changing them always does."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Folder:
 
 
 def cropped(source: Folder, path: Path) -> None:
-    """What crop notes when it has read every file."""
+    """Record the source as crop does after reading every file."""
     files = list(source.file_groups())
     hashes = {
         found.folder + plain_text(name): sha256_file(Path(found.at(name))) for found in files for name in found.names
@@ -35,7 +35,7 @@ def cropped(source: Folder, path: Path) -> None:
 
 
 def later(path: Path) -> None:
-    """Give a file a modification time no earlier write could have given it."""
+    """Set a modification time later than that of any earlier write."""
     os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1_000_000_000))
 
 
@@ -46,14 +46,14 @@ def same_times(*paths: Path) -> None:
 
 
 def change_places(folder: Path) -> None:
-    """Two images of one size and one time."""
+    """Swap two images of equal size and time."""
     (folder / "a/1.png").rename(folder / "one")
     (folder / "a/2.png").rename(folder / "a/1.png")
     (folder / "one").rename(folder / "a/2.png")
 
 
 def edit_in_place(folder: Path) -> None:
-    """With the time set back."""
+    """Edit an image and restore its modification time."""
     before = (folder / "a/1.png").stat()
     (folder / "a/1.png").write_bytes(b"A/1.png")
     os.utime(folder / "a/1.png", ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -82,7 +82,7 @@ NO_CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("read_by_crop", [True, False])
-def test_a_change_is_seen(source: Folder, tmp_path: Path, change: str, read_by_crop: bool) -> None:
+def test_changes_of_files_are_detected(source: Folder, tmp_path: Path, change: str, read_by_crop: bool) -> None:
     path = tmp_path / "source.json"
     same_times(*Path(source.path).rglob("*.png"))
     assert refresh(source, path)
@@ -96,7 +96,7 @@ def test_a_change_is_seen(source: Folder, tmp_path: Path, change: str, read_by_c
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
-def test_what_is_no_change_leaves_the_file_untouched(source: Folder, tmp_path: Path, change: str) -> None:
+def test_unchanged_contents_leave_the_note_untouched(source: Folder, tmp_path: Path, change: str) -> None:
     path = tmp_path / "source.json"
     refresh(source, path)
     cropped(source, path)
@@ -141,7 +141,7 @@ def test_only_the_folder_of_a_changed_file_is_compared_file_by_file(
     assert compared == ["3.png"]
 
 
-def test_files_that_are_found_in_another_order_are_the_same(
+def test_listing_order_of_files_does_not_matter(
     source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "source.json"
@@ -156,9 +156,7 @@ def test_files_that_are_found_in_another_order_are_the_same(
     assert not refresh(source, path)
 
 
-def test_every_cut_or_flipped_cache_is_told_from_the_whole_one_or_changes_nothing(
-    source: Folder, tmp_path: Path
-) -> None:
+def test_damaged_caches_never_hide_changes(source: Folder, tmp_path: Path) -> None:
     path, cache = tmp_path / "source.json", tmp_path / ".source-cache.json"
     refresh(source, path)
     cropped(source, path)
@@ -171,7 +169,7 @@ def test_every_cut_or_flipped_cache_is_told_from_the_whole_one_or_changes_nothin
         assert refresh(source, path)
 
 
-def test_a_name_of_any_bytes_is_known_again(source: Folder, tmp_path: Path) -> None:
+def test_file_names_of_arbitrary_bytes_are_recognised(source: Folder, tmp_path: Path) -> None:
     path, odd = tmp_path / "source.json", Path(os.fsdecode(os.fsencode(source.path) + b"/a/\xff\t.png"))
     odd.write_bytes(b"odd")
     assert refresh(source, path)
@@ -183,13 +181,13 @@ def test_a_name_of_any_bytes_is_known_again(source: Folder, tmp_path: Path) -> N
     assert refresh(source, path) and not refresh(source, path)
 
 
-def test_numbers_of_any_file_system_are_held() -> None:
+def test_stamps_hold_64_bit_file_system_numbers() -> None:
     stamps = array("q")
     add_stamp(stamps, (5, -1, 2**63, 2**64 - 1))
     assert FileGroup("", ["x"], stamps, str).stamp(0) == (5, -1, -(2**63), -1)
 
 
-def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, tmp_path: Path) -> None:
+def test_note_is_rewritten_after_lost_or_damaged_files_or_another_source(source: Folder, tmp_path: Path) -> None:
     path = tmp_path / "source.json"
     refresh(source, path)
     for damage in (b"", b"{}", b"[]", b'{"source": 1}'):
@@ -206,10 +204,10 @@ def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, t
     assert refresh(source.model_copy(update={"classes": "none"}), path)
 
 
-def test_a_damaged_note_gets_its_revision_again(source: Folder, tmp_path: Path) -> None:
+def test_damaged_note_is_restored_with_its_revision(source: Folder, tmp_path: Path) -> None:
     path = tmp_path / "source.json"
     refresh(source, path)
-    cropped(source, path)  # the hashes are known now; the note was written before that
+    cropped(source, path)  # the cache has the hashes now; the note was written before
     whole = path.read_bytes()
     for damage in (b"", whole[:20], whole.replace(b'"files": 3', b'"files": 4')):
         path.write_bytes(damage)
@@ -230,7 +228,7 @@ def test_a_kill_between_cache_and_note_loses_no_change(source: Folder, tmp_path:
     assert path.read_bytes() == after != before
 
 
-def test_where_the_time_of_the_change_lies_it_is_not_asked(source: Folder, tmp_path: Path) -> None:
+def test_ctime_is_ignored_where_it_is_unreliable(source: Folder, tmp_path: Path) -> None:
     path = tmp_path / "source.json"
     same_times(*Path(source.path).rglob("*.png"))
     assert refresh(source, path, trust_ctime=False)
@@ -263,7 +261,7 @@ def test_the_classes_of_a_folder_are_known_before_any_image_is_read(source: Fold
     assert Folder(path=str(tmp_path / "nowhere")).known_classes() is None
 
 
-def test_why_a_file_cannot_be_read_is_listed_in_the_words_of_the_system(source: Folder, tmp_path: Path) -> None:
+def test_unreadable_files_are_listed_with_the_system_error(source: Folder, tmp_path: Path) -> None:
     (tmp_path / "in/a/loop.png").symlink_to("loop.png")
     (tmp_path / "in/a/nothing.png").symlink_to("nowhere.png")
     assert source.listing().rejected == [
@@ -272,7 +270,7 @@ def test_why_a_file_cannot_be_read_is_listed_in_the_words_of_the_system(source: 
     ]
 
 
-def test_a_caption_may_be_as_large_as_a_text_can_be(source: Folder, tmp_path: Path) -> None:
+def test_captions_have_a_size_limit(source: Folder, tmp_path: Path) -> None:
     text = tmp_path / "in/a/1.txt"
     text.write_text("x" * LARGEST_TEXT)
     assert source.read_captions(()) == {"a/1": ["x" * LARGEST_TEXT]}
@@ -281,7 +279,7 @@ def test_a_caption_may_be_as_large_as_a_text_can_be(source: Folder, tmp_path: Pa
         source.read_captions(())
 
 
-def test_a_missing_or_empty_folder_is_one_clear_line(tmp_path: Path) -> None:
+def test_missing_or_empty_folders_give_one_line_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "empty/.hidden").mkdir(parents=True)
     for name, message in {
@@ -295,7 +293,7 @@ def test_a_missing_or_empty_folder_is_one_clear_line(tmp_path: Path) -> None:
     assert not (tmp_path / "source.json").exists()
 
 
-def test_asking_imports_no_torch(source: Folder, tmp_path: Path) -> None:
+def test_refresh_imports_no_torch(source: Folder, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from image_diffusion.data.config import DataConfig;"
         "from image_diffusion.data.sources.changes import refresh;"

@@ -1,4 +1,4 @@
-"""The clock and a signal ask a training to save and to stop."""
+"""Time limits and signals make a training save and stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """A clock that tests set, in seconds."""
 
     now = 100.0
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_next_save_is_due_so_long_after_the_last_one(clock: Clock) -> None:
+def test_saves_are_due_a_fixed_time_after_the_last_one(clock: Clock) -> None:
     stop = Stop(ALONE, None, save_every_s=10)
     saves = []
     for now in (100, 109.9, 110, 111, 120, 125, 131, 140.9, 141):
@@ -41,7 +41,7 @@ def test_the_next_save_is_due_so_long_after_the_last_one(clock: Clock) -> None:
     assert [now for now, due in saves if due] == [110, 120, 131, 141]
 
 
-def test_a_stop_saves_whenever_it_comes(clock: Clock) -> None:
+def test_time_limit_stops_and_saves(clock: Clock) -> None:
     stop = Stop(ALONE, max_hours=0.5, save_every_s=1e9)
     clock.now = 100 + 1799.9
     assert (stop.poll(), stop.saves) == (False, False)
@@ -50,14 +50,14 @@ def test_a_stop_saves_whenever_it_comes(clock: Clock) -> None:
     assert stop.reason == "train.max_hours"
 
 
-def test_without_limits_nothing_is_asked(clock: Clock) -> None:
+def test_without_limits_neither_stops_nor_saves(clock: Clock) -> None:
     stop = Stop(ALONE, None)
     clock.now = 1e12
     assert (stop.poll(), stop.saves) == (False, False)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_stops_and_handlers_are_put_back(number: signal.Signals, clock: Clock) -> None:
+def test_signals_stop_and_handlers_are_restored(number: signal.Signals, clock: Clock) -> None:
     before = signal.getsignal(number)
     with Stop(ALONE, None) as stop:
         assert not stop.poll()
@@ -67,7 +67,7 @@ def test_a_signal_stops_and_handlers_are_put_back(number: signal.Signals, clock:
     assert signal.getsignal(number) == before
 
 
-def test_work_is_given_up_half_way_when_a_signal_comes(clock: Clock) -> None:
+def test_interruptible_work_is_abandoned_on_a_signal(clock: Clock) -> None:
     done = []
 
     def work() -> str:
@@ -82,7 +82,7 @@ def test_work_is_given_up_half_way_when_a_signal_comes(clock: Clock) -> None:
     assert done == ["begun"]
 
 
-def test_other_work_is_not_given_up(clock: Clock) -> None:
+def test_signals_do_not_interrupt_other_work(clock: Clock) -> None:
     with Stop(ALONE, None) as stop:
         assert stop.interruptible(lambda: "made") == "made"
         os.kill(os.getpid(), signal.SIGUSR1)

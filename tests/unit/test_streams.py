@@ -1,4 +1,4 @@
-"""Random numbers: exact, keyed by the sample, of the right distribution."""
+"""Random streams: exact numbers, keyed by the sample, with the right distribution."""
 
 import sys
 
@@ -28,7 +28,7 @@ def test_philox_gives_the_published_words(word: int, key: int, expected: tuple[i
 
 
 @pytest.mark.parametrize("draw", ["normal", "uniform"])
-def test_a_sample_has_the_same_numbers_in_any_batch(draw: str) -> None:
+def test_numbers_of_a_sample_do_not_depend_on_its_batch(draw: str) -> None:
     whole = getattr(streams(samples=33), draw)("noise", (3, 5))
     for start, stop in [(0, 1), (1, 8), (8, 33)]:
         part = getattr(streams(samples=range(start, stop)), draw)("noise", (3, 5))
@@ -46,7 +46,7 @@ def test_seed_epoch_sample_and_purpose_each_change_the_numbers() -> None:
     assert all(not torch.isclose(base, other).any() for other in others)
 
 
-def test_sample_ids_above_32_bits_are_told_apart() -> None:
+def test_sample_ids_above_32_bits_differ() -> None:
     ids = torch.tensor([5, 5 + 2**32], dtype=torch.int64)
     first, second = Streams(0, torch.zeros_like(ids), ids).uniform("t", (4,))
     assert not torch.equal(first, second)
@@ -64,7 +64,7 @@ def test_the_numbers_have_the_right_distribution() -> None:
     assert (many.event("drop", 0.1).double().mean() - 0.1).abs() < 5 * (0.09 / 2000) ** 0.5
 
 
-def test_without_triton_pytorch_draws_and_says_so(
+def test_without_triton_numbers_are_drawn_by_pytorch_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "image_diffusion.core.random.philox_gpu", None)

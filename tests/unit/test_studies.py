@@ -1,4 +1,4 @@
-"""A study becomes experiments that are named by what they change; a mistake in it is one line with its variant."""
+"""Studies expand to experiments named by their changes; an error is one line that names the variant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expanded(folder: Path, name: str = "mine", **changes: Any) -> Expanded:
     return expand(path, EXPERIMENTS)
 
 
-def test_each_variant_and_seed_is_an_experiment_with_its_change_and_nothing_else(tmp_path: Path) -> None:
+def test_each_variant_and_seed_becomes_an_experiment_with_only_its_change(tmp_path: Path) -> None:
     runs = {(run.variant, run.seed): run.experiment for run in expanded(tmp_path).runs}
     assert list(runs) == [(variant, seed) for variant in ("base", "qk-norm", "swiglu") for seed in (0, 1)]
     base = load_experiment(EXPERIMENTS / "demo_flow.yaml")
@@ -44,7 +44,7 @@ def test_each_variant_and_seed_is_an_experiment_with_its_change_and_nothing_else
         assert (network.qk_norm, network.mlp) == (variant == "qk-norm", "swiglu" if variant == "swiglu" else "gelu")
 
 
-def test_runs_are_shared_by_variants_and_studies_that_change_the_same(tmp_path: Path) -> None:
+def test_studies_and_variants_with_equal_changes_share_runs(tmp_path: Path) -> None:
     one = expanded(tmp_path, "one")
     dotted = [{"name": "another name", "changes": {"system.network.mlp": "swiglu"}}]
     other = expanded(tmp_path, "other", variants=dotted, seeds=[1, 2])
@@ -127,31 +127,31 @@ def test_a_mistake_is_one_line(tmp_path: Path, changes: dict[str, Any], line: st
         ("demo_codec", {}, ["inpipe_agreement_mean", "inpipe_reconstruction_fd_mean", "psnr_mean"]),
     ],
 )
-def test_metrics_of_the_detectors_and_others_can_be_compared(
+def test_metrics_with_and_without_detectors_can_be_compared(
     tmp_path: Path, base: str, changes: dict[str, Any], metrics: list[str]
 ) -> None:
     assert expanded(tmp_path, base=base, changes=changes, metrics=metrics, variants=[]).study.metrics == tuple(metrics)
 
 
-def test_other_data_under_the_same_name_is_a_mistake_of_its_variant(tmp_path: Path) -> None:
+def test_different_data_under_one_name_is_an_error_of_the_variant(tmp_path: Path) -> None:
     study = expanded(tmp_path, variants=[{"name": "other crops", "changes": {"data.num_shards": 5}}])
     with pytest.raises(ValueError, match="mine.yaml: variant other crops: "):
         load_all([], [study])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config/studies").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_study_that_is_shipped_can_be_made(path: Path) -> None:
+def test_shipped_studies_expand(path: Path) -> None:
     study = expand(path, EXPERIMENTS)
     load_all([], [study])
     assert study.plan()["variants"][0]["name"] == "base"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config/studies").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_shipped_study_fits_the_schema_for_editors(path: Path) -> None:
+def test_shipped_studies_match_the_editor_schema(path: Path) -> None:
     jsonschema.validate(yaml.safe_load(path.read_text()), schema())
 
 
-def test_seeds_alone_share_the_run_of_the_experiment_itself(tmp_path: Path) -> None:
+def test_study_of_seeds_reuses_the_run_of_its_experiment(tmp_path: Path) -> None:
     study = expanded(tmp_path, variants=[], budget={})
     [base] = study.plan()["variants"]
     own, other = base["runs"]
@@ -164,7 +164,7 @@ def test_seeds_alone_share_the_run_of_the_experiment_itself(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("seeds", "name"), [([0, 1], "config/studies/NAME.yaml"), ([], "study=NAME")])
-def test_seeds_in_an_experiment_name_the_study_in_their_place(tmp_path: Path, seeds: list[int], name: str) -> None:
+def test_seeds_in_an_experiment_are_rejected_with_the_study_to_use(tmp_path: Path, seeds: list[int], name: str) -> None:
     path = another(tmp_path, "mine", seeds=seeds)
     with pytest.raises(ValueError, match=r"mine.yaml: train.seeds is a study now") as caught:
         load_experiment(path)
@@ -180,7 +180,7 @@ def another(folder: Path, name: str, **train: Any) -> Path:
     return path
 
 
-def test_a_variant_may_be_another_experiment_that_is_judged_alike(tmp_path: Path) -> None:
+def test_variant_may_be_another_experiment_with_the_same_evaluation(tmp_path: Path) -> None:
     experiments = tmp_path / "experiments"
     experiments.mkdir()
     another(experiments, "one")
@@ -217,7 +217,7 @@ def test_a_variant_may_be_another_experiment_that_is_judged_alike(tmp_path: Path
 
 
 def made(folder: Path, *runs: str) -> Path:
-    """A study of one metric, as far as these runs of it have been made; returns its folder."""
+    """Write a study of one metric with results of these runs only, and return its folder."""
     study = folder / "results/studies/mine"
     study.mkdir(parents=True)
     names = ("base", "other")
@@ -233,7 +233,7 @@ def made(folder: Path, *runs: str) -> Path:
 
 
 @pytest.mark.parametrize(("resume", "seconds"), [(None, "12.5"), (4, "")])
-def test_the_cost_of_a_training_that_went_on_from_a_checkpoint_is_not_that_of_its_end(
+def test_cost_of_a_resumed_training_is_left_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: int | None, seconds: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -248,8 +248,8 @@ def test_the_cost_of_a_training_that_went_on_from_a_checkpoint_is_not_that_of_it
     assert base["cpu_seconds"] == seconds
 
 
-def test_a_partial_page_is_not_taken_for_the_final_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output is missing, so that the rule runs again, also where its inputs are those of a page made before."""
+def test_partial_study_page_is_not_mistaken_for_the_final_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output is missing, so that the rule runs again even if its inputs are those of an earlier page."""
     monkeypatch.chdir(tmp_path)
     study = made(tmp_path, "base")
     (study / "study.md").write_text("of before\n")

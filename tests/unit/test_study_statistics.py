@@ -1,4 +1,4 @@
-"""Differences between rows of a study: their intervals cover the truth as often as they say."""
+"""Differences between variants of a study: their intervals have the stated coverage."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def test_distances_are_compared_as_ratios(metric: str) -> None:
     [(1, 3, 0.0, 1.0), (4, 3, 0.5, 0.2), (13, 3, 0.0, 1.0), (13, 3, 1.0, 1.0), (13, 5, 0.5, 3.0)],
 )
 def test_intervals_cover_the_truth_in_19_of_20_cases(rows: int, seeds: int, unlike: float, of_seeds: float) -> None:
-    """Noise of samples has variance 1; that of seeds another for each row, as unlike as a log-normal of width
-    `unlike`."""
+    """Sampling noise has variance 1; the seed noise of each row has a log-normal scale of width `unlike`."""
     draw = np.random.default_rng(1)
     hits = []
     for _ in range(800 // rows + 40):
@@ -53,7 +52,7 @@ def test_intervals_cover_the_truth_in_19_of_20_cases(rows: int, seeds: int, unli
     assert 0.90 <= np.mean(hits) <= 0.98
 
 
-def test_a_distance_is_compared_as_a_ratio_and_less_of_it_is_better() -> None:
+def test_lower_distance_ratio_is_better() -> None:
     rows = {"half": runs(50.0, 51, 49), "same": runs(100.0, 101, 98), "twice": runs(200.0, 202, 196)}
     found = differences("inpipe_fd", runs(100.0, 102, 98), rows)
     assert found["half"].value == pytest.approx(-0.5, abs=0.01)
@@ -63,14 +62,14 @@ def test_a_distance_is_compared_as_a_ratio_and_less_of_it_is_better() -> None:
     assert differences("inpipe_agreement", runs(0.5, 0.51), {"a": runs(0.9, 0.91)})["a"].verdict == "better"
 
 
-def test_a_metric_that_is_no_merit_or_has_an_aim_has_no_verdict() -> None:
+def test_metrics_without_a_better_direction_have_no_verdict() -> None:
     base, rows = runs(0.5, 0.505, 0.495), {"less": runs(0.4, 0.405, 0.395), "same": runs(0.5, 0.506, 0.495)}
     for metric in ("inpipe_c2st", "copies", "psnr_bicubic", "unknown"):
         found = differences(metric, base, rows)
         assert [each.verdict for each in found.values()] == [None, "within noise"] and found["less"].interval
 
 
-def test_a_variant_at_or_below_zero_leaves_the_others_as_ratios() -> None:
+def test_variant_at_or_below_zero_does_not_affect_ratios_of_others() -> None:
     base, rows = runs(12.0, 11, 12.5), {"below": runs(-0.1, 0.2, 0.3), "less": runs(9.0, 8, 8.5)}
     found = differences("fd_infinity", base, rows)
     assert [*found] == ["below", "less"]
@@ -79,7 +78,7 @@ def test_a_variant_at_or_below_zero_leaves_the_others_as_ratios() -> None:
     assert found["below"].value == pytest.approx(0.4 / 3 - 35.5 / 3)
 
 
-def test_one_seed_leaves_an_interval_over_samples_only() -> None:
+def test_difference_of_one_seed_has_an_interval_over_samples_only() -> None:
     found = differences("agreement", runs(0.8, deviation=0.03), {"a": runs(0.9, deviation=0.04)})["a"]
     assert found.over == "samples only" and found.verdict == "better"
     assert found.interval == pytest.approx((0.1 - 1.96 * 0.05, 0.1 + 1.96 * 0.05))
@@ -87,12 +86,12 @@ def test_one_seed_leaves_an_interval_over_samples_only() -> None:
     assert (unknown.interval, unknown.verdict, unknown.over) == (None, None, None)
 
 
-def test_a_row_without_runs_is_left_out_and_without_a_base_all_are() -> None:
+def test_rows_without_runs_or_base_are_left_out() -> None:
     assert set(differences("agreement", runs(0.8, 0.9), {"a": [], "b": runs(0.7, 0.8)})) == {"b"}
     assert differences("agreement", [], {"b": runs(0.7, 0.8)}) == {}
 
 
-def test_spreads_are_drawn_together_as_far_as_they_agree() -> None:
+def test_variances_are_moderated_as_far_as_they_agree() -> None:
     alike = moderated([1.0, 1.1, 0.9, 1.05], [2, 2, 2, 2])
     assert all(variance == pytest.approx(1.0125) and freedom == 8 for variance, freedom in alike)
     unlike = moderated([1e-4, 1.0, 1e4, 1e8], [2, 2, 2, 2])
@@ -104,10 +103,8 @@ def test_spreads_are_drawn_together_as_far_as_they_agree() -> None:
 
 @pytest.mark.parametrize(("rows", "seeds", "unlike"), [(1, 3, 0.0), (1, 2, 0.0), (13, 3, 0.0), (13, 3, 1.0)])
 @pytest.mark.parametrize("metric", ["agreement", "inpipe_fd"])
-def test_of_changes_that_do_nothing_at_most_1_in_20_is_called_better(
-    metric: str, rows: int, seeds: int, unlike: float
-) -> None:
-    """Two experiments are a study of one row. A distance has noise that grows with it."""
+def test_at_most_1_in_20_null_changes_is_called_better(metric: str, rows: int, seeds: int, unlike: float) -> None:
+    """One row compares two experiments. The noise of a distance grows with its value."""
     draw = np.random.default_rng(2)
     verdicts = []
     for _ in range(1600 // rows + 40):
@@ -121,12 +118,12 @@ def test_of_changes_that_do_nothing_at_most_1_in_20_is_called_better(
 
 
 @pytest.mark.parametrize(("metric", "seeds"), [("agreement", 3), ("agreement", 5), ("inpipe_fd", 3)])
-def test_the_interval_over_seeds_covers_the_mean_of_many_trainings(metric: str, seeds: int) -> None:
+def test_intervals_of_levels_cover_the_true_means(metric: str, seeds: int) -> None:
     draw = np.random.default_rng(3)
     hits_seeds, hits_samples = [], []
     for _ in range(1000):
-        trained = 0.5 + 0.1 * draw.normal(size=seeds)  # what each training is worth
-        values = trained + 0.05 * draw.normal(size=seeds)  # and what its images say of that
+        trained = 0.5 + 0.1 * draw.normal(size=seeds)  # true value of each training
+        values = trained + 0.05 * draw.normal(size=seeds)  # values measured on its images
         log = metric == "inpipe_fd"
         each = [Measured(math.exp(v), 0.05 * math.exp(v)) if log else Measured(float(v), 0.05) for v in values]
         found = level(metric, each)
@@ -137,13 +134,13 @@ def test_the_interval_over_seeds_covers_the_mean_of_many_trainings(metric: str, 
     assert 0.90 <= np.mean(hits_seeds) <= 0.98 and 0.90 <= np.mean(hits_samples) <= 0.98
 
 
-def test_one_seed_tells_nothing_of_seeds() -> None:
+def test_one_seed_gives_no_interval_over_seeds() -> None:
     found = level("agreement", runs(0.8, deviation=0.03))
     assert found.over_seeds is None and found.over_samples == pytest.approx((0.8 - 1.96 * 0.03, 0.8 + 1.96 * 0.03))
     assert level("agreement", runs(0.8, 0.9)).over_samples is None
 
 
-def test_the_interval_of_a_share_ends_where_shares_do() -> None:
+def test_intervals_of_shares_stay_between_0_and_1() -> None:
     seeds = level("inpipe_recall", runs(0.01, 0.99)).over_seeds
     assert seeds == (0.0, 1.0)
     density = level("inpipe_density", runs(0.01, 0.99)).over_seeds
@@ -152,7 +149,7 @@ def test_the_interval_of_a_share_ends_where_shares_do() -> None:
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """workflow/scripts/study.py."""
+    """The module workflow/scripts/study.py."""
     scripts = Path(__file__).parents[2] / "workflow" / "scripts"
     monkeypatch.syspath_prepend(str(scripts))
     spec = importlib.util.spec_from_file_location("study_page", scripts / "study.py")
@@ -163,7 +160,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_study_leaves_out_only_values_of_an_unreliable_judge(study: ModuleType, tmp_path: Path) -> None:
+def test_only_metrics_of_an_unreliable_detector_are_left_out(study: ModuleType, tmp_path: Path) -> None:
     unreliable, near = "the judge guesses", "this many do not tell the samples from real images"
     metrics = {
         name: {"value": 0.5, "interval": None, "doubt": doubt}
@@ -208,7 +205,7 @@ def test_page_and_tables_show_each_number_with_both_intervals(study: ModuleType)
     assert "where a run has no interval" in study.method(lines, [0, 1, 2])
 
 
-def test_runs_that_agree_to_the_last_digit_have_the_noise_of_their_samples() -> None:
+def test_equal_runs_keep_the_noise_of_their_samples() -> None:
     base, variant = [Measured(1.0, 0.013)] * 3, [Measured(0.99, 0.0117)] * 3
     difference = differences("inpipe_agreement", base, {"v": variant})["v"]
     assert difference.interval is not None and difference.interval[1] - difference.interval[0] > 0.02

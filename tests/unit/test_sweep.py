@@ -1,4 +1,4 @@
-"""Curves: which points there are, what is refused before any work, where a curve is best, what is drawn."""
+"""Sweeps: their points, errors before any work, the best point of a curve, and plots."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def experiment(folder: Path, **changes: Any) -> Experiment:
     return load_all([path])["mine"][1]
 
 
-def test_a_point_differs_from_the_samples_in_one_thing(tmp_path: Path) -> None:
+def test_sweep_points_change_one_sampling_setting(tmp_path: Path) -> None:
     sweep = {"guidance_scale": [1, 1.5], "sampler": ["ddim", "heun"], "num_steps": [2], "checkpoint": [4, 8, 10]}
     found = experiment(tmp_path, sweep=sweep)
     assert found.sweep.values == {
@@ -88,7 +88,7 @@ def test_a_point_differs_from_the_samples_in_one_thing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_point_that_cannot_be_had_is_told_before_any_work(
+def test_invalid_sweep_points_are_rejected_before_any_work(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     if "system" in changes and changes["system"]["type"] == "dit":
@@ -98,17 +98,17 @@ def test_a_point_that_cannot_be_had_is_told_before_any_work(
     assert len(str(told.value).splitlines()) == 1
 
 
-def test_a_point_is_sampled_with_all_digits_of_its_value(tmp_path: Path) -> None:
+def test_sweep_values_keep_all_digits(tmp_path: Path) -> None:
     sweep = experiment(tmp_path, sweep={"guidance_scale": [1.23456789, 2, 0.5]}).sweep
     assert sweep is not None and sweep.values == {"guidance_scale": ["1.23456789", "2", "0.5"]}
 
 
-def test_every_sampler_can_be_a_point() -> None:
+def test_every_sampler_can_be_swept() -> None:
     names = [kind.model_fields["type"].default for kind in get_args(get_args(Sampler)[0])]
     assert "sde" in names and SweepConfig.model_validate({"sampler": names}).sampler == tuple(names)
 
 
-def test_a_trained_rin_is_tried_with_other_time_differences_and_not_trained_again(tmp_path: Path) -> None:
+def test_sweeping_time_differences_does_not_retrain_rin(tmp_path: Path) -> None:
     network = {"width": 32, "patch": 4, "depth": 1, "num_latents": 4}
     rin = {"system": {"type": "rin", "network": network}, "sample": {"sampler": {"num_steps": 5}}}
     found = experiment(tmp_path, sweep={"time_difference": [0, 0.05]}, **rin)
@@ -118,7 +118,7 @@ def test_a_trained_rin_is_tried_with_other_time_differences_and_not_trained_agai
     assert "time_difference" not in (tmp_path / "mine/config/train.yaml").read_text().split("preview:")[0]
 
 
-def test_averages_are_points_by_their_numbers(tmp_path: Path) -> None:
+def test_averages_are_swept_by_rate_or_width(tmp_path: Path) -> None:
     rates = {"type": "exponential", "rates": [0.9, 0.99999]}
     found = experiment(tmp_path, sweep={"ema": ["raw", 0.9, 0.99999]}, train=TEXT["train"] | {"ema": rates})
     assert found.sweep.values == {"ema": ["raw", "0.9", "0.99999"]}
@@ -135,7 +135,7 @@ def test_averages_are_points_by_their_numbers(tmp_path: Path) -> None:
         experiment(tmp_path, sweep={"ema": ["raw"]}, train=TEXT["train"] | {"weights": "best"})
 
 
-def test_another_experiment_to_compare_with_is_found_and_must_make_images_of_the_same_size(tmp_path: Path) -> None:
+def test_evaluate_against_needs_an_experiment_with_images_of_the_same_size(tmp_path: Path) -> None:
     against = {"evaluate": {"against": {"experiment": "other"}}}
     with pytest.raises(ValueError, match="evaluate.against.experiment is other, but .*other.yaml does not exist"):
         experiment(tmp_path, **against)
@@ -163,7 +163,7 @@ def point(value: float, interval: tuple[float, float] | None, n: int = 500, dete
     return {"metrics": {"inpipe_fd": entry, "inpipe_kd": entry}, "protocol": protocol}
 
 
-def test_the_best_point_is_the_lowest_and_says_whether_it_is_apart(tmp_path: Path) -> None:
+def test_best_point_is_the_lowest_with_significance(tmp_path: Path) -> None:
     points = {"1": point(3.0, (2.0, 3.0)), "2": point(1.9, (1.0, 1.5)), "4": point(1.5, (1.6, 1.9))}
     curve = sweep_curve("guidance_scale", points, "inpipe_fd")
     assert (curve["best"], curve["apart"]) == ("2", True), "debiased numbers are compared"
@@ -182,7 +182,7 @@ def test_the_best_point_is_the_lowest_and_says_whether_it_is_apart(tmp_path: Pat
     assert Image.open(tmp_path / "alone.png").width < Image.open(tmp_path / "a.png").width
 
 
-def test_points_that_were_measured_differently_are_refused() -> None:
+def test_points_measured_differently_are_rejected() -> None:
     for other in (point(1.0, None, n=400), point(1.0, None, detector="b")):
         with pytest.raises(ValueError, match="points 1 and 2 of sweep.num_steps were measured differently"):
             sweep_curve("num_steps", {"1": point(1.0, None), "2": other}, "inpipe_fd")
@@ -195,7 +195,7 @@ def checkpoint(step: int, value: float) -> Checkpoint:
     return Checkpoint(step, 8 * step, False, {"network": network, "ema-0.9": {"weight": torch.full((2,), -value)}}, {})
 
 
-def test_the_weights_of_an_earlier_step_are_those_of_the_run_that_ended_with_these(tmp_path: Path) -> None:
+def test_weights_of_earlier_steps_come_from_the_run_of_the_final_weights(tmp_path: Path) -> None:
     for name, offset in (("a", 100.0), ("b", 0.0)):
         for step in (4, 8):
             write_checkpoint(tmp_path / "state" / name, checkpoint(step, step + offset), {}, {}, lambda: None)

@@ -1,4 +1,4 @@
-"""Statistics, requirement and files of synthetic data sets."""
+"""Statistics, requirements and files of synthetic data sets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def near(images: Tensor, synthetic: Tensor) -> Tensor:
     return nearest_distances(images, synthetic)[:, 0]
 
 
-def test_the_membership_auc_of_a_set_of_unseen_images_covers_one_half() -> None:
+def test_membership_auc_interval_of_unseen_images_covers_one_half() -> None:
     covered, values = 0, []
     for seed in range(200):
         train, held_out, synthetic = points(3 * seed, 150), points(3 * seed + 1, 100), points(3 * seed + 2, 200)
@@ -89,21 +89,21 @@ def test_a_memoriser_is_detected(copied: int) -> None:
     assert ratio.interval[1] < nearest_ratio(held_out, train).value
 
 
-def test_a_memoriser_is_detected_where_held_out_images_are_trained_on_too() -> None:
+def test_memoriser_is_detected_despite_held_out_images_in_training() -> None:
     train, held_out = points(0, 200), points(1, 200)
     held_out[:10] = train[:10]
     found = true_positives(near(train, train), near(held_out, train))
     assert (found.value, found.n) == (1, 200)
 
 
-def test_the_auc_is_the_share_of_pairs_in_order() -> None:
+def test_auc_is_the_share_of_ordered_pairs() -> None:
     members, others = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.2, 0.4])
     assert membership_auc(members, others).value == pytest.approx((1 + 1 + 0.5 + 1) / 6)
     assert membership_auc(members, others).interval is None
     assert math.isnan(true_positives(members, others).value)
 
 
-def test_a_requirement_holds_by_its_numbers() -> None:
+def test_requirements_are_parsed_and_checked() -> None:
     conditions = parse_requirement("copies.upper < 0.01 and  utility.gain.lower >= -1e-3")
     assert [(c.name, c.field, c.sign, c.bound) for c in conditions] == [
         ("copies", "upper", "<", 0.01),
@@ -133,14 +133,14 @@ def test_a_requirement_holds_by_its_numbers() -> None:
         ("__import__('os').remove('x')", "is not a comparison"),
     ],
 )
-def test_a_requirement_that_cannot_be_checked_is_an_error_before_any_work(text: str, words: str) -> None:
+def test_invalid_requirements_are_rejected(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"x: ") as error:
         parse(SynthesizeConfig, {"per_class": 2, "require": text}, "x")
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize("size", [{}, {"per_class": 2, "like": "train"}, {"like": "train", "table": "x.csv"}])
-def test_a_set_has_one_size(size: dict[str, Any]) -> None:
+def test_exactly_one_size_of_the_set_is_required(size: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="exactly one of per_class, like and table"):
         parse(SynthesizeConfig, size, "x")
 
@@ -169,14 +169,14 @@ def stripes(count: int, seed: int) -> Labelled:
 
 
 @pytest.mark.slow
-def test_a_classifier_learns_the_same_from_the_same_seed() -> None:
+def test_training_of_classifiers_is_deterministic() -> None:
     train, test = stripes(200, 0), stripes(100, 1)
     right = train_and_test(train, test, Classification(2), 0, steps=20)
     assert right.mean() > 0.9
     assert torch.equal(right, train_and_test(train, test, Classification(2), 0, steps=20))
 
 
-def test_the_sets_that_classifiers_are_trained_on() -> None:
+def test_training_sets_of_classifiers() -> None:
     real = stripes(10, 0)
     assert {name: len(s) for name, s in training_sets(real, stripes(25, 1)).items()} == {
         "synthetic": 25,
@@ -190,11 +190,11 @@ def test_the_sets_that_classifiers_are_trained_on() -> None:
 
 
 @pytest.mark.parametrize(("task", "bounded"), [(Classification(2), True), (Regression(torch.ones(1)), False)])
-def test_a_gain_of_accuracy_lies_between_minus_one_and_one(
+def test_accuracy_gain_intervals_stay_between_minus_one_and_one(
     monkeypatch: pytest.MonkeyPatch, task: Task, bounded: bool
 ) -> None:
     def scores(train: Labelled, test: Labelled, task: Task, seed: int, steps: int) -> Tensor:
-        """All right on ten training images with odd seeds, and on more with even seeds; else all wrong."""
+        """All correct on ten training images with odd seeds and on more with even seeds; else all wrong."""
         return torch.full((len(test),), float(seed % 2 == (len(train) == 10)), dtype=torch.float64)
 
     monkeypatch.setattr(utility_module, "train_and_test", scores)
@@ -230,7 +230,7 @@ def test_folders_are_read_by_torchvision(tmp_path: Path) -> None:
     assert folder_name("..") == "%2E%2E"
 
 
-def test_the_folder_of_a_class_is_its_name(tmp_path: Path) -> None:
+def test_class_folders_are_named_by_escaped_class_names(tmp_path: Path) -> None:
     for name in ("花", "Größe 3", "St. Bernard", "{a}"):
         assert folder_name(name) == name
     assert folder_name(".a\\b/c%\n") == "%2Ea%5Cb%2Fc%25%0A"
@@ -286,7 +286,7 @@ def privacy_scores(synthetic: Samples, train: Samples, held_out: Samples) -> Sco
 
 
 @pytest.mark.slow
-def test_the_requirement_stops_every_memoriser_and_lets_honest_models_pass() -> None:
+def test_requirement_rejects_memorisers_and_accepts_honest_models() -> None:
     requirement, stopped, passed = "copies.upper < 0.1 and membership.auc.upper < 0.65", 0, 0
     for seed in range(20):
         held_out = pictures(3 * seed, 200)
@@ -309,9 +309,9 @@ def test_the_files_of_each_layout_are_described_in_croissant() -> None:
             assert source["@id"] in identities
 
 
-def test_the_effective_number_counts_images_that_differ() -> None:
+def test_effective_number_counts_distinct_images() -> None:
     centres = 100 * torch.eye(10, dtype=torch.float64)
-    each = centres.repeat(40, 1)  # 400 images, 40 of each of 10
+    each = centres.repeat(40, 1)  # 400 images, 40 at each of 10 centres
     pairs_alike = 39 / 399
     estimate = effective_number(each, 1.0)
     assert estimate.value == pytest.approx(1 / pairs_alike)
@@ -321,7 +321,7 @@ def test_the_effective_number_counts_images_that_differ() -> None:
     assert math.isnan(effective_number(each[:1], 1.0).value)
 
 
-def test_the_interval_of_the_effective_number_covers_that_of_the_distribution() -> None:
+def test_effective_number_intervals_cover_the_true_value() -> None:
     """Points of a normal distribution, of which E k² is (1 + 4 / sigma²) ** (-dimension / 2)."""
     covered, sigma, dimension = 0, 1.0, 3
     truth = (1 + 4 / sigma**2) ** (dimension / 2)
@@ -345,7 +345,7 @@ def test_copies_of_few_images_have_a_small_effective_number() -> None:
 
 
 def a_split(classes: list[str]) -> Any:
-    """What a request reads of the training images."""
+    """The attributes of the training images that a request reads."""
     return SimpleNamespace(classes=classes, untrained=list, labels=np.array([1, 0, 1]), num_samples=3)
 
 
@@ -355,7 +355,7 @@ def a_table(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_table_says_how_many_images_of_each_row(tmp_path: Path) -> None:
+def test_request_table_gives_image_counts_by_row(tmp_path: Path) -> None:
     config = SynthesizeConfig(table=a_table(tmp_path, "label,count\ncat,2\ndog,1\ncat,1\n"))
     request = requested(config, a_split([]), None)
     assert request.drawn(1) == {"num_samples": 4, "keep": True, "labels": ["cat", "cat", "dog", "cat"]}
@@ -371,7 +371,7 @@ def test_a_table_says_how_many_images_of_each_row(tmp_path: Path) -> None:
     assert like.settings["labels"] == ["cat", "a/b", "cat"] and like.num_of_each.tolist() == [1, 2]
 
 
-def test_a_set_too_small_to_score_names_its_key(tmp_path: Path) -> None:
+def test_sets_too_small_to_score_are_rejected_with_the_key_to_raise(tmp_path: Path) -> None:
     table = a_table(tmp_path, "label,count\n3,4\n")
     for size, cure in (({"per_class": 4}, "Raise synthesize.per_class"), ({"table": table}, "Raise the counts of")):
         source = {"type": "folder", "path": ".", "classes": "none"} if "per_class" in size else {"type": "digits"}
@@ -400,7 +400,7 @@ def test_a_fraction_of_spare_images_is_spread_over_the_groups(tmp_path: Path) ->
     assert balanced.group_of_each(12).tolist() == [0, 1] * 6
 
 
-def test_rows_name_the_class_where_the_network_takes_it(tmp_path: Path) -> None:
+def test_conditions_include_the_class_where_the_network_takes_it(tmp_path: Path) -> None:
     columns = NumberColumns(("age",), ((0, 100),))
     train = a_split(["a/b", "cat"])
     train.gather_of = lambda kind, rows: columns.scaled([{"age": 10}, {"age": 20}, {"age": 30}])
@@ -428,13 +428,13 @@ def test_rows_name_the_class_where_the_network_takes_it(tmp_path: Path) -> None:
         ("label,count\n", (), "has no rows"),
     ],
 )
-def test_a_table_that_does_not_fit_is_an_error(tmp_path: Path, text: str, columns: tuple[str, ...], words: str) -> None:
+def test_invalid_request_tables_are_rejected(tmp_path: Path, text: str, columns: tuple[str, ...], words: str) -> None:
     with pytest.raises(ValueError, match="synthesize.table") as error:
         read_table(a_table(tmp_path, text), columns)
     assert words in str(error.value)
 
 
-def test_of_the_images_that_pass_the_first_ones_of_each_group_fill_the_set() -> None:
+def test_first_accepted_images_of_each_group_fill_the_set() -> None:
     drawn = two_classes(10)
     request = requested(SynthesizeConfig(per_class=2), a_split(["a/b", "cat"]), None)
     no, yes = np.zeros(10, np.bool_), np.zeros(10, np.bool_)
@@ -459,7 +459,7 @@ def counts(**of_class: int) -> dict[str, int]:
 
 
 class Judge:
-    """A detector that is sure of the class which the first pixel names, by how bright that is."""
+    """A detector whose probability of class 1 is the brightness of the first pixel."""
 
     def __init__(self) -> None:
         self.identity: dict[str, Any] = {}
@@ -473,7 +473,7 @@ class Judge:
         return metric
 
 
-def test_images_are_rejected_by_class_by_confidence_and_by_nearness() -> None:
+def test_images_are_rejected_by_class_confidence_or_nearness_to_training_images() -> None:
     drawn, train, held_out = pictures(0, 120), pictures(1, 200), pictures(2, 150)
     pixels = drawn.gather(np.arange(120)).permute(0, 2, 3, 1).numpy().copy()
     pixels[:5] = train.gather(np.arange(5)).permute(0, 2, 3, 1).numpy()  # copies
@@ -494,7 +494,7 @@ def test_images_are_rejected_by_class_by_confidence_and_by_nearness() -> None:
         reasons_to_reject(pictures(0, 120), few, Judge(), RejectConfig(confidence=0.5))
 
 
-def test_a_selection_names_a_reason() -> None:
+def test_reject_section_needs_a_reason() -> None:
     with pytest.raises(ValueError, match="synthesize.reject names no reason"):
         parse(SynthesizeConfig, {"per_class": 2, "reject": {"drawn": 3}}, "x")
 
@@ -508,7 +508,7 @@ def sloped(count: int, seed: int) -> Labelled:
 
 
 @pytest.mark.slow
-def test_regressors_are_trained_where_the_images_have_numbers() -> None:
+def test_regressors_are_trained_on_images_with_numbers() -> None:
     real, held_out = sloped(100, 0), sloped(150, 1)
     assert held_out.numbers is not None
     held_out.numbers[0] = 0  # missing
@@ -568,7 +568,7 @@ def test_the_card_and_the_page_say_how_many_were_drawn_and_rejected() -> None:
     assert "| a\\|b | 4 |\n| &lt;img src=http://x/y.png&gt; | 4 |\n| \\[a](b) | 4 |" in named
 
 
-def test_the_card_names_what_draws_an_image_again() -> None:
+def test_card_gives_the_command_to_redraw_an_image() -> None:
     def command(**facts: Any) -> str:
         described = DataSetFacts("x", "About x", "None", "Me", "1.0.0", "2026-01-01", {}, **facts)
         scores = {name: score_of(Estimate(0.5, 10), None) for name in SCORES}
@@ -583,7 +583,7 @@ def test_the_card_names_what_draws_an_image_again() -> None:
     assert "`null`" in numbers
 
 
-def test_a_set_with_large_files_holds_nothing_else_and_is_the_same_again(
+def test_sets_with_large_files_are_reproducible_without_extra_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checksums, "_LARGE_BYTES", 0)
@@ -618,7 +618,7 @@ def test_mlcroissant_validates_and_reads_each_layout(tmp_path: Path, layout: str
 
 
 @pytest.mark.parametrize("column", ["count", "file_name"])
-def test_a_number_may_not_have_the_name_of_another_column_of_the_set(column: str) -> None:
+def test_number_columns_may_not_use_reserved_column_names(column: str) -> None:
     experiment = {
         "data": {"name": "x", "source": {"type": "slanted_digits"}, "resolution": 16, "validation_fraction": 0.1},
         "pairs": {"type": "numbers", "columns": ["slant", column], "table": "numbers.csv"},

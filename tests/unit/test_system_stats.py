@@ -1,4 +1,4 @@
-"""System metrics: there, in their ranges, and cheap enough to be read at every log line."""
+"""System metrics: present and within their ranges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from image_diffusion.training.monitor.system_stats import Machine
 
 
-def test_readings_are_those_of_this_machine_and_process() -> None:
+def test_readings_are_within_their_ranges() -> None:
     machine = Machine(torch.device("cpu"))
     kept = bytearray(b"x") * 2**26
     values = machine.readings()
@@ -18,7 +18,7 @@ def test_readings_are_those_of_this_machine_and_process() -> None:
     assert len(kept) / 2**30 < values["system/process_memory_gib"] < psutil.virtual_memory().total / 2**30
 
 
-def test_a_busy_process_is_seen() -> None:
+def test_cpu_use_of_a_busy_process_is_measured() -> None:
     machine = Machine(torch.device("cpu"))
     started = psutil.Process().cpu_times().user
     while psutil.Process().cpu_times().user - started < 0.2:

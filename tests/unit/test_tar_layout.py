@@ -1,4 +1,4 @@
-"""Shards are the very bytes webdataset writes, and anybody's tools open them."""
+"""Shards: byte-identical to those of webdataset and readable by standard tar tools."""
 
 import hashlib
 import tarfile
@@ -42,7 +42,7 @@ def _by_webdataset(path: Path, shard: int, arrays: dict[str, np.ndarray], labels
     shard=st.sampled_from([0, 7, 12345]),
     chunk=st.integers(1, 30),
 )
-def test_a_shard_is_byte_identical_to_webdatasets_own(
+def test_shards_are_byte_identical_to_webdataset(
     tmp_path_factory: pytest.TempPathFactory,
     count: int,
     shape: list[int],
@@ -65,8 +65,8 @@ def test_a_shard_is_byte_identical_to_webdatasets_own(
     assert len(ours) == layout.file_bytes(count)
 
 
-def test_a_shard_has_the_bytes_it_always_had(tmp_path: Path) -> None:
-    """Another webdataset must not change them: every shard that there is would be another one."""
+def test_shard_bytes_do_not_change_between_versions(tmp_path: Path) -> None:
+    """Another version of webdataset must not change them, or the hashes of all existing shards would change."""
     x = np.arange(24).reshape(4, 2, 3)
     layout = Layout(("npy", "flip.npy"), (2, 3), "float16", labelled=True)
     chunks = [({"npy": x, "flip.npy": -x}, np.array([7, 0, 123, 2**31 - 1]))]
@@ -82,7 +82,7 @@ def test_more_samples_than_keys_are_refused(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_offsets_point_at_the_numbers(tmp_path: Path) -> None:
+def test_offsets_point_at_the_array_data(tmp_path: Path) -> None:
     layout = Layout(("npy", "flip.npy"), (2, 3), "float16", labelled=True)
     arrays = {"npy": np.arange(24).reshape(4, 2, 3), "flip.npy": -np.arange(24).reshape(4, 2, 3)}
     write_shard(tmp_path, 3, layout, [(arrays, np.arange(4))])

@@ -1,4 +1,4 @@
-"""Words on their way to an image: captions, their encodings beside the data, a network that is told them, prompts."""
+"""Text conditions: captions, their stored encodings, a text-conditioned network, and prompts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _read_anew() -> None:
 
 
 def write_images(folder: Path, count: int = 24) -> None:
-    """Grey images of 8 x 8 pixels, most with a caption of two lines beside them."""
+    """Write grey images of 8 x 8 pixels, each with a caption file of two captions."""
     folder.mkdir(parents=True)
     for number in range(count):
         (folder / f"{number:02d}.ppm").write_bytes(b"P6 8 8 255\n" + bytes([10 * number] * 192))
@@ -59,7 +59,7 @@ def write_images(folder: Path, count: int = 24) -> None:
 
 
 def cropped(tmp_path: Path, **source: Any) -> DataConfig:
-    """Crops of what lies in `tmp_path / "in"`, in `tmp_path / "crops"`."""
+    """Crop the images in `tmp_path / "in"` to `tmp_path / "crops"`."""
     given = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"} | source
     config = DataConfig(name="x", source=given, resolution=8, num_shards=3, validation_fraction=0.25)  # type: ignore[arg-type]
     crop_dataset(config, tmp_path / "crops")
@@ -120,7 +120,7 @@ def test_several_captions_come_from_classes_files_tars_tables_and_columns(tmp_pa
 def test_an_image_without_a_caption_is_quarantined_and_not_trained_on(tmp_path):
     write_images(tmp_path / "in")
     (tmp_path / "in" / "05.txt").unlink()
-    (tmp_path / "in" / "17.txt").write_text("!\n")  # no word
+    (tmp_path / "in" / "17.txt").write_text("!\n")  # no words
     config = cropped(tmp_path)
     with pytest.raises(ValueError, match=r"2 of 24 pairs \(8.3%\) .* data.max_bad_fraction = 0.05\. The first is"):
         encoded(tmp_path, config, max_bad_fraction=0.05)
@@ -140,7 +140,7 @@ def test_an_image_without_a_caption_is_quarantined_and_not_trained_on(tmp_path):
         torch.testing.assert_close(row.float(), expected, atol=1e-3, rtol=1e-3)
 
 
-def test_an_edited_caption_encodes_its_shard_again_and_nothing_else(tmp_path):
+def test_edited_caption_re_encodes_only_its_shard(tmp_path):
     write_images(tmp_path / "in")
     config = cropped(tmp_path)
     before, written = encoded(tmp_path, config)
@@ -153,7 +153,7 @@ def test_an_edited_caption_encodes_its_shard_again_and_nothing_else(tmp_path):
     assert encoded(tmp_path, config, encoder={"type": "hashed", "dim": 64})[1] == 3
 
 
-def test_captions_of_other_images_are_not_joined(tmp_path):
+def test_captions_of_other_images_are_rejected(tmp_path):
     write_images(tmp_path / "in")
     encoded(tmp_path, cropped(tmp_path))
     for path in (tmp_path / "in").glob("*.ppm"):
@@ -163,7 +163,7 @@ def test_captions_of_other_images_are_not_joined(tmp_path):
         open_shards(tmp_path / "crops", "train").join(open_shards(tmp_path / "captions", "all"))
 
 
-def test_encodings_are_fixed_and_the_empty_caption_is_zeros():
+def test_encodings_are_deterministic_and_empty_captions_are_zeros():
     encoder = HashingText(64, 4, context=True)
     texts = ["a red house on white", "", "a red house in white", "red"]
     found = encode_captions(encoder, texts)
@@ -174,7 +174,7 @@ def test_encodings_are_fixed_and_the_empty_caption_is_zeros():
     assert not torch.allclose(on, within), "a word is told by the one in front of it"
 
 
-def test_a_caption_is_drawn_by_weight_among_those_that_there_are():
+def test_captions_are_drawn_by_weight_among_those_present():
     stored = torch.zeros(2000, 3, 2, 4)
     stored[:, 0], stored[:, 1] = 1, 2
     stored[::2, 2] = 3  # the others have two
@@ -207,7 +207,7 @@ def text_dit(**settings: Any) -> DiT:
 
 
 @pytest.mark.parametrize("settings", [{}, {"qk_norm": True, "norm": "rms_norm", "gradient_checkpointing": True}])
-def test_the_network_reads_the_words_that_there_are(settings):
+def test_network_attends_only_to_present_tokens(settings):
     network, x, t = text_dit(**settings), torch.randn(3, 3, 8, 8), torch.tensor([1.0, 2.0, 3.0])
     text = torch.randn(3, 5, 6)
     text[0, 3:], text[1] = 0, 0
@@ -218,7 +218,7 @@ def test_the_network_reads_the_words_that_there_are(settings):
         other[changed] = -other[changed]
         differs = (network(x, t, text=other) != seen).flatten(1).any(dim=1).tolist()
         assert differs == [row == changed[0] for row in range(3)]
-    # Tokens that are not there are not attended to: a shorter text of the same words gives the same image.
+    # Padding is not attended to: a shorter text of the same words gives the same image.
     shorter = DiTConfig(depth=2, width=16, num_heads=2, patch=4, **settings).build(
         SPEC.model_copy(update={"conditions": {"text": (3, 6)}})
     )
@@ -230,7 +230,7 @@ def test_the_network_reads_the_words_that_there_are(settings):
         network(x, t)
 
 
-def test_captions_are_dropped_while_a_network_is_trained():
+def test_captions_are_dropped_only_in_training():
     number = torch.arange(400)
     batch = Batch(torch.zeros(400, 1), {"text": torch.ones(400, 5, 6)}, Streams(0, number * 0, number))
     network = torch.nn.Identity()
@@ -259,7 +259,7 @@ def test_prompts_come_from_lists_and_files_and_may_name_classes(tmp_path):
 
 
 def stage(tmp_path: Path, steps: int, **changes: Any) -> Path:
-    """The configuration of a training that is told words."""
+    """Write the configuration of a text-conditioned training."""
     path = tmp_path / "train.yaml"
     system = {
         "type": "dit",
@@ -279,14 +279,14 @@ def stage(tmp_path: Path, steps: int, **changes: Any) -> Path:
 
 
 def trained(tmp_path: Path, steps: int, output: Path) -> bytes:
-    """The weights that so many steps give."""
+    """Return the bytes of the weights after this number of steps."""
     config, data = stage(tmp_path, steps), tmp_path / "crops" / "manifest.json"
     training = prepare_training(config, data, None, [tmp_path / "captions" / "manifest.json"])
     run(training.build, training.stage.train, training.model, training.data, output, None)
     return (output / "weights.safetensors").read_bytes()
 
 
-def test_a_training_resumes_to_the_same_bytes_and_draws_what_prompts_ask_for(tmp_path):
+def test_text_training_resumes_bit_exactly_and_samples_follow_prompts(tmp_path):
     write_images(tmp_path / "in")
     encoded(tmp_path, cropped(tmp_path), num_captions=2)
     whole = trained(tmp_path, 4, tmp_path / "once")
@@ -321,7 +321,7 @@ def test_a_training_resumes_to_the_same_bytes_and_draws_what_prompts_ask_for(tmp
         images()
 
 
-def test_another_text_encoder_refuses_the_old_encodings(tmp_path):
+def test_encodings_of_another_text_encoder_are_rejected(tmp_path):
     write_images(tmp_path / "in")
     encoded(tmp_path, cropped(tmp_path))
     data, pairs = tmp_path / "crops" / "manifest.json", tmp_path / "captions" / "manifest.json"

@@ -1,4 +1,4 @@
-"""Text encoders of the package transformers, each against a tiny model of its own kind with random weights."""
+"""Text encoders of the package transformers, each tested with a tiny model of its kind with random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "n
 
 
 def write_encoder(kind: str, folder: Path, seed: int = 0) -> Path:
-    """A model of a kind and its tokenizer, as save_pretrained leaves them."""
+    """Write a model of this kind and its tokenizer by save_pretrained."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     torch.manual_seed(seed)
@@ -44,7 +44,7 @@ def write_encoder(kind: str, folder: Path, seed: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "t5", "auto"])
-def test_a_real_model_encodes_each_caption_by_itself_and_is_known_by_its_weights(kind, tmp_path):
+def test_encodings_do_not_depend_on_the_batch_and_weights_are_the_identity(kind, tmp_path):
     folder = write_encoder(kind, tmp_path / "one")
     config = parse(TextEncoderConfig, {"type": kind, "weights": str(folder)}, "pairs.encoder")
     encoder = config.build(CPU, 6)
@@ -62,7 +62,7 @@ def test_a_real_model_encodes_each_caption_by_itself_and_is_known_by_its_weights
             config.build(CPU, 99)
 
 
-def test_the_model_itself_gives_what_is_stored(tmp_path):
+def test_encodings_equal_hidden_states_of_the_model(tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = write_encoder("t5", tmp_path)
     found = encode_captions(
@@ -74,7 +74,7 @@ def test_the_model_itself_gives_what_is_stored(tmp_path):
     torch.testing.assert_close(found[0, 0], states.mean(0), atol=1e-5, rtol=1e-4)
 
 
-def test_siglip_reads_its_padding_too_as_it_learnt_to(tmp_path):
+def test_siglip_attends_to_padding(tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = write_encoder("siglip", tmp_path)
     encoder = parse(TextEncoderConfig, {"type": "siglip", "weights": str(folder)}, "x").build(CPU, 8)
@@ -86,14 +86,14 @@ def test_siglip_reads_its_padding_too_as_it_learnt_to(tmp_path):
     assert not encoded[4:].any() and encoder.identity["attends_to_padding"]
 
 
-def test_what_is_not_there_is_told_in_one_line(tmp_path, monkeypatch):
+def test_missing_transformers_package_gives_a_one_line_error(tmp_path, monkeypatch):
     config = parse(TextEncoderConfig, {"type": "t5", "weights": str(tmp_path)}, "pairs.encoder")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"type is t5, which needs the package transformers. Install it: pip install"):
         config.build(CPU, 4)
 
 
-def test_weights_that_cannot_be_loaded_are_told_in_one_line(tmp_path):
+def test_unloadable_encoder_weights_give_a_one_line_error(tmp_path):
     pytest.importorskip("transformers")
     config = parse(TextEncoderConfig, {"type": "t5", "weights": str(tmp_path)}, "pairs.encoder")
     with pytest.raises(

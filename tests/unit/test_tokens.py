@@ -1,4 +1,4 @@
-"""The system of tokens: its network, its objectives, how tokens are drawn, and what it says of images."""
+"""The token system: its network, objectives, samplers and likelihood bounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACES = 9
 
 
 def trained(spec: DataSpec, causal: bool, config: TokenTransformerConfig = SMALL) -> TokenTransformer:
-    """A network that says something: the last layer is not zero."""
+    """Build a network with random weights, also in its last layer, which starts at zero."""
     torch.manual_seed(0)
     network = config.build(spec, causal).eval()
     for parameter in network.parameters():
@@ -45,7 +45,7 @@ def trained(spec: DataSpec, causal: bool, config: TokenTransformerConfig = SMALL
 
 
 def some(spec: DataSpec, count: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens, and what is told of them: one caption has a word less than it could."""
+    """Return tokens and their conditions; the first caption is one word shorter than the others."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(spec.channels, (count, PLACES), generator=draw)
     text = torch.randn(count, 4, 5, generator=draw)
@@ -72,7 +72,7 @@ def test_a_later_token_changes_no_earlier_logit(spec: DataSpec) -> None:
             assert changed[:, : place + 1].any().item() is not causal
 
 
-def test_what_is_told_changes_what_is_said_and_an_absent_word_does_not() -> None:
+def test_conditions_change_logits_but_padding_words_do_not() -> None:
     for spec in (LABELLED, TOLD):
         for causal in (True, False):
             network, (tokens, cond) = trained(spec, causal), some(spec)
@@ -83,7 +83,7 @@ def test_what_is_told_changes_what_is_said_and_an_absent_word_does_not() -> None
     torch.testing.assert_close(network(tokens[:1], **cond | {"text": cond["text"][:1]}), network(tokens[:1], **shorter))
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_invalid_inputs_and_sizes_are_rejected() -> None:
     network, (tokens, cond) = trained(LABELLED, True), some(LABELLED)
     with pytest.raises(ValueError, match="needs a label"):
         network(tokens)
@@ -94,8 +94,8 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 @pytest.mark.parametrize("objective", [NextToken(), MaskedTokens()], ids=["autoregressive", "masked"])
-def test_a_network_that_knows_nothing_takes_the_bits_of_its_codebook(objective: Any) -> None:
-    """The last layer begins at zero."""
+def test_untrained_network_needs_log2_codebook_bits(objective: Any) -> None:
+    """The last layer is initialised to zero."""
     network, (tokens, cond) = SMALL.build(LABELLED, objective.causal), some(LABELLED)
     losses = objective.build(LABELLED)(network, batch_of(tokens, cond))
     torch.testing.assert_close(losses.loss, torch.full((3,), math.log2(8)))
@@ -103,8 +103,8 @@ def test_a_network_that_knows_nothing_takes_the_bits_of_its_codebook(objective: 
     torch.testing.assert_close(bound, torch.full((3,), 3.0))
 
 
-def test_hidden_tokens_are_told_from_the_others_alone() -> None:
-    """The bits of an image do not depend on what stands where something is hidden; nor on who else is in the batch."""
+def test_hidden_tokens_are_predicted_from_visible_ones_only() -> None:
+    """The loss of an image depends neither on the hidden tokens in the input nor on the rest of the batch."""
     network, (tokens, cond) = trained(LABELLED, False), some(LABELLED)
     seen: list[Tensor] = []
 
@@ -127,13 +127,13 @@ def test_hidden_tokens_are_told_from_the_others_alone() -> None:
     torch.testing.assert_close(objective(network, alone).loss, losses.loss[1:2])
 
 
-def test_any_token_is_hidden_as_often_as_any_other() -> None:
+def test_tokens_are_hidden_uniformly() -> None:
     number = torch.arange(4000)
     hidden = hide(Streams(0, torch.zeros_like(number), number), torch.full_like(number, 3), PLACES)
     assert (hidden.sum(1) == 3).all() and (hidden.float().mean(0) - 1 / 3).abs().max() < 0.03
 
 
-def test_probabilities_are_cut_to_the_most_probable_tokens() -> None:
+def test_top_k_and_top_p_keep_the_most_probable_tokens() -> None:
     p = torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=torch.float64)
     cases: list[tuple[int | None, float | None, list[float]]] = [
         (None, None, [0.1, 0.4, 0.2, 0.3]),
@@ -151,7 +151,7 @@ def test_probabilities_are_cut_to_the_most_probable_tokens() -> None:
     torch.testing.assert_close(halved, p**2 / (p**2).sum())
 
 
-def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
+def test_tokens_are_drawn_in_proportion_to_probability() -> None:
     p = torch.tensor([0.5, 0.0, 0.3, 0.2], dtype=torch.float64)
     uniform = (torch.arange(1000) + 0.5) / 1000
     counts = torch.bincount(drawn(p.expand(1000, 4), uniform), minlength=4)
@@ -162,7 +162,7 @@ def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
 
 @pytest.mark.parametrize("spec", [LABELLED, TOLD, PLAIN], ids=["label", "text", "nothing"])
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_what_is_kept_of_earlier_tokens_changes_no_token(spec: DataSpec, scale: float) -> None:
+def test_key_value_cache_changes_no_token(spec: DataSpec, scale: float) -> None:
     network, (_, cond) = trained(spec, True), some(spec)
     scale = scale if cond else 1.0
     null = {name: torch.zeros_like(each[0]) if name == "text" else torch.tensor(4) for name, each in cond.items()}
@@ -175,7 +175,7 @@ def test_what_is_kept_of_earlier_tokens_changes_no_token(spec: DataSpec, scale: 
     assert torch.equal(found, tokens) and len(found.unique()) > 2
 
 
-def test_so_many_tokens_are_hidden_after_each_step() -> None:
+def test_hidden_counts_follow_the_cosine_schedule() -> None:
     assert hidden_counts(64, 8) == [math.floor(64 * math.cos(math.pi * i / 16)) for i in range(1, 8)] + [0]
     assert hidden_counts(4, 4) == [3, 2, 1, 0]
     for places, steps in ((5, 4), (64, 60), (256, 12), (7, 1)):
@@ -194,14 +194,14 @@ def test_so_many_tokens_are_hidden_after_each_step() -> None:
 
 
 class Blocks:
-    """A codec of 8 greys: a token is a block of 2 x 2 pixels."""
+    """A codec of 8 grey levels; a token is a block of 2 x 2 pixels."""
 
     def decode(self, x: Tensor) -> Tensor:
         return (x[:, None] * 32).to(torch.uint8).repeat_interleave(2, 2).repeat_interleave(2, 3)
 
 
 @pytest.mark.parametrize("type_", ["autoregressive", "masked"])
-def test_an_image_depends_on_its_seed_alone(type_: str) -> None:
+def test_images_depend_only_on_their_seed(type_: str) -> None:
     system = TokensSystem.model_validate({"network": SMALL.model_dump(), "objective": {"type": type_}})
     network: Any = trained(LABELLED, system.objective.causal)
     settings = TokenSampleConfig.model_validate(
@@ -224,9 +224,9 @@ def test_an_image_depends_on_its_seed_alone(type_: str) -> None:
     assert not torch.equal(other(seeds, labels), together)
 
 
-def test_the_bound_of_a_masked_network_lies_above_the_bits_of_what_it_draws_from() -> None:
-    """Two tokens that are always alike, of two kinds: one bit an image, half a bit a token. A network that knows this
-    says so whatever is hidden, and its bound is exact."""
+def test_bound_of_a_perfect_masked_network_is_exact() -> None:
+    """Two binary tokens that are always equal: one bit per image, half a bit per token. The network predicts this for
+    any hidden tokens, so that its bound is exact."""
 
     class Alike(torch.nn.Module):
         hidden = 2
@@ -283,7 +283,7 @@ TOKENS = {"type": "tokens", "network": {"depth": 1, "width": 16, "num_heads": 2}
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_what_cannot_work_is_said_before_any_work(tmp_path: Path, sections: Any, message: str) -> None:
+def test_invalid_token_experiments_are_rejected_before_any_work(tmp_path: Path, sections: Any, message: str) -> None:
     (tmp_path / "vae.yaml").write_text(yaml.safe_dump({"data": DATA, "system": DVAE, "train": {"steps": 1}}))
     mine = tmp_path / "mine.yaml"
     mine.write_text(yaml.safe_dump({"data": DATA, "train": {"steps": 1}} | sections))
@@ -295,7 +295,7 @@ def test_what_cannot_work_is_said_before_any_work(tmp_path: Path, sections: Any,
         load_all([mine])
 
 
-def test_points_of_a_curve_change_what_they_vary_alone(tmp_path: Path) -> None:
+def test_token_sweep_points_change_only_their_setting(tmp_path: Path) -> None:
     (tmp_path / "vae.yaml").write_text(yaml.safe_dump({"data": DATA, "system": DVAE, "train": {"steps": 1}}))
     mine, data = tmp_path / "mine.yaml", {"data": DATA, "train": {"steps": 1}, "sample": MASKED, "system": TOKENS}
     swept = {"temperature": [0.5, 2], "num_steps": [2], "guidance_scale": [3], "ema": ["raw"], "num_samples": 9}
@@ -314,7 +314,7 @@ def test_points_of_a_curve_change_what_they_vary_alone(tmp_path: Path) -> None:
     assert led.guidance.guidance_scale == 3 and led.sampler == plain.sampler and type(led) is type(plain)
 
 
-def test_tokens_of_what_has_none_are_refused(tmp_path: Path) -> None:
+def test_tokens_of_an_experiment_without_discrete_vae_are_rejected(tmp_path: Path) -> None:
     vae = {"data": DATA, "system": {"type": "autoencoder", "network": {"block_channels": [8, 8], "norm_groups": 4}}}
     (tmp_path / "vae.yaml").write_text(yaml.safe_dump(vae | {"train": {"steps": 1}}))
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"data": DATA, "train": {"steps": 1}, "system": TOKENS} | OF))

@@ -1,4 +1,4 @@
-"""Following looks at journals and results, sends what is new once, and outlives a store that fails."""
+"""The MLflow follower: it watches journals and results, sends news once, and survives failures of the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from image_diffusion.tracking.plan import Request, request_of, watched
 
 
 class Store:
-    """Counts what it is sent; fails the first times."""
+    """A store that records each send and fails a number of times first."""
 
     def __init__(self, failures: int, stop: threading.Event, enough: int) -> None:
         self.failures, self.sent, self._stop, self._enough = failures, [], stop, enough  # type: ignore[var-annotated]
@@ -48,22 +48,22 @@ def experiment(tmp_path: Path) -> Path:
     return tmp_path / "demo"
 
 
-def test_a_store_that_fails_is_told_of_once(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_store_is_reported_once(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = threading.Event()
     store = Store(3, stop, enough=1)
     follow(store.send, [Request(experiment)], 0.01, stop)
-    assert store.sent == [True, False]  # live, and the last time not
+    assert store.sent == [True, False]  # live, then the final send
     assert capsys.readouterr().err.count("warning: MLflow at here could not store the history") == 1
 
 
-def test_the_last_failure_is_an_error(experiment: Path) -> None:
+def test_failure_of_the_final_send_is_an_error(experiment: Path) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(OSError, match="it is down"):
         follow(Store(9, stop, 1).send, [Request(experiment)], 60, stop)
 
 
-def test_nothing_is_sent_that_track_has_sent(experiment: Path) -> None:
+def test_follower_does_not_resend_what_track_sent(experiment: Path) -> None:
     request = Request(experiment)
     before = watched(request)
     assert before is not None
@@ -100,8 +100,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_process_that_stays_never_has_mlflow(experiment: Path) -> None:
-    """What takes memory is imported by one that ends when it has sent."""
+def test_long_running_follower_never_imports_mlflow(experiment: Path) -> None:
+    """Large packages are imported by a subprocess that ends after sending."""
     (experiment.parent / "follower.py").write_text(FOLLOWER)
     printed = subprocess.run(
         [sys.executable, "follower.py"], cwd=experiment.parent, capture_output=True, text=True, check=True
@@ -115,13 +115,13 @@ def _killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_sender_that_is_killed_is_a_store_that_fails(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_sender_counts_as_a_failing_store(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.tracking.live._send_and_report", _killed)
     with pytest.raises(OSError, match="The process that sends to MLflow was killed"):
         send_in_subprocess("sqlite:///mlflow.db", "p", [Request(experiment)], True)
 
 
-def test_the_command_of_old_is_the_option_of_track(
+def test_old_follow_command_runs_track_with_follow_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[tuple[str, list[str]]] = []
@@ -137,7 +137,7 @@ def test_the_command_of_old_is_the_option_of_track(
     )
 
 
-def test_what_to_send_follows_from_the_plan(tmp_path: Path) -> None:
+def test_request_follows_from_the_plan(tmp_path: Path) -> None:
     plan = {"codec_experiment": "codec", "dataset": "digits-32", "headline": "inpipe_fd", "embeddings_experiment": None}
     write_json(tmp_path / "demo" / "config" / "plan.json", plan)
     assert request_of(tmp_path, "demo") == Request(
@@ -148,7 +148,7 @@ def test_what_to_send_follows_from_the_plan(tmp_path: Path) -> None:
 
 
 class Sends:
-    """In place of the tracker: keeps the request that it is to send."""
+    """A stand-in for the tracker that records its requests."""
 
     requests: ClassVar[list[Request]] = []
 
@@ -160,7 +160,7 @@ class Sends:
         return {"runs": [], "store": "s", "page": "p"}
 
 
-def test_one_experiment_is_sent_as_its_plan_says(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_track_takes_defaults_from_the_plan(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = experiment.parent
     plan = {"codec_experiment": None, "dataset": "dots", "headline": "mine_fd", "embeddings_experiment": "prior"}
     write_json(experiment / "config" / "plan.json", plan)

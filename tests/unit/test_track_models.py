@@ -1,4 +1,4 @@
-"""A logged model stands alone: it makes images with the code and the weights that lie in its own folder."""
+"""Logged models are self-contained: they make images with the code and weights of their own folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tiny_models import write_model
 
 
 def write_pyfunc(*arguments: Any) -> None:
-    """Call the function of the same name: its module imports MLflow, which collecting the tests should not."""
+    """Call the function of the same name, imported late since its module imports MLflow."""
     from image_diffusion.tracking.models import write_pyfunc as write
 
     write(*arguments)
@@ -56,16 +56,16 @@ print(sys.modules["image_diffusion"].__file__)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What lies in `data/model` of a logged model: a weights folder and how it is sampled."""
+    """The content of `data/model` of a logged model: a weights folder and its sampling configuration."""
     write_model(tmp_path, step=10)
     (tmp_path / "config" / "sample.yaml").rename(tmp_path / "train" / "sample.yaml")
     return tmp_path / "train"
 
 
-def test_a_model_is_the_same_whatever_was_imported_before(
+def test_logged_model_does_not_depend_on_earlier_imports(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """setuptools brings packages of its own, whose versions MLflow took for installed once something imported it."""
+    """setuptools vendors packages, whose versions MLflow took for installed once setuptools was imported."""
 
     files = {path.name: path for path in folder.iterdir()}
     taken = usage(folder)
@@ -82,7 +82,7 @@ def test_a_model_is_the_same_whatever_was_imported_before(
     assert list(vendored.glob("wheel-*.dist-info")) and written[0] == written[1]
 
 
-def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) -> None:
+def test_logged_model_loads_in_mlflow_with_its_own_code(folder: Path, tmp_path: Path) -> None:
     import pandas
 
     files = {path.name: path for path in folder.iterdir()}
@@ -103,7 +103,7 @@ def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) 
     assert not [path for path in (tmp_path / "model").rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
 
 
-def test_without_labels_seeds_get_those_of_the_sample_stage(folder: Path) -> None:
+def test_seeds_without_labels_get_the_labels_of_the_sample_stage(folder: Path) -> None:
     import pandas
 
     conditioned(folder, [{"type": "label"}], {})
@@ -119,14 +119,14 @@ def test_without_labels_seeds_get_those_of_the_sample_stage(folder: Path) -> Non
     assert np.array_equal(asked(folder, seed=[6, 5]), asked(folder, seed=[6, 5], label=[0, 1]))
 
 
-def test_a_label_that_is_no_class_is_told(folder: Path) -> None:
+def test_unknown_labels_are_rejected(folder: Path) -> None:
     import pandas
 
     with pytest.raises(ValueError, match="names the class 2, but the classes are 0 to 1: dark, light"):
         _load_pyfunc(str(folder)).predict(pandas.DataFrame({"seed": [0], "label": [2]}))  # type: ignore[arg-type]
 
 
-def test_no_rows_and_a_row_without_a_class_are_told(folder: Path) -> None:
+def test_empty_tables_and_rows_without_class_are_rejected(folder: Path) -> None:
     import pandas
 
     model = _load_pyfunc(str(folder))
@@ -137,7 +137,7 @@ def test_no_rows_and_a_row_without_a_class_are_told(folder: Path) -> None:
             model.predict(pandas.DataFrame({"seed": [0, 1], **column}))  # type: ignore[arg-type]
 
 
-def test_a_class_has_a_name_too_and_one_of_the_two_is_given(folder: Path) -> None:
+def test_classes_are_given_by_number_or_name_but_not_both(folder: Path) -> None:
     import pandas
 
     model = _load_pyfunc(str(folder))
@@ -150,7 +150,7 @@ def test_a_class_has_a_name_too_and_one_of_the_two_is_given(folder: Path) -> Non
     assert taken is not None and [each.name for each in taken.signature.inputs] == ["seed", "label", "class"]
 
 
-def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
+def test_text_conditioned_model_takes_prompts(folder: Path) -> None:
     import pandas
 
     system = DiTSystem.model_validate(
@@ -182,7 +182,7 @@ MASKS: dict[str, Any] = {
 
 
 def conditioned(folder: Path, condition: list[dict[str, Any]], shapes: dict[str, Any], pairs: Any = None) -> None:
-    """Replace the model in a folder by a random one that is conditioned on other parts."""
+    """Replace the model in a folder by a random one with other conditions."""
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
     system = DiTSystem.model_validate({"condition": condition, "network": network})
     classes = 2 if {"type": "label"} in condition else 0
@@ -217,7 +217,7 @@ def signature(folder: Path) -> list[tuple[str, str, bool]]:
     return [(each.name, each.type.name, each.required) for each in taken.signature.inputs]
 
 
-def test_a_model_of_numbers_takes_a_column_for_each(folder: Path) -> None:
+def test_number_conditioned_model_takes_a_column_per_number(folder: Path) -> None:
     conditioned(folder, [{"type": "label"}, {"type": "numbers"}], {"numbers": [2, 2]}, NUMBERS)
     assert signature(folder) == [
         ("seed", "long", True),
@@ -240,7 +240,7 @@ def test_a_model_of_numbers_takes_a_column_for_each(folder: Path) -> None:
             asked(folder, seed=[0, 1], **others)
 
 
-def test_columns_of_one_name_are_told(folder: Path) -> None:
+def test_number_columns_with_reserved_names_are_rejected(folder: Path) -> None:
     pairs = {"columns": ["seed", "dose"], "ranges": [[0, 1], [0, 1]]}
     conditioned(folder, [{"type": "numbers"}], {"numbers": [2, 2]}, pairs)
     with pytest.raises(ValueError, match="^pairs.columns names seed, which is another column of a request$"):
@@ -254,7 +254,7 @@ def png(pixels: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("degradation", "channels"), [({"shrink": 2}, 3), ({"gray": True}, 1), ({"hole": {}}, 4)])
-def test_a_model_of_images_takes_files_of_them(
+def test_image_conditioned_model_takes_image_files(
     folder: Path, tmp_path: Path, degradation: dict[str, Any], channels: int
 ) -> None:
     side = 4 if "shrink" in degradation else 8
@@ -274,7 +274,7 @@ def test_a_model_of_images_takes_files_of_them(
     assert not np.array_equal(images, asked(folder, seed=[0, 1], image=files[::-1], label=[1, 0]))
 
 
-def test_files_that_do_not_fit_a_request_are_told_in_one_line(folder: Path) -> None:
+def test_invalid_image_files_give_one_line_errors(folder: Path) -> None:
     conditioned(folder, [{"type": "image", "from": "self", "shrink": 2}], {"image": [3, 4, 4]})
     good, noise = (png(np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)) for side in (4, 32))
     for files, message in (
@@ -297,7 +297,7 @@ def test_files_that_do_not_fit_a_request_are_told_in_one_line(folder: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classes", "masks"])
-def test_it_is_served_and_answers_its_own_example(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_served_model_answers_its_input_example(folder: Path, tmp_path: Path, kind: str) -> None:
     import pandas
 
     if kind == "masks":
@@ -334,7 +334,7 @@ def test_it_is_served_and_answers_its_own_example(folder: Path, tmp_path: Path, 
         server.wait()
     here = _load_pyfunc(str(tmp_path / "model/data/model"))
     columns: dict[str, Any] = {"seed": [0, 1], "class": ["dark", "light"]}
-    if kind == "masks":  # of the first label, and of the last one
+    if kind == "masks":  # the first label and the last one
         columns["image"] = [png(np.full((8, 8), value, np.uint16)) for value in (0, 1000)]
     expected = here.predict(pandas.DataFrame(columns))  # type: ignore[arg-type]
     assert images.shape == (2, 8, 8, 3)
@@ -354,12 +354,12 @@ def test_a_codec_takes_images(tmp_path: Path) -> None:
     assert taken is not None and taken.signature.inputs.inputs[0].shape == (-1, 8, 8, 3)
 
 
-def test_the_checkpoints_of_a_sweep_are_models_with_what_was_measured_of_them(folder: Path, tmp_path: Path) -> None:
+def test_swept_checkpoints_are_logged_as_models_with_their_metrics(folder: Path, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     from image_diffusion.tracking.tracker import Tracker
 
-    for step in (3, 5, 10):  # 3: of a sweep before
+    for step in (3, 5, 10):  # 3: left by an earlier sweep
         shutil.copytree(folder, tmp_path / f"sweep/checkpoint/{step}/weights")
         content = read_json(folder / "model.json") | {"step": step, "sha256": f"{step:064d}"}
         write_json(tmp_path / f"sweep/checkpoint/{step}/weights/model.json", content)

@@ -1,4 +1,4 @@
-"""What MLflow is to hold follows from the journals alone: parents, names, headline metrics, files."""
+"""Runs planned for MLflow, from the journals alone: parents, names, headline metrics and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stage(folder: Path, name: str, seed: int = 0, step: int = 10, resume: int | 
         journal.metrics(values, step=step)
 
 
-def test_train_is_the_parent_and_shows_what_its_children_measured(tmp_path: Path) -> None:
+def test_training_run_is_the_parent_and_shows_metrics_of_its_children(tmp_path: Path) -> None:
     experiment, data = tmp_path / "results" / "demo", tmp_path / "results" / "datasets" / "digits-32"
     stage(data, "crop", images=100)
     stage(experiment, "train", loss=0.5)
@@ -44,21 +44,21 @@ def test_train_is_the_parent_and_shows_what_its_children_measured(tmp_path: Path
     ]
 
 
-def test_a_child_belongs_to_the_training_that_ran_before_it(tmp_path: Path) -> None:
+def test_child_runs_belong_to_the_preceding_training(tmp_path: Path) -> None:
     experiment = tmp_path / "demo"
     stage(experiment, "train", seed=0, loss=1)
     stage(experiment, "evaluate", seed=0, fid=10)
     stage(experiment, "train", seed=1, loss=2)
     stage(experiment, "evaluate", seed=1, fid=20)
-    stage(experiment, "train", seed=0, resume=10)  # the first configuration again: nothing left to train
+    stage(experiment, "train", seed=0, resume=10)  # the first configuration again, already trained
     stage(experiment, "evaluate", seed=2, fid=30)
     by_name = {each.name: each for each in plan(experiment, []) if each.parent is None}
     assert list(by_name) == ["demo", "demo (2)"]
     values = {name: [point.value for point in each.points] for name, each in by_name.items()}
-    assert values == {"demo": [1, 10, 30, 30, 10], "demo (2)": [2, 20]}  # own, measured, and of two final and best
+    assert values == {"demo": [1, 10, 30, 30, 10], "demo (2)": [2, 20]}  # own, evaluated, final and best
 
 
-def test_a_score_is_that_of_the_last_evaluation_even_of_weights_of_an_earlier_step(tmp_path: Path) -> None:
+def test_score_comes_from_the_last_evaluation_even_of_an_earlier_step(tmp_path: Path) -> None:
     stage(tmp_path / "demo", "train", loss=1)
     stage(tmp_path / "demo", "evaluate", step=30, fid=5)
     stage(tmp_path / "demo", "evaluate", seed=1, step=20, fid=7)  # chosen by a sweep over checkpoints
@@ -66,13 +66,13 @@ def test_a_score_is_that_of_the_last_evaluation_even_of_weights_of_an_earlier_st
     assert score_of(training, "fid") == 7
 
 
-def test_a_child_without_a_training_stands_alone(tmp_path: Path) -> None:
+def test_child_run_without_training_has_no_parent(tmp_path: Path) -> None:
     stage(tmp_path / "demo", "evaluate", fid=1)
     (only,) = plan(tmp_path / "demo", [])
     assert (only.name, only.parent) == ("evaluate demo", None)
 
 
-def test_files_that_changed_since_they_were_recorded_are_told_and_not_shown(tmp_path: Path) -> None:
+def test_files_changed_after_recording_are_reported_and_left_out(tmp_path: Path) -> None:
     experiment = tmp_path / "demo"
     for name in ("kept", "changed", "gone"):
         (tmp_path / name).write_text(name)
@@ -88,7 +88,7 @@ def test_files_that_changed_since_they_were_recorded_are_told_and_not_shown(tmp_
     assert only.missing == ["changed", "gone"]
 
 
-def test_results_are_shown_with_the_latest_run_only(tmp_path: Path) -> None:
+def test_result_files_belong_to_the_latest_run_only(tmp_path: Path) -> None:
     experiment = tmp_path / "demo"
     stage(experiment, "evaluate", seed=0)
     stage(experiment, "evaluate", seed=1)
@@ -97,8 +97,8 @@ def test_results_are_shown_with_the_latest_run_only(tmp_path: Path) -> None:
     assert ([file.name for file in first.files], [file.name for file in second.files]) == ([], ["metrics.json"])
 
 
-def test_between_the_end_of_a_training_and_its_weights_no_journal_is_missed(tmp_path: Path) -> None:
-    """The follower may look while the weights of the training before still lie there."""
+def test_journal_is_not_reported_missing_before_weights_are_written(tmp_path: Path) -> None:
+    """The follower may read the folder while it still holds the weights of the previous training."""
     (tmp_path / "train").mkdir()
     write_json(tmp_path / "train/model.json", {"fingerprint": "before"})
 
@@ -116,9 +116,7 @@ def test_between_the_end_of_a_training_and_its_weights_no_journal_is_missed(tmp_
     assert damaged() == ["run before"]
 
 
-def test_a_damaged_manifest_of_another_experiment_stops_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_manifest_of_another_experiment_only_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("crops", "tokens"):
         (tmp_path / name).mkdir()
         content = {"shards": [], "kind": name, "num_samples": 1, "classes": [], "shape": [3, 8, 8]}

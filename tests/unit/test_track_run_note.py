@@ -1,4 +1,4 @@
-"""The page of a run opens with what it is, how good it is, how it compares, and how to make it again."""
+"""Notes of runs in MLflow: description, headline metric, rank among other runs, and how to reproduce the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def judged(experiment: Path, value: float | None, interval: tuple[float, float] 
 
 
 def trained(results: Path, name: str, value: float, interval: tuple[float, float] | None) -> Path:
-    """An experiment as its stages leave it, on data whose crops were made at 8 pixels."""
+    """Write the files and journals of a finished experiment, and return its folder."""
     experiment = results / name
     write_model(experiment, step=10, seed=len(name))
     with Journal.open(experiment / "journal", "train") as journal:
@@ -35,7 +35,7 @@ def trained(results: Path, name: str, value: float, interval: tuple[float, float
     return experiment
 
 
-def test_a_headline_is_that_of_the_weights_that_lie_there_and_of_a_judge_to_believe(tmp_path: Path) -> None:
+def test_headline_needs_the_current_weights_and_a_reliable_detector(tmp_path: Path) -> None:
     assert headline_of(tmp_path, "fd") is None
     write_model(tmp_path, step=10)
     judged(tmp_path, 1.23456, (1, 2))
@@ -50,7 +50,7 @@ def test_a_headline_is_that_of_the_weights_that_lie_there_and_of_a_judge_to_beli
     assert headline_of(tmp_path, "fd") is None, "it is of the weights before these"
 
 
-def test_intervals_that_meet_are_within_noise() -> None:
+def test_overlapping_intervals_are_within_noise() -> None:
     others = [
         ("worse", Headline("fd", 9, (8, 10))),
         ("near", Headline("fd", 4.5, (3.5, 5.5))),
@@ -66,14 +66,14 @@ def test_intervals_that_meet_are_within_noise() -> None:
     assert "run4 (13) and 2 more." in ranked(Headline("fd", 4, (3, 5)), many)
 
 
-def test_a_training_that_has_not_ended_has_a_card_too(tmp_path: Path) -> None:
+def test_unfinished_training_has_a_card(tmp_path: Path) -> None:
     text = card(tmp_path / "results/my run", "digits-32", "fd", [])
     assert text.startswith("The training of `my run` on digits-32, which has not ended.\n")
     assert "**Not evaluated yet** by fd." in text
     assert "`snakemake --cores all 'my run'`" in text
 
 
-def test_a_headline_that_becomes_doubtful_is_taken_back(tmp_path: Path) -> None:
+def test_headline_that_becomes_doubtful_is_removed(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     from image_diffusion.tracking.tracker import Tracker
@@ -140,7 +140,7 @@ def test_mlflow_shows_cards_descriptions_and_the_parameters_of_all_sections(tmp_
     assert send(results / "second").data.tags["mlflow.note.content"] == "My own words."
 
 
-def test_a_parameter_that_another_sampling_changes_is_told(tmp_path: Path) -> None:
+def test_parameters_changed_by_a_second_sampling_are_reported(tmp_path: Path) -> None:
     experiment = trained(tmp_path, "mine", 5.0, None)
     with Journal.open(experiment / "journal", "sample") as journal:
         journal.params({"sample": {"num_samples": 9}})
@@ -149,7 +149,7 @@ def test_a_parameter_that_another_sampling_changes_is_told(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"metrics": []}'])
-def test_metrics_that_cannot_be_read_are_no_headline(tmp_path: Path, text: str) -> None:
+def test_unreadable_metrics_give_no_headline(tmp_path: Path, text: str) -> None:
     write_model(tmp_path, step=10)
     (tmp_path / "metrics.json").write_text(text)
     assert headline_of(tmp_path, "fd") is None

@@ -1,4 +1,4 @@
-"""The table of runs that MLflow opens with."""
+"""The default table of runs in MLflow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from image_diffusion.tracking import run_table
 
 
-def test_a_metric_gets_its_column_once_before_the_loss() -> None:
+def test_metric_column_is_added_once_before_the_loss() -> None:
     view = run_table.with_metric(run_table.EMPTY, "fid")
     assert view is not None
     assert json.loads(view)["selectedColumns"][-2:] == ["metrics.`evaluate/fid`", "metrics.`validation/loss`"]
@@ -19,6 +19,6 @@ def test_a_metric_gets_its_column_once_before_the_loss() -> None:
     ]
 
 
-def test_columns_that_a_person_has_chosen_stay() -> None:
+def test_columns_chosen_by_users_are_kept() -> None:
     view = run_table.with_metric(json.dumps({"selectedColumns": ["tags.`mine`"]}), "fid")
     assert view is not None and json.loads(view)["selectedColumns"] == ["tags.`mine`", "metrics.`evaluate/fid`"]

@@ -1,4 +1,4 @@
-"""The run of a training shows few metrics and none twice."""
+"""Metrics of a training run in MLflow: few, and none twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_diffusion.tracking.shown_metrics import measured, scalars, shown_poin
 from image_diffusion.tracking.tracker import Tracker
 
 QUARTERS = [f"{name}_q{i}" for name in ("loss", "mse", "vb") for i in range(4)]
-"""What a hybrid loss is logged as, beside its means."""
+"""Metrics by quartile of time that a hybrid loss logs in addition to its means."""
 
 
 def series(**values: list[float]) -> list[Point]:
@@ -26,13 +26,13 @@ def keys(points: list[Point]) -> list[str]:
     return list(dict.fromkeys(point.key for point in points))
 
 
-def test_what_repeats_the_loss_of_its_section_is_left_out() -> None:
+def test_metrics_equal_to_the_loss_of_their_section_are_left_out() -> None:
     points = series(**{"train/loss": [3, 2], "train/mse": [3, 2], "train/vb": [3, 1], "validation/mse": [3, 2]})
     assert keys(shown_points(points)) == ["train/loss", "train/vb", "validation/mse"]
     assert keys(shown_points(series(loss=[1], odd=[1]))) == ["loss", "odd"]
 
 
-def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:
+def test_scalars_hold_the_last_and_best_value() -> None:
     points = series(**{"validation/loss": [3.0, 1.0, 2.0, math.nan], "evaluate/fd": [5.0], "evaluate/kd": [1.0]})
     assert {(p.key, p.value, p.step) for p in scalars(points, "fd")} == {
         ("final/validation_loss", 2.0, 2),
@@ -44,7 +44,7 @@ def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:
     assert (final.value, best.value) == (7.0, 5.0), "the last evaluation may be of weights of an earlier step"
 
 
-def test_the_table_shows_the_last_and_the_best_of_now_also_where_an_earlier_step_was_chosen(tmp_path: Path) -> None:
+def test_final_and_best_metrics_are_current_even_for_an_earlier_step(tmp_path: Path) -> None:
     client = MlflowClient(store := f"sqlite:///{tmp_path / 'mlflow.db'}")
     with Journal.open(tmp_path / "mine/journal", "train") as journal:
         journal.metrics({"train/loss": 1.0}, step=1000)
@@ -56,21 +56,21 @@ def test_the_table_shows_the_last_and_the_best_of_now_also_where_an_earlier_step
             run = client.get_run(next(each["run_id"] for each in tracked["runs"] if each["stage"] == "train"))
             shown_now = run.data.metrics["final/fd"], run.data.metrics["best/fd"]
             assert shown_now == (value, min(value, 1.2) if number > 1 else 1.686)
-        time.sleep(0.005)  # journals count milliseconds
+        time.sleep(0.005)  # journal times are in milliseconds
 
 
-def test_of_evaluate_the_headline_comes_first() -> None:
+def test_headline_metric_of_evaluate_is_always_shown() -> None:
     points = series(**{f"evaluate/m{i}": [1.0] for i in range(9)} | {"preview/m8": [1.0], "preview/m1": [1.0]})
     assert keys(measured(points, "m8")) == ["evaluate/m0", "evaluate/m1", "evaluate/m8", "preview/m8"]
 
 
-def test_of_synthesize_a_training_shows_three_scores() -> None:
+def test_training_run_shows_three_synthesize_scores() -> None:
     names = ("utility.gain", "utility.gain.lower", "copies", "membership.auc", "recall")
     points = series(**{f"synthesize/{name}": [1.0] for name in names})
     assert keys(measured(points, "fd")) == ["synthesize/utility.gain", "synthesize/copies", "synthesize/membership.auc"]
 
 
-def test_a_training_has_at_most_thirty_metrics_and_a_child_all_of_its_own(tmp_path: Path) -> None:
+def test_training_run_shows_at_most_thirty_metrics_and_child_runs_show_all(tmp_path: Path) -> None:
     machine = ["cpu_utilization_percentage", "process_cpu_percentage", "memory_usage_percentage", "process_memory_gib"]
     machine += ["gpu_memory_gib", "gpu_utilization_percentage", "gpu_power_usage_watts"]
     speed = ["examples_per_second", "steps_per_second", "waiting_for_data", "tflops", "share_of_peak"]

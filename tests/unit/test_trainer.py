@@ -1,4 +1,4 @@
-"""What a step is made of: flat parameters, optimizers, learning rates, averages, sums of gradients, means, alarms."""
+"""Parts of a training step: flat parameters, optimizers, schedules, averages, gradients, meters, health checks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def examples(count: int) -> Examples:
     return Examples(inputs(count), ids, ids, ids)
 
 
-def test_flat_parameters_are_the_same_network() -> None:
+def test_flat_parameters_give_the_same_network() -> None:
     plain, flat = network(), network()
     laid = Flat(flat)
     assert torch.equal(plain(inputs(2)), flat(inputs(2)))
@@ -79,7 +79,7 @@ def test_flat_parameters_keep_channels_last() -> None:
     assert torch.equal(flat.named(flat.values)["0.weight"], network()[0].weight)
 
 
-def test_frozen_parameters_stay_out() -> None:
+def test_frozen_parameters_are_left_out() -> None:
     partly = network()
     partly[0].requires_grad_(False)
     assert set(Flat(partly).parameters) == {"1.weight", "1.bias", "3.weight", "3.bias"}
@@ -93,7 +93,7 @@ def test_frozen_parameters_stay_out() -> None:
     "config",
     [Adam(lr=1e-2, betas=(0.8, 0.9)), AdamW(lr=1e-2, weight_decay=0.1), AdamW(weight_decay=0.1, decay_vectors=True)],
 )
-def test_optimizers_are_those_of_pytorch_on_the_plain_parameters(config: Adam | AdamW) -> None:
+def test_optimizers_match_pytorch_on_unflattened_parameters(config: Adam | AdamW) -> None:
     plain, flat = network(), network()
     laid = Flat(flat)
     ours = config.build(laid)
@@ -134,7 +134,7 @@ def test_schedules() -> None:
     wsd = [Wsd(warmup_steps=2, decay_fraction=0.4, final=0.1, shape="linear").factor(step, 10) for step in range(12)]
     assert wsd == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
     root = [Wsd(decay_fraction=0.4).factor(step, 10) for step in (6, 7, 10)]
-    assert root == pytest.approx([1.0, 0.5, 0.0])  # half of it is gone after a quarter of the fall
+    assert root == pytest.approx([1.0, 0.5, 0.0])  # a quarter of the decay halves the rate
     power = Power(constant_steps=100, warmup_steps=10)
     assert [power.factor(step, 1) for step in (4, 100, 400, 2500)] == pytest.approx([0.5, 1.0, 0.5, 0.2])
     assert Power(constant_steps=10, exponent=1).factor(40, 1) == 0.25
@@ -160,7 +160,7 @@ def test_a_power_average_is_the_weighted_mean_of_its_definition() -> None:
     assert averages.vectors["ema-0.1"].item() == pytest.approx(expected.item(), abs=5e-3)
 
 
-def test_several_averages_keep_their_own_rate() -> None:
+def test_averages_use_their_own_rates() -> None:
     weights = torch.zeros(1)
     averages = Averages(ExponentialEma(rates=(0.5, 0.9)), weights)
     weights.fill_(1.0)
@@ -170,13 +170,13 @@ def test_several_averages_keep_their_own_rate() -> None:
     assert list(averages.vectors) == ["ema-0.5", "ema-0.9"]
 
 
-def test_widths_of_one_name_are_refused() -> None:
+def test_widths_with_equal_names_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"name an average twice: ema-0\.05, ema-0\.05\. Give each once"):
         PowerEma(widths=(0.05, 0.05 + 1e-12))
 
 
 def held(config: ExponentialEma | PowerEma, steps: int) -> list[float]:
-    """How much of each average is the initial weights, by averaging: those are one, all later ones zero."""
+    """Return the share of the initial weights in each average: initial weights are one, all later ones zero."""
     weights = torch.ones(1, dtype=torch.float64)
     averages = Averages(config, weights)
     weights.zero_()
@@ -187,7 +187,7 @@ def held(config: ExponentialEma | PowerEma, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("steps", [1, 2, 30, 301])
 @pytest.mark.parametrize("every", [1, 10])
-def test_what_is_left_of_the_initial_weights_is_known_beforehand(steps: int, every: int) -> None:
+def test_initial_share_predicts_the_weight_of_the_initial_weights(steps: int, every: int) -> None:
     config = ExponentialEma(rates=(0.9, 0.999), update_every=every)
     assert [config.initial_share(name, steps) for name in config.names] == pytest.approx(held(config, steps))
     for warmup in (Warmup(), RampUp(), RampUp(ratio=0.2)):
@@ -198,13 +198,13 @@ def test_what_is_left_of_the_initial_weights_is_known_beforehand(steps: int, eve
 
 
 def test_a_ramp_up_averages_over_a_share_of_the_training() -> None:
-    """After t steps half of the average is of the last 0.05 t, until the rate's own half-life is shorter."""
+    """After t steps half of the average is from the last 0.05 t steps, until the half-life of the rate is shorter."""
     warmup = RampUp()
     for step in (20, 1000, 10**6):
         assert warmup.decay(step, 1 - 1e-12) ** (0.05 * step) == pytest.approx(0.5)
         assert warmup.decay(step, 1 - 1e-12, every=10) ** (0.005 * step) == pytest.approx(0.5)
     assert warmup.decay(10**6, 0.99) == 0.99
-    for steps in (100, 10_000):  # of any length
+    for steps in (100, 10_000):  # for any length
         late = torch.zeros(1, dtype=torch.float64)
         averages = Averages(ExponentialEma(rates=(0.99999,), warmup=warmup), late)
         for step in range(1, steps + 1):
@@ -218,7 +218,7 @@ def test_a_ramp_up_averages_over_a_share_of_the_training() -> None:
     ("steps", "every", "rate"),
     [(300, 1, 0.99), (3000, 1, 0.999), (20_000, 1, 0.9998), (20_000, 10, 0.998), (5, 1, 0.5)],
 )
-def test_a_rate_that_fits_leaves_at_most_a_twentieth(steps: int, every: int, rate: float) -> None:
+def test_fitting_rate_leaves_at_most_5_percent_of_the_initial_weights(steps: int, every: int, rate: float) -> None:
     config = ExponentialEma(update_every=every)
     assert config.fitting_rate(steps, 0.05) == rate
     fitting = ExponentialEma(rates=(rate,), update_every=every)
@@ -228,7 +228,7 @@ def test_a_rate_that_fits_leaves_at_most_a_twentieth(steps: int, every: int, rat
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"steps": 300}, None),  # it ramps up
+        ({"steps": 300}, None),  # default warmup: ramp_up
         ({"steps": 300, "ema": {"type": "exponential", "warmup": None}},
          "After 300 steps 97% of the initial weights are still in the average ema-0.9999. Take "
          "train.ema.rates: [0.99] or less, or train.ema.warmup: {type: ramp_up}."),
@@ -245,14 +245,14 @@ def test_a_rate_that_fits_leaves_at_most_a_twentieth(steps: int, every: int, rat
           "weights": 0.9999}, "After 300 "),
     ],
 )  # fmt: skip
-def test_an_average_that_would_be_the_initial_weights_is_warned_of(changes: dict[str, Any], warned: str | None) -> None:
+def test_averages_dominated_by_initial_weights_cause_a_warning(changes: dict[str, Any], warned: str | None) -> None:
     advice = settings(**changes).advice()
     assert advice == [] if warned is None else len(advice) == 1 and advice[0].startswith(warned)
 
 
 @pytest.mark.parametrize("microbatch", [None, 1, 4, 7])
 @pytest.mark.parametrize("strict", [False, True])
-def test_the_gradient_is_that_of_the_mean_for_any_microbatch(microbatch: int | None, strict: bool) -> None:
+def test_gradient_is_that_of_the_mean_loss_for_any_microbatch(microbatch: int | None, strict: bool) -> None:
     plain, cut = network(), network()
     flat = Flat(cut)
     plain(inputs(10)).square().sum(1).mean().backward()
@@ -266,7 +266,7 @@ def test_the_gradient_is_that_of_the_mean_for_any_microbatch(microbatch: int | N
         if strict
         else SharedGradient(flat, ALONE, 10, microbatch, lambda loss: loss)
     )
-    for _ in range(2):  # nothing of a step is left in the next
+    for _ in range(2):  # the second step does not include the first
         losses = gradients(examples(10), losses_of)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(flat.named(flat.gradient)[name], parameter.grad, rtol=1e-4, atol=1e-6)
@@ -274,10 +274,10 @@ def test_the_gradient_is_that_of_the_mean_for_any_microbatch(microbatch: int | N
     torch.testing.assert_close(losses.parts["twice"], 2 * losses.loss)
 
 
-def test_strict_sends_twice_the_gradient_however_many_processes_there_are(
+def test_strict_mode_sends_twice_the_gradient_for_any_number_of_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a process sends in a step of a chunk a process: its share of what it computed to each other one, and its
+    """With one chunk per process, a process sends each other process that one's share of its gradient, and then its
     share of the sum."""
     sent: list[int] = []
     monkeypatch.setattr(distributed.dist, "all_to_all_single", lambda into, rows: sent.append(rows.nbytes))
@@ -289,7 +289,7 @@ def test_strict_sends_twice_the_gradient_however_many_processes_there_are(
         world = World(0, processes, torch.device("cpu"))
         ordered = OrderedGradient(flat, world, processes, 1, lambda loss: loss)
         ordered(examples(processes), lambda some, _: Losses(cut(some.stored).sum(1), {}))
-        most = sorted(sent)[-2:]  # the rest are losses
+        most = sorted(sent)[-2:]  # the others are losses
         assert sum(most) <= 2 * (flat.gradient.nbytes + 4 * processes)
     OrderedGradient(flat, World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
     assert "3 processes share 2 chunks of 8 examples, so that 1 have nothing to do" in capsys.readouterr().err
@@ -299,7 +299,7 @@ def test_strict_sends_twice_the_gradient_however_many_processes_there_are(
     "conflict",
     [{"deterministic": "strict"}, {"precision": "fp16"}, {"channels_last": True}, {"compile": "cuda_graphs"}],
 )
-def test_sharding_refuses_what_does_not_go_with_it(conflict: dict[str, Any]) -> None:
+def test_sharding_rejects_incompatible_settings(conflict: dict[str, Any]) -> None:
     key, value = next(iter(conflict.items()))
     with pytest.raises(ValueError, match=f"sharding: full does not go with {key}: {str(value).lower()}"):
         TrainConfig.model_validate({"steps": 1, "sharding": "full", **conflict})
@@ -321,14 +321,14 @@ def test_means_by_quartile() -> None:
     assert meter.take() == {}
 
 
-def test_a_norm_that_overflowed_is_left_out() -> None:
+def test_overflowed_gradient_norms_are_left_out() -> None:
     meter = Meter(ALONE, strict=False)
     for norm in (1.0, math.inf, 3.0):
         meter.add(Losses(torch.ones(2), {}), torch.tensor(norm))
     assert meter.take() == {"loss": 1.0, "grad_norm": 2.0}
 
 
-def test_a_meter_goes_on_from_its_state() -> None:
+def test_meter_resumes_from_its_state() -> None:
     whole, first = Meter(ALONE, strict=False), Meter(ALONE, strict=False)
     losses = [Losses(torch.rand(3), {"mse": torch.rand(3)}, torch.rand(3)) for _ in range(4)]
     for meter in (whole, first):
@@ -342,7 +342,7 @@ def test_a_meter_goes_on_from_its_state() -> None:
     assert whole.take() == second.take()
 
 
-def test_a_part_of_the_loss_is_a_mean_over_the_examples_that_had_it() -> None:
+def test_loss_parts_are_means_over_examples_that_have_them() -> None:
     meter = Meter(ALONE, strict=False)
     for parts in ({}, {"adversarial": torch.tensor([2.0, 4.0])}, {}):
         meter.add(Losses(torch.ones(2), parts, torch.tensor([0.1, 0.9])), torch.tensor(1.0))
@@ -351,8 +351,8 @@ def test_a_part_of_the_loss_is_a_mean_over_the_examples_that_had_it() -> None:
     assert (means["adversarial"], means["adversarial_q0"], means["adversarial_q3"]) == (3.0, 2.0, 4.0)
 
 
-def test_a_meter_goes_on_from_a_checkpoint_of_before() -> None:
-    """In which one count was of all sums."""
+def test_meter_loads_checkpoints_of_the_old_format() -> None:
+    """The old format has one count for all sums."""
     meter = Meter(ALONE, strict=False)
     count, norm = torch.tensor([[4.0, 4.0, 0.0, 0.0, 0.0]]).double(), torch.tensor([[2.0, 1.0]]).double()
     meter.load_state_dict({"count": count, "loss": 3 * count, "mse": 2 * count, "norm": norm})
@@ -380,13 +380,13 @@ def test_the_first_step_that_is_not_finite_is_named(losses: list[float], norms: 
     assert str(error.value) == message
 
 
-def test_an_overflow_is_no_alarm_where_steps_may_be_skipped() -> None:
+def test_gradient_overflow_is_allowed_where_steps_may_be_skipped() -> None:
     health = Health(ALONE)
     health.watch(1, torch.tensor(1.0), torch.tensor(math.inf), norm_may_overflow=True)
     health.check(lambda: "")
 
 
-def test_a_gradient_that_no_loss_scale_makes_finite_is_an_alarm() -> None:
+def test_gradient_not_finite_at_any_loss_scale_is_an_error() -> None:
     weight, precision = nn.Parameter(torch.zeros(1)), Precision("fp16", ALONE.device)
     sgd = torch.optim.SGD([weight])
     trainer = SimpleNamespace(health=Health(ALONE), precision=precision)
@@ -410,7 +410,7 @@ def settings(**changes: Any) -> TrainConfig:
     [{"steps": 20}, {"microbatch": 4}, {"log_every_steps": 1}, {"max_hours": 1.0}, {"checkpoint": {"keep_last": 5}},
      {"weights": "raw"}, {"weights": 0.9999}, {"compile": "cuda_graphs"}],
 )  # fmt: skip
-def test_what_may_change_between_starts_is_no_part_of_the_identity(change: dict[str, Any]) -> None:
+def test_settings_that_may_change_on_resume_are_not_part_of_the_identity(change: dict[str, Any]) -> None:
     assert settings(**change).identity() == settings().identity()
 
 
@@ -420,12 +420,12 @@ def test_what_may_change_between_starts_is_no_part_of_the_identity(change: dict[
      {"optimizer": {"type": "adam"}}, {"ema": {"type": "power"}}, {"flip_probability": 0.0},
      {"balance_classes": True}, {"augment": {}}],
 )  # fmt: skip
-def test_what_decides_the_result_is_part_of_the_identity(change: dict[str, Any]) -> None:
+def test_settings_that_determine_the_result_are_part_of_the_identity(change: dict[str, Any]) -> None:
     assert settings(**change).identity() != settings().identity()
 
 
 @pytest.mark.parametrize("change", [{"weights": "ema"}, {"validate_every_steps": 5}, {"validation_samples": 5}])
-def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(change: dict[str, Any]) -> None:
+def test_validation_settings_are_part_of_the_identity_with_best_weights(change: dict[str, Any]) -> None:
     assert settings(**{"weights": "best"} | change).identity() != settings(weights="best").identity()
 
 
@@ -434,11 +434,11 @@ def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(chan
     [{"patience": None}, {"patience": 0.3}, {"steps": 20}, {"validate_every_steps": 5}, {"validation_samples": 5},
      {"weights": "raw"}],
 )  # fmt: skip
-def test_what_tells_an_early_end_is_part_of_the_identity_where_there_is_one(change: dict[str, Any]) -> None:
+def test_early_stopping_settings_are_part_of_the_identity(change: dict[str, Any]) -> None:
     assert settings(**{"patience": 0.2} | change).identity() != settings(patience=0.2).identity()
 
 
-def test_a_share_of_the_steps_is_counted_exactly() -> None:
+def test_patience_counts_its_share_of_steps_exactly() -> None:
     patience = Patience(100, 0.07)
     for step in range(1, 8):
         patience.observe(step, float(step))
@@ -451,31 +451,31 @@ def test_a_share_of_the_steps_is_counted_exactly() -> None:
     assert other.ended_at is None and other.state_dict() == {}
 
 
-def test_files_of_trainings_without_patience_do_not_name_it() -> None:
+def test_unset_patience_is_not_written_to_files() -> None:
     assert "patience" not in dump(settings()) and dump(settings(patience=0.2))["patience"] == 0.2
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_the_length_counts_where_the_learning_rate_depends_on_it(schedule: str) -> None:
+def test_length_is_part_of_the_identity_where_the_schedule_depends_on_it(schedule: str) -> None:
     short, long = (settings(steps=steps, schedule={"type": schedule}).identity() for steps in (10, 20))
     assert short != long
 
 
-def test_an_average_is_needed_to_write_it() -> None:
+def test_writing_an_average_needs_an_average() -> None:
     with pytest.raises(ValueError, match=r"weights is ema but ema\.rates is empty"):
         settings(ema={"type": "exponential", "rates": []})
     assert settings(ema={"type": "exponential", "rates": []}, weights="raw").ema.names == []
 
 
 @pytest.mark.parametrize(("kind", "each"), [("exponential", "rates"), ("power", "widths")])
-def test_the_order_of_the_averages_is_no_part_of_the_identity(kind: str, each: str) -> None:
+def test_order_of_averages_is_not_part_of_the_identity(kind: str, each: str) -> None:
     one, other = (settings(ema={"type": kind, each: values}) for values in ([0.1, 0.2], [0.2, 0.1]))
     assert one.identity() == other.identity() and one.average != other.average
     best = [settings(ema={"type": kind, each: values}, weights="best") for values in ([0.1, 0.2], [0.2, 0.1])]
-    assert best[0].identity() != best[1].identity()  # of whose first average the best is kept
+    assert best[0].identity() != best[1].identity()  # best weights are those of the first average
 
 
-def test_the_average_that_is_written_can_be_named() -> None:
+def test_weights_setting_may_name_an_average() -> None:
     rates = {"type": "exponential", "rates": [0.9, 0.99]}
     assert [settings(ema=rates, weights=weights).average for weights in ("ema", 0.99)] == ["ema-0.9", "ema-0.99"]
     with pytest.raises(ValueError, match=r"weights is 0\.5, but the averages are: ema-0\.9, ema-0\.99\. Name"):
@@ -490,19 +490,19 @@ def test_processes_share_a_batch_evenly_and_the_first_is_the_main_one() -> None:
     assert [world.is_main for world in worlds] == [True, False]
 
 
-def test_what_happens_every_so_many_steps_happens_at_the_end_too_and_never_before_the_first() -> None:
+def test_periodic_actions_also_run_at_the_last_step_but_never_at_step_0() -> None:
     assert [step for step in range(8) if _at(step, 3, 7)] == [3, 6, 7]
 
 
 def parts(config: TrainConfig, **given: Any) -> Any:
-    """As much of `Parts` as one of its methods needs."""
+    """Return a stand-in with those attributes of a trainer that one of its methods needs."""
     return SimpleNamespace(
         config=config, precision=SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False)), **given
     )
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6])
-def test_gradients_are_clipped_as_pytorch_does_it(limit: float) -> None:
+def test_gradient_clipping_matches_pytorch(limit: float) -> None:
     plain, flat = network(), network()
     laid = Flat(flat)
     for each in (plain, flat):
@@ -517,14 +517,14 @@ def test_gradients_are_clipped_as_pytorch_does_it(limit: float) -> None:
 
 @pytest.mark.parametrize("compares", [{"weights": "best"}, {"patience": 0.5}])
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_validation_loss_that_is_not_finite_is_not_compared(compares: dict[str, Any], loss: float) -> None:
+def test_non_finite_validation_loss_is_rejected_where_it_is_compared(compares: dict[str, Any], loss: float) -> None:
     steps = {"steps": 2000, "validate_every_steps": 1000}
     with pytest.raises(ValueError, match=f"loss is {loss} at step 1,000, but train.weights: best and train.patience"):
         Trainer.validated(parts(settings(**steps, **compares)), 1000, loss)
     Trainer.validated(parts(settings(**steps), patience=Patience(2000, None)), 1000, loss)
 
 
-def test_a_compiled_network_can_be_left_out() -> None:
+def test_compiled_network_can_run_eagerly() -> None:
     from torch._dynamo import eval_frame
 
     for compiled, stance in ((True, "force_eager"), (False, "default")):
@@ -533,14 +533,14 @@ def test_a_compiled_network_can_be_left_out() -> None:
     assert eval_frame._stance.stance == "default"
 
 
-def test_images_alone_have_their_channels_last() -> None:
+def test_only_images_use_channels_last() -> None:
     images, tokens = inputs(2), torch.ones(2, 3, 4)
     for asked, found in ((True, torch.channels_last), (False, torch.contiguous_format)):
         assert Trainer._format(parts(settings(channels_last=asked)), images) is found
         assert Trainer._format(parts(settings(channels_last=asked)), tokens) is torch.contiguous_format
 
 
-def test_the_share_of_the_peak_is_that_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_of_peak_is_relative_to_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
     plain = network()
 
@@ -555,7 +555,7 @@ def test_the_share_of_the_peak_is_that_of_all_devices(monkeypatch: pytest.Monkey
     assert two["speed/share_of_peak"] == pytest.approx(alone["speed/share_of_peak"] / 2)
 
 
-def test_operations_are_counted_anew_where_the_loss_has_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_recounted_when_the_parts_of_the_loss_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
     plain, speed = network(), throughput.Speed(ALONE, torch.float32)
 
@@ -571,7 +571,7 @@ def test_operations_are_counted_anew_where_the_loss_has_other_parts(monkeypatch:
     assert rate(1) == once
 
 
-def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_file_records_the_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for job, told in (("71", {"slurm_job": "71"}), (None, {})):
         monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID")
         State(tmp_path, {}, CheckpointConfig()).claim()
@@ -581,7 +581,7 @@ def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
-def test_sums_over_processes_begin_while_the_backward_pass_goes_on(
+def test_gradient_reduction_overlaps_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch, sliced: bool, reduce: torch.dtype
 ) -> None:
     order: list[int | str] = []
@@ -605,8 +605,8 @@ def test_sums_over_processes_begin_while_the_backward_pass_goes_on(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_were_rounded_once_give_the_gradients_of_autocast(dtype: torch.dtype) -> None:
-    """Bit for bit, in two microbatches; with the whole weights again while another vector is held."""
+def test_weights_rounded_once_give_autocast_gradients(dtype: torch.dtype) -> None:
+    """Bit for bit, in two microbatches; `with_weights` uses the unrounded weights of another vector."""
     gradients = []
     for sliced in (False, True):
         cut = network()
@@ -626,7 +626,7 @@ def test_weights_that_were_rounded_once_give_the_gradients_of_autocast(dtype: to
         assert plain.any() and torch.equal(plain, rounded)
 
 
-def test_exact_sums_are_not_rounded() -> None:
+def test_strict_mode_rejects_bf16_reduction() -> None:
     with pytest.raises(ValueError, match="reduce: bf16 does not go with deterministic: strict, whose sums are exact"):
         settings(reduce="bf16", deterministic="strict")
     assert settings(reduce="float32").identity() == settings().identity() != settings(reduce="bf16").identity()

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified byte by byte, never of another run, written by one owner."""
+"""Checkpoints: written atomically by one owner, verified by hash, and never taken from another run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checkpoint(step: int) -> Checkpoint:
 
 
 def part(step: int, number: int, count: int) -> Checkpoint:
-    """What one of several processes writes of that: its rows of tensors that they share."""
+    """Return the part of `checkpoint(step)` that one of several processes writes: its rows of sharded tensors."""
     whole = checkpoint(step)
     shared = {"network": "weight", "ema-0.9": "weight", "optimizer": "exp_avg/weight"}
     rows = {}
@@ -54,7 +54,7 @@ def part(step: int, number: int, count: int) -> Checkpoint:
 
 
 def save(owned: State, step: int, count: int, hang_s: float = 60.0) -> None:
-    """Save a checkpoint by several processes, of whom the first owns the folder; by one alone if there is one."""
+    """Save a checkpoint as `count` processes, the first of which owns the folder."""
     others = [part_writer(owned.folder.parent, owned.fingerprint, owned.token, hang_s) for _ in range(1, count)]
     for number, other in reversed(list(enumerate(others, start=1))):
         other.save(part(step, number, count))
@@ -104,7 +104,7 @@ def test_a_file_is_hashed_while_the_next_is_written(tmp_path: Path, monkeypatch:
     assert same(read_checkpoint(tmp_path / "step-0000003")[0], checkpoint(3))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_checkpoint_round_trip(tmp_path: Path) -> None:
     owned = state(tmp_path)
     owned.save(checkpoint(3))
     owned.wait()
@@ -114,8 +114,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
-def test_what_several_processes_wrote_is_read_as_of_one(tmp_path: Path, count: int) -> None:
-    """Seven rows, so that shares are unequal, and some of twelve have none."""
+def test_checkpoint_of_several_processes_is_read_as_one(tmp_path: Path, count: int) -> None:
+    """Seven rows, so that shares are unequal and some of twelve processes have none."""
     owned = state(tmp_path)
     for step in (3, 4):
         save(owned, step, count)
@@ -130,7 +130,7 @@ def test_what_several_processes_wrote_is_read_as_of_one(tmp_path: Path, count: i
 def test_a_part_may_be_taken_before_its_process_has_flushed_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first process renames the folder as soon as it sees what the other one says."""
+    """The first process renames the folder as soon as it sees the record of the other part."""
     flush = atomic.sync_folder
 
     def late(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_part_may_be_taken_before_its_process_has_flushed_the_folder(
     owned.save(part(1, 0, 2))
     while not list(owned.folder.glob(".*/network.0-of-2.*")):
         time.sleep(0.01)
-    time.sleep(0.1)  # it waits for the other one by now
+    time.sleep(0.1)  # now it waits for the other part
     monkeypatch.setattr(atomic, "sync_folder", lambda folder: late(folder) if on_helper() else flush(folder))
     main = set(threading.enumerate())
 
@@ -160,7 +160,7 @@ def test_a_part_may_be_taken_before_its_process_has_flushed_the_folder(
     assert found is not None and same(found, checkpoint(1))
 
 
-def test_a_checkpoint_without_the_part_of_a_process_is_absent(tmp_path: Path) -> None:
+def test_checkpoint_missing_the_part_of_a_process_does_not_appear(tmp_path: Path) -> None:
     owned = State(tmp_path, IDENTITY, CheckpointConfig(), hang_s=0.2)
     owned.claim()
     save(owned, 1, 2)
@@ -170,7 +170,7 @@ def test_a_checkpoint_without_the_part_of_a_process_is_absent(tmp_path: Path) ->
     assert [path.name for path in owned.folder.iterdir()] == ["step-0000001"]
 
 
-def test_who_is_replaced_while_others_write_ends_at_once(tmp_path: Path) -> None:
+def test_replaced_owner_stops_waiting_for_parts_at_once(tmp_path: Path) -> None:
     first = state(tmp_path)
     first.save(part(1, 0, 2))
     while not list(first.folder.glob(".*/*-of-2.*")):
@@ -192,7 +192,7 @@ def test_a_helper_whose_owner_was_replaced_writes_nothing(tmp_path: Path) -> Non
     assert [path.name for path in second.folder.iterdir()] == ["step-0000001"]
 
 
-def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_not_shared_by_all_machines_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.training.checkpoint.manager._SEEN_S", 0.0)
     owned = state(tmp_path / "one machine")
     for folder in (tmp_path / "another machine", state(tmp_path / "yet another").folder.parent):
@@ -200,7 +200,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pyt
             part_writer(folder, owned.fingerprint, owned.token)
 
 
-def test_who_waits_for_a_part_ends_with_its_training() -> None:
+def test_waiting_thread_ends_with_the_process() -> None:
     waits = (
         "import threading; from pathlib import Path\n"
         "from image_diffusion.training.checkpoint.async_writer import wait_for_path\n"
@@ -224,7 +224,7 @@ def test_tensors_of_one_vector_are_copied_at_once(tmp_path: Path) -> None:
     assert a == b == c != d and a != vector.untyped_storage().data_ptr()
 
 
-def test_the_copy_is_of_the_moment_of_saving(tmp_path: Path) -> None:
+def test_checkpoint_is_a_copy_from_the_time_of_saving(tmp_path: Path) -> None:
     owned, taken = state(tmp_path), checkpoint(3)
     owned.save(taken)
     taken.groups["network"]["weight"].zero_()
@@ -245,7 +245,7 @@ def test_the_same_checkpoint_has_the_same_bytes(tmp_path: Path) -> None:
 
 
 def damaged(folder: Path, others: list[Path], draw: random.Random) -> str:
-    """Do one bad thing to a checkpoint. Returns what."""
+    """Damage a checkpoint in one way, and return which."""
     path = draw.choice(sorted(folder.iterdir()))
     kind = draw.choice(
         ["truncate", "extend", "flip", "delete", "swap within", "swap between", "rename", "empty", "json"]
@@ -285,9 +285,7 @@ def damaged(folder: Path, others: list[Path], draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_300_damaged_checkpoints_are_passed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
-) -> None:
+def test_300_damaged_checkpoints_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
     owned = state(tmp_path / "whole", keep_last=3)
     for step in (1, 2, 3):
         save(owned, step, count)
@@ -308,7 +306,7 @@ def test_300_damaged_checkpoints_are_passed_over(
     assert len(kinds) == 9
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(tmp_path: Path) -> None:
+def test_run_with_only_damaged_checkpoints_starts_from_scratch(tmp_path: Path) -> None:
     owned = state(tmp_path)
     owned.save(checkpoint(1))
     owned.wait()
@@ -331,13 +329,13 @@ def test_the_checkpoint_of_another_configuration_is_refused_with_the_keys(tmp_pa
         ours.load()
 
 
-def test_a_training_that_held_out_other_images_is_not_continued(tmp_path: Path) -> None:
+def test_training_with_another_split_is_not_resumed(tmp_path: Path) -> None:
     def state_of(split: str) -> State:
         owned = State(tmp_path, IDENTITY, CheckpointConfig(), split=split)
         owned.claim()
         return owned
 
-    for split in ("", "one"):  # the first as of a version that did not write it
+    for split in ("", "one"):  # "": as written by an earlier version
         owned = state_of(split)
         owned.save(checkpoint(1))
         owned.wait()
@@ -346,7 +344,7 @@ def test_a_training_that_held_out_other_images_is_not_continued(tmp_path: Path) 
         state_of("another").load()
 
 
-def test_a_training_that_begins_anew_says_why_and_where_the_earlier_one_stays(
+def test_training_from_scratch_reports_the_reason_and_the_earlier_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     earlier = state(tmp_path, {"train": {"seed": 2}, "system": {"type": "dit"}, "classes": ["cat"] * 1000})
@@ -385,7 +383,7 @@ def test_old_checkpoints_are_removed(tmp_path: Path, keep_every: int | None, kep
 
 
 @pytest.mark.parametrize("identity", [IDENTITY, {"train": {"seed": 2}}], ids=["alike", "another"])
-def test_who_was_replaced_ends_without_writing(tmp_path: Path, identity: dict[str, Any]) -> None:
+def test_replaced_owner_ends_without_writing(tmp_path: Path, identity: dict[str, Any]) -> None:
     first = state(tmp_path, identity)
     first.save(checkpoint(1))
     first.wait()
@@ -398,7 +396,7 @@ def test_who_was_replaced_ends_without_writing(tmp_path: Path, identity: dict[st
     assert len(second.checkpoints()) == 2
 
 
-def test_whose_files_are_removed_by_its_successor_says_that_it_was_replaced(
+def test_owner_reports_replacement_when_its_successor_removed_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, replaced, save_file = threading.Event(), threading.Event(), safetensors.torch.save_file
@@ -418,7 +416,7 @@ def test_whose_files_are_removed_by_its_successor_says_that_it_was_replaced(
         first.wait()
 
 
-def test_who_is_replaced_while_writing_leaves_nothing(tmp_path: Path) -> None:
+def test_owner_replaced_while_writing_leaves_no_files(tmp_path: Path) -> None:
     def replaced() -> None:
         raise ValueError("taken over")
 
@@ -438,7 +436,7 @@ def test_weights_are_not_replaced_without_permission(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_checkpoints_past_the_end_are_kept_and_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_past_the_end_are_kept_but_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     longer = state(tmp_path, keep_last=3)
     for step in (4, 8, 13):
         longer.save(checkpoint(step))
@@ -453,7 +451,7 @@ def test_checkpoints_past_the_end_are_kept_and_passed_over(tmp_path: Path, capsy
     assert [path.name for path in longer.checkpoints()] == ["step-0000008", "step-0000013"]
 
 
-def test_what_killed_runs_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_partial_files_of_killed_runs_are_removed(tmp_path: Path) -> None:
     root = tmp_path / "train" / "state"
     first = state(root)
     first.save(checkpoint(1))
@@ -474,11 +472,11 @@ def test_what_killed_runs_left_half_written_is_removed(tmp_path: Path) -> None:
     with atomic_write(tmp_path / "train/model.json"):
         owned = state(root)
         assert not any(path.exists() for path in left)
-        assert len(list((tmp_path / "train").glob(".model.json.*.tmp"))) == 1  # somebody writes it now
+        assert len(list((tmp_path / "train").glob(".model.json.*.tmp"))) == 1  # being written now
     assert kept.exists() and [path.name for path in owned.checkpoints()] == ["step-0000001"]
 
 
-def test_a_failed_write_is_told_with_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_reports_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owned = state(tmp_path)
     owned.save(checkpoint(1))
     owned.wait()
@@ -493,7 +491,7 @@ def test_a_failed_write_is_told_with_the_last_good_one(tmp_path: Path, monkeypat
     assert [path.name for path in owned.checkpoints()] == ["step-0000001"]
 
 
-def test_a_folder_of_another_step_is_damaged(tmp_path: Path) -> None:
+def test_checkpoint_in_the_folder_of_another_step_is_damaged(tmp_path: Path) -> None:
     written = write_checkpoint(tmp_path, checkpoint(1), IDENTITY, {}, lambda: None)
     with pytest.raises(Damaged, match="it holds step 1"):
         read_checkpoint(written.rename(tmp_path / "step-0000002"))

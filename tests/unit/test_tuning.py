@@ -1,4 +1,4 @@
-"""What of a network is trained, and how fast: rates by depth and by name, and adapters that leave no trace."""
+"""Fine-tuning: frozen parameters, learning rates by depth and by name, and adapters merged into the weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rates_fall_towards_the_input() -> None:
 
 
 def test_gains_of_heads_do_not_decay() -> None:
-    """Of RIN, whose gains of queries and keys are [heads, 1, d]."""
+    """The gains of queries and keys of RIN are [heads, 1, d]."""
     config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8, qk_norm=True)
     flat = Flat(config.build(DataSpec(channels=3, resolution=8)))
     vectors = {slot.name for slot in flat.slots if slot.start >= flat.matrices_end}
@@ -69,7 +69,7 @@ def test_gains_of_heads_do_not_decay() -> None:
 
 
 def test_the_output_of_rin_learns_at_the_full_rate() -> None:
-    """It is defined before the blocks."""
+    """The output layer is defined before the blocks."""
     config = RinConfig(width=16, patch=2, depth=2, num_latents=3, num_heads=2, head_width=8)
     found = factors(config.build(DataSpec(channels=3, resolution=8)), layer_decay=0.5)
     assert {factor for name, factor in found.items() if name.startswith("to_pixels.")} == {1.0}
@@ -85,7 +85,7 @@ def test_rates_by_depth_of_a_codec_are_refused(tmp_path: Path, name: str) -> Non
         load_all([tmp_path / "x.yaml"])
 
 
-def test_what_lies_between_two_blocks_has_the_depth_of_the_one_before() -> None:
+def test_middle_block_has_the_rate_of_the_preceding_block() -> None:
     config = UNetConfig(channels=32, multipliers=(1, 2), num_res_blocks=1, attention_resolutions=())
     found = factors(config.build(DataSpec(channels=3, resolution=8), 3), layer_decay=0.9)
     depths = [round(np.log(factor) / np.log(0.9)) for factor in found.values()]
@@ -100,8 +100,8 @@ def test_rates_by_name_are_multiplied() -> None:
     assert found["x_embedder.proj.bias"] == 0.125
 
 
-def test_a_rate_is_that_of_an_optimizer_of_its_own() -> None:
-    """Against PyTorch's AdamW with a group for each parameter, bit for bit; weight decay goes with the rate."""
+def test_learning_rate_factors_match_adamw_parameter_groups() -> None:
+    """Bit for bit against PyTorch's AdamW with a group for each parameter; weight decay scales with the rate."""
     ours, theirs = network(), network()
     found = factors(ours, layer_decay=0.7, lr_factors={"*.bias": 2})
     flat = Flat(ours)
@@ -139,7 +139,7 @@ def test_a_rate_is_that_of_an_optimizer_of_its_own() -> None:
         ({"lora": {"whole": ["head"]}}, r"train.lora.whole has head, which names no parameter"),
     ],
 )
-def test_a_pattern_that_names_nothing_is_refused(settings: dict[str, Any], told: str) -> None:
+def test_patterns_that_match_nothing_are_rejected(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         check_tuning(network(), TrainConfig.model_validate({"steps": 1, "init_from": "x"} | settings))
 
@@ -151,12 +151,12 @@ def test_a_pattern_that_names_nothing_is_refused(settings: dict[str, Any], told:
         ({"lora": {}, "init_from": "x", "freeze": ["a"]}, r"with adapters all else is frozen. Leave freeze out"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], told: str) -> None:
+def test_settings_without_effect_are_rejected(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         TrainConfig.model_validate({"steps": 1} | settings)
 
 
-def test_a_wrong_name_is_told_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_tuning_is_rejected_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("finetune_base", "finetune_demo"):
         raw = read_yaml(ROOT / "config" / "experiments" / f"{name}.yaml")
         raw["train"] |= {"lr_factors": {"head.*": 2}} if name == "finetune_demo" else {}
@@ -188,7 +188,7 @@ def test_a_wrong_name_is_told_before_any_work(tmp_path: Path, monkeypatch: pytes
     ids=["muon", "freeze", "lr_factors", "layer_decay", "lora"],
 )
 @pytest.mark.parametrize("system", ["dit", "iddpm"])
-def test_every_key_is_accepted_with_the_default_process(
+def test_tuning_keys_are_accepted_with_the_default_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, settings: dict[str, Any]
 ) -> None:
     found = importlib.util.find_spec
@@ -202,7 +202,7 @@ def test_every_key_is_accepted_with_the_default_process(
     assert "x" in load_all([tmp_path / "x.yaml", tmp_path / "base.yaml"])
 
 
-def test_a_run_without_them_is_the_run_that_it_was() -> None:
+def test_unset_tuning_keys_are_not_part_of_the_identity() -> None:
     keys = {"freeze", "lora", "layer_decay", "lr_factors"}
     assert not keys & TrainConfig(steps=1).identity().keys()
     tuned = TrainConfig.model_validate({"steps": 1, "lora": {}, "init_from": "x", "layer_decay": 0.5})
@@ -216,7 +216,7 @@ def random_adapters(adapted: nn.Module) -> None:
 
 
 @needs_peft
-def test_merged_weights_are_those_of_peft() -> None:
+def test_merged_weights_match_peft() -> None:
     from peft.tuners.lora import LoraLayer
 
     plain, adapted = network(), network()
@@ -242,7 +242,7 @@ def test_merged_weights_are_those_of_peft() -> None:
 
 
 @needs_peft
-def test_adapters_count_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_apply_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer, "writes_gelu", lambda x: not torch.is_grad_enabled())  # as on a GPU
     adapted = network()
     add_adapters(adapted, Lora(rank=2, alpha=6, layers=("blocks.*.mlp.fc1",)))
@@ -282,14 +282,14 @@ def test_a_training_that_was_cut_goes_on_to_the_same_bytes(
 
 
 @needs_peft
-def test_what_adapters_give_is_a_plain_network(tmp_path: Path, crops: Path) -> None:
+def test_training_with_adapters_writes_a_plain_network(tmp_path: Path, crops: Path) -> None:
     first = trained(tmp_path / "base", crops)
     found = trained(tmp_path / "lora", crops, **ADAPTED, init_from=str(tmp_path / "base/train"), keep_raw=True)
     changed = {name for name in first if not torch.equal(first[name], found[name])}
     linear = {name for name in first if name.startswith("blocks.") and name.endswith("weight")}
     assert changed == linear | {"y_embedder.embedding_table.weight"}
     difference = found["blocks.0.attn.qkv.weight"] - first["blocks.0.attn.qkv.weight"]
-    assert torch.linalg.svdvals(difference)[2] < 1e-5 < torch.linalg.svdvals(difference)[1]  # of rank 2
+    assert torch.linalg.svdvals(difference)[2] < 1e-5 < torch.linalg.svdvals(difference)[1]  # rank 2
     model = load_model(tmp_path / "lora/train")
     assert model.num_steps == 6 and "base_layer" not in str(model.network)
     written, _ = weights_in(tmp_path / "lora/train/state", step=6, average="0.5")
@@ -297,12 +297,12 @@ def test_what_adapters_give_is_a_plain_network(tmp_path: Path, crops: Path) -> N
     raw, _ = weights_at(tmp_path / "lora/train/state", tmp_path / "lora/train", average="raw")
     kept = read_weights(tmp_path / "lora/train/raw")[0]
     assert all(torch.equal(raw[name], kept[name]) for name in kept)
-    again = trained(tmp_path / "again", crops, init_from=str(tmp_path / "lora/train"))  # a start like any other
+    again = trained(tmp_path / "again", crops, init_from=str(tmp_path / "lora/train"))  # usable as initial weights
     assert again.keys() == first.keys()
 
 
 @needs_peft
-def test_the_doctor_counts_adapters_alone(tmp_path: Path, crops: Path) -> None:
+def test_doctor_counts_only_trained_parameters_with_adapters(tmp_path: Path, crops: Path) -> None:
     trained(tmp_path / "base", crops)
     trained(tmp_path / "lora", crops, **ADAPTED, init_from=str(tmp_path / "base/train"))
     found = {}
@@ -315,7 +315,9 @@ def test_the_doctor_counts_adapters_alone(tmp_path: Path, crops: Path) -> None:
 
 
 @needs_peft
-def test_new_classes_that_stay_frozen_are_told(tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_but_frozen_classes_cause_a_warning(
+    tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(tmp_path / "base", crops)
     tensors, model = read_weights(tmp_path / "base/train")
     described = {key: value for key, value in model.items() if key not in ("format", "sha256")}

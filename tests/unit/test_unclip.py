@@ -1,4 +1,4 @@
-"""From a caption to an image through an image embedding: what a prior writes, and a decoder that is told it."""
+"""unCLIP: a prior turns captions into image embeddings, and a decoder turns embeddings into images."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAMPLER = {"type": "euler", "num_steps": 2}
 
 
 class Brightness:
-    """Images -> embeddings of norm 1. name: of the encoder."""
+    """An image encoder with embeddings of norm 1. name: of the encoder, in its identity."""
 
     dim = DIM
 
@@ -54,7 +54,7 @@ class Brightness:
 
 
 def write_data(folder: Path, encoder: str = "brightness") -> None:
-    """Crops of two classes in `crops`, and their pairs in `pairs`."""
+    """Write crops of two classes to `crops` and their pairs to `pairs`."""
     noise = np.random.default_rng(0).integers(0, 100, (24, 192), dtype=np.uint8)
     for number in range(24):
         path = folder / "in" / ("dark", "light")[number % 2] / f"{number:02d}.ppm"
@@ -75,7 +75,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def trained(folder: Path, system: dict[str, Any], output: Path, steps: int = 2, **train: Any) -> bytes:
-    """The weights that so many steps give. A decoder learns from crops, a prior from their pairs."""
+    """Return the bytes of the weights after these steps. A decoder learns from crops, a prior from their pairs."""
     settings = {"steps": steps, "global_batch": 8, "flip_probability": 0, "checkpoint": {"every_steps": 1}}
     settings |= {"ema": {"rates": [0.5], "warmup": None}, "optimizer": {"lr": 0.05}, "validate_every_steps": 2} | train
     stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": system, "train": settings}
@@ -105,7 +105,7 @@ PRIOR: dict[str, Any] = {
 
 
 def images(weights: Path, *embeddings: Path, **settings: Any) -> tuple[Tensor, Any]:
-    """What `sample` makes of them, in two batches, and what makes it."""
+    """Return the images of `sample` for these embeddings, in two batches, and their maker."""
     model = load_model(weights)
     config = parse(SampleConfig, {"num_samples": 4, "sampler": SAMPLER} | settings, "sample")
     given = SamplingInputs(model, config, load_codec(model, None, CPU), load_model, embeddings=embeddings)
@@ -113,7 +113,7 @@ def images(weights: Path, *embeddings: Path, **settings: Any) -> tuple[Tensor, A
     return torch.cat([made(slice(i, i + 2)) for i in (0, 2)]), made
 
 
-def test_an_embedding_goes_where_the_time_goes_and_becomes_tokens():
+def test_embedding_conditions_through_the_time_and_through_tokens():
     spec, x, t = (
         DataSpec(channels=3, resolution=8, conditions={EMBEDDING: (DIM,)}),
         torch.randn(2, 3, 8, 8),
@@ -138,7 +138,7 @@ def test_an_embedding_goes_where_the_time_goes_and_becomes_tokens():
             network(x, t)
 
 
-def test_pairs_have_the_ids_of_images_that_are_saved_again(data):
+def test_pairs_keep_their_ids_when_images_are_saved_again(data):
     before = sorted(path.read_bytes() for path in (data / "pairs").glob("*.tar"))
     for image in (data / "in/dark").iterdir():
         image.write_bytes(image.read_bytes().replace(b"P6 ", b"P6 # x\n"))
@@ -157,7 +157,7 @@ def test_a_dropped_embedding_is_zeros():
     assert set(told.mean(1).tolist()) == {0.0, 1.0} and 0.6 < told.mean().item() < 0.9
 
 
-def test_a_decoder_resumes_to_the_same_bytes_and_draws_held_out_images(data, tmp_path):
+def test_decoder_resumes_bit_exactly_and_samples_from_held_out_embeddings(data, tmp_path):
     whole = trained(data, DECODER, tmp_path / "once", 4, grid_every_steps=2)
     assert trained(data, DECODER, tmp_path / "twice", 2, grid_every_steps=2) != whole
     assert trained(data, DECODER, tmp_path / "twice", 4, grid_every_steps=2) == whole
@@ -178,7 +178,7 @@ def test_a_decoder_resumes_to_the_same_bytes_and_draws_held_out_images(data, tmp
         images(tmp_path / "once")
 
 
-def test_a_decoder_may_be_told_the_class_as_well(data, tmp_path):
+def test_decoder_may_be_conditioned_on_the_class_too(data, tmp_path):
     both = DECODER | {"condition": [{"type": "label"}, {"type": "embedding"}]}
     whole = trained(data, both, tmp_path / "once", 4)
     trained(data, both, tmp_path / "twice", 2)
@@ -201,7 +201,7 @@ def prior(data: Path, tmp_path: Path) -> Path:
 
 
 def embedded(prior: Path, output: Path, *more: Any, **settings: Any) -> Path:
-    """The folder of what the command `sample` writes."""
+    """Run the command `sample`, and return the folder of its output."""
     chosen = {"prompts": ["a photo of a light", "a photo of a dark"], "num_samples": 7, "batch_size": 4}
     chosen |= {"first_seed": 5, "sampler": {"type": "ddim", "num_steps": 3}, "num_candidates": 1} | settings
     config = output.parent / "sample.yaml"
@@ -216,7 +216,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_prior_writes_embeddings_as_clip_retrieval_does(prior, tmp_path, monkeypatch):
+def test_prior_writes_embeddings_in_clip_retrieval_layout(prior, tmp_path, monkeypatch):
     monkeypatch.setattr(making, "_ROWS", 5)
     (tmp_path / "one").mkdir()
     folder = embedded(prior, tmp_path / "one" / "embeddings.json")
@@ -252,7 +252,7 @@ def test_a_prior_writes_embeddings_as_clip_retrieval_does(prior, tmp_path, monke
     np.testing.assert_allclose(open_rows(fewer / "img_emb/img_emb_0.npy").astype(float), rows[2:4], atol=2e-3)
 
 
-def test_a_decoder_draws_what_a_prior_has_made(data, prior, tmp_path):
+def test_decoder_samples_from_embeddings_of_a_prior(data, prior, tmp_path):
     trained(data, DECODER, tmp_path / "decoder", grid_every_steps=None)
     (tmp_path / "made").mkdir()
     folder = embedded(prior, tmp_path / "made" / "embeddings.json")
@@ -272,7 +272,7 @@ def test_a_decoder_draws_what_a_prior_has_made(data, prior, tmp_path):
         images(tmp_path / "decoder", embeddings=str(tmp_path / "nowhere"))
 
 
-def test_a_served_decoder_takes_captions_through_the_prior_and_draws_what_sample_does(data, prior, tmp_path):
+def test_served_decoder_embeds_captions_by_the_prior_and_matches_sample(data, prior, tmp_path):
     import pandas
 
     trained(data, DECODER, tmp_path / "decoder", grid_every_steps=None)
@@ -313,7 +313,7 @@ def test_embeddings_by_another_encoder_are_refused(data, prior, tmp_path):
         assert images(tmp_path / "decoder", embeddings=str(folder))[0].shape == (4, 3, 8, 8), image
 
 
-def test_prompts_are_embedded_as_the_captions_were(prior):
+def test_prompts_use_the_text_encoder_of_the_captions(prior):
     pairs = load_model(prior).pairs["pairs"]
     assert pairs["text"] == text_encoder(pairs, None).identity == HashingText(DIM, 3).identity
     for unknown in (None, {"text": {"type": "files"}}):

@@ -1,4 +1,4 @@
-"""U-Nets as diffusers' UNet2DModel and DDPMPipeline: the same function, the same images, or one clear refusal."""
+"""U-Nets as UNet2DModel and DDPMPipeline of diffusers: the same function and images, or a clear error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY = torch.arange(1000).float()
 
 
 def randomised(network: nn.Module) -> nn.Module:
-    """With numbers in what starts at zero."""
+    """Add noise to all parameters, since some start at zero."""
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -55,7 +55,7 @@ def randomised(network: nn.Module) -> nn.Module:
     ],
     ids=["default", "no-scale-shift", "new-order", "levels", "rescaled-times"],
 )
-def test_the_network_is_the_same_function(changes: dict[str, Any], times: Tensor) -> None:
+def test_converted_network_is_the_same_function(changes: dict[str, Any], times: Tensor) -> None:
     torch.manual_seed(0)
     network = randomised(UNetConfig(**SMALL | changes).build(SPEC, learned_variance=True))
     unet = to_diffusers_unet(network, times)  # type: ignore[arg-type]
@@ -64,10 +64,10 @@ def test_the_network_is_the_same_function(changes: dict[str, Any], times: Tensor
 
 
 @pytest.mark.parametrize("variance", ["learned_range", "fixed_small", "fixed_large"])
-def test_the_pipeline_makes_the_same_images_of_the_same_noise(
+def test_pipeline_makes_the_same_images_from_the_same_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variance: Any
 ) -> None:
-    """With the paper's 4,000 cosine timesteps shown as 0 to 1000, and with 1,000 linear ones."""
+    """With the paper's 4,000 cosine timesteps rescaled to 0 to 1000, and with 1,000 linear ones."""
     from diffusers import DDPMPipeline
 
     learned = variance == "learned_range"
@@ -119,7 +119,7 @@ def test_the_pipeline_makes_the_same_images_of_the_same_noise(
         ({"multipliers": (2, 2)}, 0, "no other width than network.channels at the first level"),
     ],
 )
-def test_what_diffusers_does_not_have_is_refused(changes: dict[str, Any], classes: int, told: str) -> None:
+def test_networks_unsupported_by_diffusers_are_rejected(changes: dict[str, Any], classes: int, told: str) -> None:
     spec = DataSpec(channels=3, resolution=16, num_classes=classes)
     with pytest.raises(ValueError, match=f"{told}.* Set export.format to pipeline"):
         to_diffusers_unet(UNetConfig(**SMALL | changes).build(spec), EVERY)
@@ -133,7 +133,7 @@ def test_what_diffusers_does_not_have_is_refused(changes: dict[str, Any], classe
         ({"channels": 2}, "no images of 2 channels"),
     ],
 )
-def test_data_that_diffusers_does_not_have_are_refused(changes: dict[str, Any], told: str) -> None:
+def test_data_unsupported_by_diffusers_are_rejected(changes: dict[str, Any], told: str) -> None:
     spec = SPEC.model_copy(update=changes)
     with pytest.raises(ValueError, match=f"{told}. Set export.format to pipeline"):
         to_diffusers_unet(UNetConfig(**SMALL).build(spec), EVERY)
@@ -166,7 +166,7 @@ def test_data_that_diffusers_does_not_have_are_refused(changes: dict[str, Any], 
         ({"data": {"dtype": "uint16", "channels": 5}}, "has no classes and no arrays and no images of 5 channels"),
     ],
 )
-def test_it_is_refused_before_any_work(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_unsupported_exports_are_rejected_before_any_work(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     raw = read_yaml(ROOT / "config/experiments/iddpm_demo.yaml")
     path = tmp_path / "x.yaml"
     same = {"export": {"format": "diffusers"}, "evaluate": {"likelihood": None}}

@@ -1,4 +1,4 @@
-"""What a U-Net is, apart from its agreement with the original."""
+"""U-Nets, except for their agreement with the original code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADM = {"residual_resampling": True, "head_channels": 16, "attention_order": "new
 
 
 def tiny(spec: DataSpec = SPEC, learned_variance: bool = False, null_label: bool = False, **changes) -> UNet:
-    """A small U-Net whose every parameter is away from zero, so that every part takes part in the output."""
+    """Build a small U-Net with all parameters non-zero, so that every part affects the output."""
     torch.manual_seed(0)
     network = UNetConfig(**{**TINY, **changes}).build(spec, learned_variance, null_label)
     for parameter in network.parameters():
@@ -44,13 +44,13 @@ def test_every_input_counts_and_no_row_depends_on_another(changes):
 
 
 @pytest.mark.parametrize(("stem", "first"), [("adm", 64), ("iddpm", 32)])
-def test_the_stem_is_as_wide_as_that_of_the_original_which_is_named(stem, first):
-    """Widths of the original networks with multipliers 2 and 1; improved-diffusion's own one then fails at `out`."""
+def test_stem_width_matches_the_named_original(stem, first):
+    """Widths of the original networks with multipliers 2 and 1; that of improved-diffusion then fails at `out`."""
     network = tiny(multipliers=(2, 1), stem=stem)
     widths = [
         network.input_blocks[0][0].out_channels,
         network.input_blocks[1][0].in_layers[0].num_channels,
-        network.output_blocks[-1][0].in_layers[0].num_channels,  # what comes up, and the stem's own output beside it
+        network.output_blocks[-1][0].in_layers[0].num_channels,  # features from below and the stem's output
         network.out[0].num_channels,
     ]
     assert widths == [first, first, 64 + first, 64]
@@ -81,7 +81,7 @@ def test_unlabelled_data_need_no_label_table():
         network(x, t, label=label)
 
 
-def test_the_small_images_count():
+def test_small_images_affect_the_output():
     network = tiny(SPEC.model_copy(update={"conditions": {"image": (3, 4, 4)}}))
     x, t, label = inputs()
     small = F.interpolate(x, 4, mode="area")
@@ -92,7 +92,7 @@ def test_the_small_images_count():
 
 @pytest.mark.parametrize("order", ["legacy", "new"])
 def test_attention_is_softmax_of_scaled_products(order):
-    """legacy: the 3C channels are heads of (q, k, v); new: q, k and v, each of all heads."""
+    """legacy: the 3C channels are (q, k, v) of each head; new: q, k and v, each of all heads."""
     torch.manual_seed(0)
     attention = Attention(UNetConfig(num_heads=2, attention_order=order), 32)
     for parameter in attention.parameters():
@@ -118,7 +118,7 @@ def test_heads_by_number_or_by_their_channels():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradient_checkpointing_changes_no_number_and_no_dropout(dropout):
-    """Recomputed blocks drop the same features: the original's did not."""
+    """Recomputed blocks drop the same features, unlike those of the original code."""
     x, t, label = inputs()
     gradients = []
     for saving in (False, True):
@@ -212,7 +212,7 @@ def test_a_configuration_returns_from_plain_data(config):
         ({"head_channels": 48}, 8, "head_channels 48 does not divide the 64 channels"),
     ],
 )
-def test_what_does_not_fit_the_data_is_told(changes, resolution, message):
+def test_configurations_that_do_not_fit_the_data_are_rejected(changes, resolution, message):
     spec = SPEC.model_copy(update={"resolution": resolution})
     with pytest.raises(ValueError, match=message):
         UNetConfig(**{**TINY, **changes}).build(spec)
@@ -247,7 +247,7 @@ def test_a_missing_label_is_told():
 
 
 @pytest.mark.parametrize("side", [None, 2, 8])
-def test_small_images_that_are_missing_or_of_another_size_are_told(side):
+def test_missing_or_wrongly_sized_small_images_are_rejected(side):
     x, t, label = inputs()
     image = None if side is None else torch.zeros(3, 3, side, side)
     spec = SPEC.model_copy(update={"conditions": {"image": (3, 4, 4)}})
@@ -255,7 +255,7 @@ def test_small_images_that_are_missing_or_of_another_size_are_told(side):
         tiny(spec)(x, t, label=label, image=image)
 
 
-def test_small_images_nobody_asked_for_are_told():
+def test_unexpected_small_images_are_rejected():
     x, t, label = inputs()
     with pytest.raises(ValueError, match="built for the conditions none, but was called with image of 3 x 8 x 8"):
         tiny()(x, t, label=label, image=x)

@@ -1,4 +1,4 @@
-"""From a published file to images and bits per dimension, by the commands alone: weights of its shapes, at random."""
+"""Commands from a published file to images and bits per dimension, with random weights of the published shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA = {"name": "digits", "source": {"type": "digits"}, "resolution": 32, "valid
 
 
 def command(main: Any, *arguments: str | Path) -> None:
-    """Run a verb in this process."""
+    """Run a command in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["verb", *map(str, arguments)])
         main()
@@ -34,7 +34,7 @@ def command(main: Any, *arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with crops of digits, and the weights folder read from a file named like the published one."""
+    """A folder with crops of digits and with weights imported from a file with the published name."""
     folder = tmp_path_factory.mktemp("published")
     config = folder / "crop.yaml"
     config.write_text(yaml.safe_dump(DATA))
@@ -63,7 +63,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_images_straight_from_the_published_file(published: Path, tmp_path: Path) -> None:
+def test_published_file_generates_images(published: Path, tmp_path: Path) -> None:
     config = tmp_path / "sample.yaml"
     sampler = {"type": "ddpm", "num_steps": 2, "clip_denoised": True}
     config.write_text(yaml.safe_dump({"sample": {"num_samples": 2, "sampler": sampler}}))
@@ -74,7 +74,7 @@ def test_images_straight_from_the_published_file(published: Path, tmp_path: Path
         assert arrays["arr_0"].shape == (2, 32, 32, 3) and "arr_1" not in arrays
 
 
-def test_bits_per_dimension_straight_from_the_published_file(published: Path, tmp_path: Path) -> None:
+def test_published_file_gives_bits_per_dimension(published: Path, tmp_path: Path) -> None:
     config, output = tmp_path / "evaluate.yaml", tmp_path / "metrics.json"
     config.write_text(yaml.safe_dump({"evaluate": {"likelihood": {"num_samples": 3, "timesteps": 3}}}))
     command(
@@ -92,7 +92,7 @@ def test_bits_per_dimension_straight_from_the_published_file(published: Path, tm
     assert (tmp_path / "evaluation/likelihood.png").is_file()
 
 
-def test_a_network_of_other_images_is_told(published: Path, tmp_path: Path) -> None:
+def test_data_of_another_resolution_are_rejected(published: Path, tmp_path: Path) -> None:
     crop, config = tmp_path / "crop.yaml", tmp_path / "evaluate.yaml"
     crop.write_text(yaml.safe_dump({**DATA, "resolution": 16}))
     config.write_text(yaml.safe_dump({"evaluate": {"likelihood": {}}}))

@@ -1,4 +1,4 @@
-"""IDDPM as a system: its defaults, its losses, and images from it."""
+"""The IDDPM system: its defaults, losses and images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attentio
 
 
 def system(**changes) -> IddpmSystem:
-    """A small one, from plain data as an experiment file gives it."""
+    """Return a small system, parsed from plain data as in an experiment file."""
     data = {"type": "iddpm", "network": NETWORK, "process": {"type": "discrete", "num_timesteps": 20}, **changes}
     built = parse(AnySystem, data, "system")
     assert isinstance(built, IddpmSystem)
@@ -34,7 +34,7 @@ def batch(size: int = 4) -> Batch:
     return Batch(x, {"label": torch.arange(size) % 3}, streams)
 
 
-def test_the_defaults_are_the_paper_s():
+def test_defaults_are_those_of_the_paper():
     default = parse(AnySystem, {"type": "iddpm"}, "system")
     assert isinstance(default.process, Discrete) and isinstance(default.objective, Denoising)
     assert (default.process.schedule.type, default.process.num_timesteps) == ("cosine", 4000)
@@ -45,7 +45,7 @@ def test_the_defaults_are_the_paper_s():
 
 
 @pytest.mark.parametrize(("probability", "rows"), [(0.0, 3), (0.1, 4)])
-def test_the_network_knows_no_label_where_labels_are_dropped(probability, rows):
+def test_label_dropout_adds_a_null_label(probability, rows):
     objective = {"type": "denoising", "label_drop_probability": probability}
     assert system(objective=objective).build_network(SPEC).label_emb.weight.shape[0] == rows
 
@@ -61,7 +61,7 @@ def test_the_network_knows_no_label_where_labels_are_dropped(probability, rows):
     ],
     ids=["simple", "x0", "hybrid", "kl", "dropped"],
 )
-def test_every_objective_falls_when_one_batch_is_learnt(objective):
+def test_every_objective_decreases_on_one_batch(objective):
     torch.manual_seed(0)
     small = system(objective=objective)
     network, loss_of = small.build_network(SPEC), small.build_objective(SPEC)

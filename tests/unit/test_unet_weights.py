@@ -1,4 +1,4 @@
-"""U-Net weights made elsewhere: what their shapes and file names tell, and what is said where they tell too little."""
+"""Import of U-Net weights: settings inferred from shapes and file names, and errors for unsuitable files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CIFAR = "cifar10_uncond_50M_500K.pt"
 
 
 def random_unet(spec: DataSpec = SPEC, **changes) -> UNet:
-    """A U-Net whose every weight is away from zero."""
+    """Build a U-Net with all weights non-zero."""
     torch.manual_seed(0)
     network = UNetConfig(**{**SMALL, **changes}).build(spec, learned_variance=True).eval()
     for parameter in network.parameters():
@@ -35,7 +35,7 @@ def random_unet(spec: DataSpec = SPEC, **changes) -> UNet:
 
 
 def read(tensors: dict[str, Tensor], path: Path, experiment: Path | None = None) -> Path:
-    """Write tensors to a file and read that into a weights folder."""
+    """Write tensors to a file, import that file, and return the weights folder."""
     save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
     save(tensors, path)
     read_foreign(path, "none", experiment, path.parent / "train")
@@ -43,7 +43,7 @@ def read(tensors: dict[str, Tensor], path: Path, experiment: Path | None = None)
 
 
 def describe(folder: Path, **network) -> Path:
-    """An experiment file for images of 8 pixels."""
+    """Write an experiment file for images of 8 pixels."""
     path = folder / "mine.yaml"
     sections = {
         "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 8},
@@ -70,7 +70,7 @@ def describe(folder: Path, **network) -> Path:
     ],
 )
 @pytest.mark.parametrize("num_classes", [0, 7])
-def test_shapes_tell_the_network(resolution, changes, told, num_classes):
+def test_network_is_inferred_from_tensor_shapes(resolution, changes, told, num_classes):
     config = UNetConfig(**{**SMALL, **changes})
     conditions = {"image": (3, 64, 64)} if resolution == 256 else {}  # an upsampler
     spec = DataSpec(channels=3, resolution=resolution, num_classes=num_classes, conditions=conditions)
@@ -82,7 +82,7 @@ def test_shapes_tell_the_network(resolution, changes, told, num_classes):
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_published_file_becomes_a_model_with_the_same_outputs(tmp_path, suffix):
-    """A small network under a published name: the file says what is learnt, its name how it was trained."""
+    """A small network under a published name: the file holds the parameters, its name implies the training settings."""
     network = random_unet(dropout=0.3)
     model = load_model(read(network.state_dict(), (tmp_path / CIFAR).with_suffix(suffix)))
     assert model.system.network == network.config
@@ -93,7 +93,7 @@ def test_a_published_file_becomes_a_model_with_the_same_outputs(tmp_path, suffix
         assert torch.equal(model.network(x, t), network(x, t))
 
 
-def test_images_come_straight_from_foreign_weights(tmp_path):
+def test_imported_weights_generate_images(tmp_path):
     spec = DataSpec(channels=3, resolution=64, num_classes=5)
     network = random_unet(spec, channels=32, num_heads=4)
     model = load_model(read(network.half().state_dict(), tmp_path / "imagenet64_cond_270M_250K.pt"))
@@ -109,7 +109,7 @@ def test_images_come_straight_from_foreign_weights(tmp_path):
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.1])
-def test_an_experiment_file_describes_a_network_of_no_published_name(tmp_path, drop):
+def test_experiment_describes_a_network_without_published_name(tmp_path, drop):
     spec = DataSpec(channels=3, resolution=8, num_classes=4)
     config = UNetConfig(**SMALL, multipliers=(1, 1), attention_resolutions=(4,), num_heads=2)
     network = config.build(spec, learned_variance=True, null_label=drop > 0)
@@ -123,7 +123,7 @@ def test_an_experiment_file_describes_a_network_of_no_published_name(tmp_path, d
     assert model.system.network == config and model.spec == spec
 
 
-def test_every_published_recipe_is_known_with_its_noise_and_its_heads():
+def test_published_recipes_are_valid():
     assert len(PUBLISHED) == 19
     assert PUBLISHED["lsun_uncond_100M_1200K_bs128"].network == {"num_heads": 1}
     for recipe in PUBLISHED.values():
@@ -131,14 +131,14 @@ def test_every_published_recipe_is_known_with_its_noise_and_its_heads():
         assert recipe.objective.variance == "learned_range"
 
 
-def test_a_file_of_no_published_name_needs_an_experiment(tmp_path):
+def test_file_without_published_name_needs_an_experiment(tmp_path):
     with pytest.raises(
         ValueError, match=r"mine\.pt is a U-Net without a published name.*Give an experiment .*--experiment"
     ):
         read(random_unet().state_dict(), tmp_path / "mine.pt")
 
 
-def test_what_is_missing_is_told(tmp_path):
+def test_missing_tensors_are_reported(tmp_path):
     tensors = random_unet().state_dict()
     del tensors["middle_block.1.qkv.bias"]
     with pytest.raises(ValueError, match=r"does not fit.* missing: middle_block\.1\.qkv\.bias\. Use weights"):
@@ -147,31 +147,31 @@ def test_what_is_missing_is_told(tmp_path):
         read({n: t for n, t in tensors.items() if not n.startswith(("time", "out."))}, tmp_path / CIFAR)
 
 
-def test_what_is_too_much_is_told(tmp_path):
+def test_unexpected_tensors_are_reported(tmp_path):
     tensors = random_unet().state_dict() | {"stem.weight": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"unexpected: stem\.weight"):
         read(tensors, tmp_path / CIFAR)
 
 
-def test_what_is_of_another_shape_is_told(tmp_path):
+def test_tensors_of_another_shape_are_reported(tmp_path):
     tensors = random_unet().state_dict() | {"out.0.bias": torch.zeros(3)}
     with pytest.raises(ValueError, match=r"of another shape: out\.0\.bias \[3\] instead of \[32\]"):
         read(tensors, tmp_path / CIFAR)
 
 
-def test_levels_of_no_published_network_are_told(tmp_path):
+def test_unpublished_channel_levels_are_rejected(tmp_path):
     tensors = random_unet(multipliers=(1, 1, 2), attention_resolutions=(16,)).state_dict()
     with pytest.raises(ValueError, match=r"32, 32, 64 channels from level to level, as no published network"):
         read(tensors, tmp_path / CIFAR)
 
 
-def test_images_that_are_not_rgb_are_told(tmp_path):
+def test_networks_of_non_rgb_images_are_rejected(tmp_path):
     tensors = random_unet(DataSpec(channels=1, resolution=32)).state_dict()
     with pytest.raises(ValueError, match="reads 1 channels and returns 2; a U-Net of RGB images"):
         read(tensors, tmp_path / CIFAR)
 
 
-def test_an_experiment_of_another_system_is_told(tmp_path):
+def test_experiments_of_another_system_are_rejected(tmp_path):
     experiment = describe(tmp_path)
     sections = yaml.safe_load(experiment.read_text())
     sections["system"] = {"type": "dit", "network": {"size": "DiT-S/8"}}

@@ -1,4 +1,4 @@
-"""A codebook of moving averages: the published update, and dead codes that begin anew."""
+"""A codebook of moving averages: the published update, and the restart of dead codes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_codes_are_the_moving_averages_of_the_paper() -> None:
         torch.testing.assert_close(codebook.weight, m / big_n[:, None])
 
 
-def test_the_first_encodings_move_a_code_all_the_way_and_the_unused_stay() -> None:
+def test_first_encodings_replace_a_code_and_unused_codes_stay() -> None:
     codebook = quantiser(dead_below=0)
     before, z = codebook.weight.clone(), encodings(4, 0)
     codebook.update_from(torch.tensor([2, 2, 0, 2]), z, torch.rand(4))
@@ -53,12 +53,12 @@ def test_the_first_encodings_move_a_code_all_the_way_and_the_unused_stay() -> No
     torch.testing.assert_close(codebook.weight[0], z[2])
     assert torch.equal(codebook.weight[[1, 3, 4]], before[[1, 3, 4]])
     for _ in range(100_000 // 1000):
-        codebook.counts.mul_(1e-5)  # as of a code that is not chosen for many thousands of steps
+        codebook.counts.mul_(1e-5)  # as after many thousands of steps without use
     codebook.update_from(torch.tensor([1]), z[:1], torch.rand(1))
     assert codebook.weight.isfinite().all()
 
 
-def test_dead_codes_begin_on_encodings_in_the_order_of_the_draws() -> None:
+def test_dead_codes_restart_at_encodings_in_order_of_the_draws() -> None:
     codebook = quantiser(decay=0.5, dead_below=0.2)
     codebook.counts.copy_(torch.tensor([4.0, 0.1, 4.0, 0.2, 4.0]))
     codebook.weight.copy_(encodings(5, 9))
@@ -77,7 +77,7 @@ def test_dead_codes_begin_on_encodings_in_the_order_of_the_draws() -> None:
     torch.testing.assert_close(other.weight, codebook.weight)
 
 
-def test_more_dead_codes_than_encodings_wait_for_their_turn() -> None:
+def test_dead_codes_beyond_the_number_of_encodings_wait() -> None:
     codebook = quantiser(dead_below=0.5)
     before = codebook.weight.clone()
     codebook.update_from(torch.tensor([0, 0]), encodings(2, 0), torch.tensor([0.9, 0.1]))
@@ -85,7 +85,7 @@ def test_more_dead_codes_than_encodings_wait_for_their_turn() -> None:
     assert torch.equal(codebook.weight[3:], before[3:])
 
 
-def test_a_code_has_the_gradient_of_the_encoding() -> None:
+def test_gradient_passes_straight_through_to_the_encoding() -> None:
     codebook = quantiser()
     z = encodings(4, 2).T.reshape(1, 3, 2, 2).requires_grad_()
     codes, tokens = codebook.quantize(z)
@@ -103,6 +103,6 @@ def test_a_code_has_the_gradient_of_the_encoding() -> None:
         ({"estimator": "reinmax"}, "estimator is reinmax, but vector_quantiser has no estimator"),
     ],
 )
-def test_one_way_to_a_token(settings: dict[str, Any], message: str) -> None:
+def test_vector_quantiser_excludes_other_quantisation_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DVAEConfig(vector_quantiser=VectorQuantiserConfig(), **settings)

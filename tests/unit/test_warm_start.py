@@ -1,4 +1,4 @@
-"""Weights of one training as the start of another: other classes, another resolution, and what is refused."""
+"""Warm starts from weights of another training: other classes, another resolution, and errors."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def of(
 
 
 def start(ours: Trained, theirs: Trained) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
-    """The tensors there were, those to start from, and the table."""
+    """Return the tensors of the given weights, the initial tensors, and the table of changes."""
     torch.manual_seed(0)
     given, network = theirs.system.build_network(theirs.spec).state_dict(), ours.system.build_network(ours.spec)
     if TABLE in network.state_dict():
-        network.get_parameter(TABLE).data.fill_(0.5)  # what a random row stands for
+        network.get_parameter(TABLE).data.fill_(0.5)  # in place of random rows
     found, changes = fitted(network, ours, given, theirs)
     return given, found, table(changes)
 
 
-def test_classes_start_by_name_and_others_from_the_mean_row() -> None:
+def test_classes_are_matched_by_name_and_new_ones_start_near_the_mean_row() -> None:
     given, found, told = start(of(["fish", "cat"], 2), of(["cat", "dog", "owl"], 3))
     rows = given[TABLE]
     assert torch.equal(found[TABLE], torch.stack([rows[:3].mean(0) + 0.5, rows[0], rows[3]]))
@@ -60,7 +60,7 @@ def test_classes_start_by_name_and_others_from_the_mean_row() -> None:
     ]
 
 
-def test_as_many_classes_of_other_names_are_other_classes() -> None:
+def test_equally_many_classes_of_other_names_are_new() -> None:
     given, found, told = start(of(["a", "b"], 2), of(["c", "d"], 2))
     assert (
         torch.equal(found[TABLE][:2], given[TABLE][:2].mean(0).expand(2, -1) + 0.5) and "0 of 2 classes by name" in told
@@ -69,14 +69,14 @@ def test_as_many_classes_of_other_names_are_other_classes() -> None:
     assert torch.equal(found[TABLE], given[TABLE]) and told == ""
 
 
-def test_numbers_that_others_gave_to_their_classes_are_no_names() -> None:
+def test_class_numbers_of_imported_weights_are_not_names() -> None:
     given, found, told = start(of(["0", "1"], 2), of(None, 3))
     assert torch.equal(found[TABLE][0], given[TABLE][:3].mean(0) + 0.5) and "0 of 2" in told
-    given, found, told = start(of(["a", "b", "c"], 3), of(None, 3))  # the same data set, as far as one can tell
+    given, found, told = start(of(["a", "b", "c"], 3), of(None, 3))  # assumed to be the same data set
     assert torch.equal(found[TABLE], given[TABLE]) and told == ""
 
 
-def test_a_table_of_classes_is_new_or_left_out_where_one_side_has_none() -> None:
+def test_class_table_is_new_or_dropped_where_one_side_has_no_classes() -> None:
     _, found, told = start(of(["a", "b"], 2), of([], 0))
     assert found[TABLE].shape == (3, 16) and "new: the weights know no classes" in told
     _, found, told = start(of([], 0), of(["a", "b"], 2))
@@ -102,7 +102,7 @@ def test_another_resolution_interpolates_positions() -> None:
         (of([], 0, num_heads=4), r"^system.network.num_heads \(2 here, 4 there\) .* other heads. Give it the value"),
     ],
 )
-def test_anything_else_is_refused_with_what_would_fit(theirs: Trained, told: str) -> None:
+def test_other_differences_are_rejected_with_the_fitting_setting(theirs: Trained, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         start(of([], 0), theirs)
 
@@ -126,7 +126,7 @@ def trained(
     return read_weights(tmp_path / "train")[0]
 
 
-def test_a_published_file_of_a_thousand_classes_starts_a_training_of_three(
+def test_published_weights_of_1000_classes_start_a_training_of_three(
     tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = {"depth": 1, "width": 384, "num_heads": 6, "patch": 2}  # DiT-S/2, one block of it
@@ -144,13 +144,13 @@ def test_a_published_file_of_a_thousand_classes_starts_a_training_of_three(
     assert "1 x 16 x 384" in told and "interpolated to the other resolution" in told
     rows = published.state_dict()[TABLE]
     torch.testing.assert_close(found[TABLE][3], rows[1000], rtol=0, atol=1e-6)
-    assert (found[TABLE][:3] - rows[:1000].mean(0)).std() == pytest.approx(0.02, rel=0.2)  # of random rows
+    assert (found[TABLE][:3] - rows[:1000].mean(0)).std() == pytest.approx(0.02, rel=0.2)  # std of random rows
     name = "blocks.0.mlp.fc1.weight"
     torch.testing.assert_close(found[name], published.state_dict()[name], rtol=0, atol=1e-6)
 
 
-def test_a_file_of_the_shape_of_dit_xl_starts_a_training_of_three_classes() -> None:
-    """Of shapes alone: 675 million numbers take a minute and 14 GB to train."""
+def test_dit_xl_weights_fit_a_network_of_three_classes() -> None:
+    """Shapes only: training 675 million parameters takes a minute and 14 GB."""
     from image_diffusion.core.devices import shapes_only
 
     system = DiTSystem(network=DiTConfig(size="DiT-XL/2", time_frequencies="dit"))
@@ -166,7 +166,7 @@ def test_a_file_of_the_shape_of_dit_xl_starts_a_training_of_three_classes() -> N
     assert sum(tensor.numel() for tensor in there.state_dict().values()) > 670e6
 
 
-def test_what_is_frozen_stays_as_it_is(tmp_path: Path, crops: Path) -> None:
+def test_frozen_parameters_do_not_change(tmp_path: Path, crops: Path) -> None:
     network = {"depth": 2, "width": 16, "num_heads": 2, "patch": 4}
     first = trained(tmp_path / "a", crops, network)
     settings = {"init_from": str(tmp_path / "a/train"), "freeze": ["blocks.*", "t_embedder.*"], "seed": 1}
@@ -183,7 +183,7 @@ def test_what_is_frozen_stays_as_it_is(tmp_path: Path, crops: Path) -> None:
     )
 
 
-def test_other_settings_than_those_of_the_weights_are_told(
+def test_settings_that_differ_from_the_weights_are_reported(
     tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
@@ -206,10 +206,10 @@ def test_other_settings_than_those_of_the_weights_are_told(
     assert line.startswith("They were trained with other settings: system.process.type (") and "time_scale" not in line
 
 
-def test_a_flow_is_distilled_into_its_map_and_a_cut_changes_nothing(
+def test_distillation_of_a_flow_resumes_bit_exactly(
     tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The teacher is the network as the training began, however often that goes on: not as it went on."""
+    """After each resume the teacher is still the initial network of the training."""
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
     flow: dict[str, Any] = {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}}
     objective = {"type": "mean_flow", "direction": "teacher", "interval_probability": 1.0}
@@ -229,7 +229,7 @@ def test_a_flow_is_distilled_into_its_map_and_a_cut_changes_nothing(
 
 
 def experiments(folder: Path, **network: Any) -> Path:
-    """The two of the demo of fine-tuning, the second one changed."""
+    """Write both experiments of the fine-tuning demo, the second with these changes, and return its path."""
     for name in ("finetune_base", "finetune_demo"):
         shutil.copy(ROOT / "config" / "experiments" / f"{name}.yaml", folder)
     path = folder / "finetune_demo.yaml"
@@ -239,7 +239,7 @@ def experiments(folder: Path, **network: Any) -> Path:
     return path
 
 
-def test_the_experiment_that_is_started_from_is_an_edge_of_the_graph(tmp_path: Path) -> None:
+def test_initial_experiment_is_a_dependency_of_the_workflow(tmp_path: Path) -> None:
     found = load_all([experiments(tmp_path)])
     assert set(found) == {"finetune_demo", "finetune_base"}
     for name, (_, experiment) in found.items():
@@ -253,7 +253,7 @@ def test_the_experiment_that_is_started_from_is_an_edge_of_the_graph(tmp_path: P
     assert files.plans.by_name["two"].configs["train"] in files.configs_before("train")({"experiment": "one"})
 
 
-def test_what_cannot_be_started_from_is_told_before_any_work(tmp_path: Path) -> None:
+def test_unsuitable_initial_weights_are_rejected_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train.init_from.experiment: .*system.network.patch \(2 here, 4 there\)"):
         load_all([experiments(tmp_path, patch=2)])
     (tmp_path / "finetune_base.yaml").unlink()
@@ -261,7 +261,7 @@ def test_what_cannot_be_started_from_is_told_before_any_work(tmp_path: Path) -> 
         load_all([tmp_path / "finetune_demo.yaml"])
 
 
-def test_no_experiment_starts_from_itself(tmp_path: Path) -> None:
+def test_experiments_may_not_start_from_themselves(tmp_path: Path) -> None:
     path = experiments(tmp_path)
     text = path.read_text()
     path.write_text(
@@ -286,7 +286,7 @@ def test_no_experiment_starts_from_itself(tmp_path: Path) -> None:
         load_all([path])
 
 
-def test_interpolated_positions_are_not_exported_as_others() -> None:
+def test_interpolated_positions_are_not_exported() -> None:
     from image_diffusion.networks.weights.dit_diffusers import to_diffusers_transformer
 
     ours = of([], 0, resolution=16)

@@ -14,7 +14,7 @@ MOST = {"systems": 1}
 
 
 def variables(code: str) -> Iterator[str]:
-    """Yield the names that code assigns to, and of parameters and fields, without underscores at their ends."""
+    """Yield the names of assigned variables, parameters and fields, without leading or trailing underscores."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id.strip("_")

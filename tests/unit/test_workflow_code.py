@@ -1,4 +1,4 @@
-"""The digest of a stage's code: what runs counts, how it is worded does not."""
+"""Digests of the code of stages: they depend on executed code, not on comments and docstrings."""
 
 import re
 import shutil
@@ -34,12 +34,12 @@ def verb_digest(folder: Path, **files: str) -> str:
     "part",
     ["def f(): return 1  # why", "def f():\n\n    return 1", "'''Text.'''\ndef f():\n    '''More.'''\n    return 1"],
 )
-def test_wording_does_not_count(tmp_path: Path, part: str) -> None:
+def test_comments_and_docstrings_do_not_change_the_digest(tmp_path: Path, part: str) -> None:
     assert verb_digest(tmp_path / "a") == verb_digest(tmp_path / "b", part=part)
 
 
 @pytest.mark.parametrize("files", [{"part": "def f(): return 2"}, {"verb": "from image_diffusion import part"}])
-def test_what_runs_counts(tmp_path: Path, files: dict[str, str]) -> None:
+def test_code_changes_the_digest(tmp_path: Path, files: dict[str, str]) -> None:
     assert verb_digest(tmp_path / "a") != verb_digest(tmp_path / "b", **files)
 
 
@@ -69,18 +69,18 @@ def test_a_relative_import_is_followed(tmp_path: Path, module: str, text: str) -
     assert digest_of_verb(tmp_path) != before
 
 
-def test_a_module_that_is_no_python_is_named(tmp_path: Path) -> None:
+def test_syntax_errors_name_the_module(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^.*/image_diffusion/part.py: line 2: .*\. Correct it\.$"):
         verb_digest(tmp_path, part="\nx = (")
 
 
-def test_a_module_nobody_imports_does_not_count(tmp_path: Path) -> None:
+def test_unimported_modules_do_not_change_the_digest(tmp_path: Path) -> None:
     (package(tmp_path / "b") / "image_diffusion" / "other.py").write_text("x = 1")
     assert verb_digest(tmp_path / "a") == digest_of_verb(tmp_path / "b")
 
 
 def with_data(folder: Path, **data: str) -> str:
-    """The digest of a stage whose module `part` uses compiled code and has a table."""
+    """Return the digest of a stage whose module `part` uses compiled code and has a table."""
     package(folder, part='LIBRARY = "fast.compiled"')
     for name, text in data.items():
         (folder / "image_diffusion" / name.replace("_", ".")).write_text(text)
@@ -88,7 +88,7 @@ def with_data(folder: Path, **data: str) -> str:
 
 
 @pytest.mark.parametrize("changed", ["fast_c", "part_csv"])
-def test_code_that_is_not_python_counts(tmp_path: Path, changed: str) -> None:
+def test_native_code_and_tables_change_the_digest(tmp_path: Path, changed: str) -> None:
     data = {"fast_c": "int f;", "part_csv": "a,b"}
     before = with_data(tmp_path / "a", **data)
     assert before == with_data(tmp_path / "b", **data)
@@ -99,7 +99,7 @@ def test_code_that_is_not_python_counts(tmp_path: Path, changed: str) -> None:
     assert before != digest_of_verb(tmp_path / "b")
 
 
-def test_what_a_compiler_made_and_data_of_nobody_do_not_count(tmp_path: Path) -> None:
+def test_compiled_files_and_unused_data_do_not_change_the_digest(tmp_path: Path) -> None:
     before = with_data(tmp_path / "a", fast_c="int f;")
     assert before == with_data(tmp_path / "b", fast_c="int f;", fast_compiled="ELF", other_csv="x", verb_pyc="x")
 
@@ -114,7 +114,7 @@ def test_what_a_compiler_made_and_data_of_nobody_do_not_count(tmp_path: Path) ->
         ("tracking/runs.py", {"track"}),
     ],
 )
-def test_files_of_this_package_belong_to_their_stages(tmp_path: Path, file: str, stages: set[str]) -> None:
+def test_package_files_change_the_digests_of_their_stages(tmp_path: Path, file: str, stages: set[str]) -> None:
     root = Path(__file__).parents[2]
 
     def digests(source: Path) -> dict[str, str]:
@@ -128,9 +128,7 @@ def test_files_of_this_package_belong_to_their_stages(tmp_path: Path, file: str,
     assert stages <= {stage for stage in before if before[stage] != after[stage]} < before.keys()
 
 
-def test_a_compiled_file_that_is_damaged_or_of_another_source_is_not_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_or_outdated_compiled_files_are_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     built, source = tmp_path / "fast.compiled", tmp_path / "fast.c"
     source.write_text("int f;")
     built.write_bytes(b"compiled" * 100)
@@ -150,11 +148,11 @@ def test_a_compiled_file_that_is_damaged_or_of_another_source_is_not_loaded(
     built.write_bytes(whole)
     source.write_text("int g;")
     assert "was compiled from another fast.c" in str(native.fault_of(built))
-    source.unlink()  # where the package was installed without it
+    source.unlink()  # as in an installed package without sources
     assert native.fault_of(built) is None
 
 
-def test_what_was_compiled_here_is_sealed() -> None:
+def test_compiled_files_of_this_checkout_are_sealed() -> None:
     for built in (Path(__file__).parents[2] / "src").rglob("*.compiled"):
         assert native.fault_of(built) is None
 
@@ -162,7 +160,7 @@ def test_what_was_compiled_here_is_sealed() -> None:
 RULES = sorted((Path(__file__).parents[2] / "workflow/rules").glob("*.smk"))
 
 
-def test_every_rule_of_a_stage_that_is_made_again_carries_the_digest_of_its_code() -> None:
+def test_rules_of_rerunnable_stages_carry_the_code_digest() -> None:
     again = {"sample", "evaluate", "sweep", "ema", "export", "detect", "reference", "datasheet", "synthesize", "track"}
     commands = []
     for rule in "\n".join(path.read_text() for path in RULES).split("\nrule ")[1:]:
@@ -172,6 +170,6 @@ def test_every_rule_of_a_stage_that_is_made_again_carries_the_digest_of_its_code
     assert again == set(commands)
 
 
-def test_rules_are_short() -> None:
+def test_rule_files_have_a_size_limit() -> None:
     lines = [line for path in RULES for line in path.read_text().splitlines()]
     assert len(lines) <= 900 and max(map(len, lines)) <= 120

@@ -1,4 +1,4 @@
-"""Why jobs of a queue failed, by what their stages noted and what Slurm says; and what the next attempt asks for."""
+"""Failures of queued jobs: reasons from the notes of stages and from Slurm, and memory requests of later attempts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def machine() -> Machine:
 
 
 def ended(*endings: tuple[Any, str], job: str = "7", stage: str = "one/train", began: float = LATER) -> Path:
-    """Add an attempt on n1 to the note of a stage, with what its processes wrote."""
+    """Add an attempt on n1 to the note of a stage, with the endings that its processes wrote."""
     path = Path(f"logs/{stage}.log.attempt")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -59,7 +59,7 @@ def slurm(name: str, script: str) -> None:
 
 @pytest.fixture
 def reported(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The lines about failed jobs."""
+    """A function that reports failed jobs and returns the printed lines."""
 
     def report(*jobs: str) -> list[str]:
         Path("snakemake.log").write_text("".join(f"SLURM-job '{job}' failed, SLURM status is: 'F'\n" for job in jobs))
@@ -76,8 +76,8 @@ def test_a_mistake_is_one_line(reported: Any) -> None:
     ]
 
 
-def test_a_mistake_in_a_job_of_several_stages_is_one_line(reported: Any) -> None:
-    """Snakemake's log does not give the number of a job that stages share."""
+def test_mistake_in_a_job_of_several_stages_is_one_line(reported: Any) -> None:
+    """Snakemake's log lacks the numbers of jobs that stages share."""
     ended(("mistake", "Loss is not finite at step 3."))
     ended(("mistake", "of an earlier command"), stage="one/sample", began=LATER - 1)
     assert reported() == ["error: one/train (job 7, n1) failed and would fail so again: Loss is not finite at step 3."]
@@ -93,7 +93,7 @@ def test_the_last_attempt_of_a_stage_is_reported(reported: Any) -> None:
     assert reported("7", "8") == [], "it succeeded at last"
 
 
-def test_slurm_says_why_a_job_was_killed(reported: Any) -> None:
+def test_slurm_reason_of_a_killed_job_is_reported(reported: Any) -> None:
     ended()
     ended(job="8", stage="datasets/dots-16/crop")
     assert reported("7") == ["error: one/train (job 7, n1) failed."], "there is no Slurm"
@@ -108,7 +108,7 @@ def test_slurm_says_why_a_job_was_killed(reported: Any) -> None:
     )
 
 
-def test_a_slurm_that_hangs_is_asked_once_and_not_waited_for(reported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_slurm_is_queried_once_with_a_timeout(reported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_queue, "SLURM_ANSWERS_S", 0.2)
     slurm("sacct", "#!/bin/sh\necho asked >>asked\nexec sleep 20\n")
     for job in range(20):
@@ -118,7 +118,7 @@ def test_a_slurm_that_hangs_is_asked_once_and_not_waited_for(reported: Any, monk
     assert time.monotonic() - began < 5 and Path("asked").read_text() == "asked\n"
 
 
-def test_of_stages_that_share_a_job_those_are_reported_that_it_ended_in(reported: Any) -> None:
+def test_only_failing_stages_of_a_shared_job_are_reported(reported: Any) -> None:
     ended(stage="one/sample")
     path = ended(("mistake", "steps is 0"))
     assert reported("7") == ["error: one/train (job 7, n1) failed and would fail so again: steps is 0"]
@@ -126,7 +126,7 @@ def test_of_stages_that_share_a_job_those_are_reported_that_it_ended_in(reported
     assert len(reported("7")) == 2, "neither says so: the node was lost"
 
 
-def test_after_memory_ran_out_more_is_asked_for_and_not_for_ever(machine: Machine) -> None:
+def test_memory_request_grows_a_limited_number_of_times(machine: Machine) -> None:
     asked = []
     for attempt in range(1, MOST_OUT_OF_MEMORY + 3):
         asked.append(machine.training_memory_mb(ONE, attempt))
@@ -137,19 +137,19 @@ def test_after_memory_ran_out_more_is_asked_for_and_not_for_ever(machine: Machin
 
 
 @pytest.mark.parametrize(("ending", "said"), [("stopped", "Step 3 is saved."), ("accident", "NCCL"), (None, "")])
-def test_an_attempt_that_ended_otherwise_asks_for_no_more_memory(machine: Machine, ending: Any, said: str) -> None:
+def test_other_failures_do_not_raise_the_memory_request(machine: Machine, ending: Any, said: str) -> None:
     for _ in range(20):
         ended(*([(ending, said)] if ending else []))
     assert machine.training_memory_mb(ONE, 20) == 8000
 
 
-def test_attempts_of_an_earlier_snakemake_ask_for_no_more_memory(machine: Machine) -> None:
+def test_attempts_of_an_earlier_snakemake_do_not_raise_the_memory_request(machine: Machine) -> None:
     ended(("memory", "Out of memory."), began=machine.since - 60)
     assert machine.training_memory_mb(ONE, 2) == 8000
 
 
 @pytest.mark.parametrize(("stage", "wildcards"), [("one/sample/part-0", ONE), ("datasets/dots-16/embed", DATA)])
-def test_memory_that_slurm_kills_for_is_known_without_accounting(
+def test_out_of_memory_kills_are_detected_without_slurm_accounting(
     machine: Machine, reported: Any, stage: str, wildcards: dict[str, str]
 ) -> None:
     log = Path(".snakemake/slurm_logs/rule_train/one/7.log")
@@ -160,14 +160,14 @@ def test_memory_that_slurm_kills_for_is_known_without_accounting(
     assert reported("7") == [f"error: {stage} (job 7, n1) ran out of memory."]
 
 
-def test_a_note_that_was_cut_off_is_read_as_far_as_it_goes() -> None:
+def test_truncated_note_is_read_up_to_its_damage() -> None:
     path = ended(("mistake", "steps is 0"))
     path.write_text(path.read_text() + '8 n1 5\n["acc')
     assert read_attempts(path) == [JobOutcome("7", "n1", LATER, "mistake", "steps is 0"), JobOutcome("8", "n1", 5)]
     assert read_attempts(Path("nowhere")) == [] == list(ask_slurm(["7"]))
 
 
-def test_options_that_are_wrong_are_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_invalid_options_are_noted_as_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("7 n1 5\n")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "note"))
     with pytest.raises(SystemExit):
@@ -188,7 +188,7 @@ def test_options_that_are_wrong_are_a_mistake(monkeypatch: pytest.MonkeyPatch, t
         ("Stopped('Step 3 is saved.')", ("stopped", "Step 3 is saved.")),
     ],
 )
-def test_a_stage_in_a_queue_notes_how_it_ended(raised: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_stage_records_how_it_ended(raised: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (
         "from image_diffusion.core.process.command import run",
         "from image_diffusion.core.process.errors import Stopped",
@@ -203,7 +203,7 @@ def test_a_stage_in_a_queue_notes_how_it_ended(raised: str, expected: Any, monke
     assert ((found.ending, found.said) if isinstance(expected, tuple) else found.ending) == expected
 
 
-def test_outside_a_queue_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_outside_a_queue_records_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     subprocess.run([str(ROOT / "workflow/scripts/logged"), "logs/x.log", "true"], check=True, capture_output=True)
     assert [path.name for path in Path("logs").iterdir()] == ["x.log"]

@@ -1,4 +1,4 @@
-"""The GPUs of a machine without a queue: which there are, and that each stage has its own."""
+"""GPUs of a machine without a queue: their detection and exclusive assignment to stages."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ Start = Callable[[int, str], "subprocess.Popen[bytes]"]
         ("", ()),
     ],
 )
-def test_the_devices_that_the_user_names_are_those_there_are(visible: str, devices: tuple[str, ...]) -> None:
+def test_visible_devices_of_the_user_are_used(visible: str, devices: tuple[str, ...]) -> None:
     assert devices_here({"CUDA_VISIBLE_DEVICES": visible, "PATH": "/nowhere"}) == devices
 
 
 def with_driver(folder: Path, says: str) -> dict[str, str]:
-    """An environment with an nvidia-smi that says this, and leaves a file when it is asked."""
+    """Return an environment whose nvidia-smi runs the shell command `says` and writes the file `asked`."""
     program = folder / "nvidia-smi"
     program.write_text(f'#!/bin/sh\necho "$@" >{folder}/asked\n{says}\n')
     program.chmod(0o755)
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
-def test_the_driver_is_asked_where_the_user_names_none(tmp_path: Path) -> None:
+def test_driver_lists_the_devices_by_default(tmp_path: Path) -> None:
     listed = r"printf 'GPU 0: NVIDIA H100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H100\n'"
     assert devices_here(with_driver(tmp_path, listed)) == ("0", "1")
     assert devices_here(with_driver(tmp_path, "echo 'Failed to initialize NVML'; exit 9")) == ()
@@ -54,7 +54,7 @@ def test_the_driver_is_asked_where_the_user_names_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "queued", "devices"), [(1, False, 2), (0, False, 0), (None, False, 0), (1, True, 0)])
-def test_the_driver_is_asked_only_for_an_experiment_that_asks_for_a_gpu(
+def test_driver_is_queried_only_for_experiments_that_use_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int | None, queued: bool, devices: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -76,7 +76,7 @@ def test_the_driver_is_asked_only_for_an_experiment_that_asks_for_a_gpu(
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts a stage of so many devices, of 0, 1 and 2, as rules start it: code that is told of its own as `mine`."""
+    """A function that starts code as rules do, on some of the devices 0, 1 and 2, which the code has in `mine`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv(VARIABLE, "0,1,2")
@@ -100,7 +100,7 @@ def line_of(process: subprocess.Popen[bytes]) -> str:
 
 
 def told(process: subprocess.Popen[bytes]) -> str:
-    """What the stage itself says first."""
+    """Return the first line of the stage after any waiting messages."""
     while (line := line_of(process)).startswith("Waiting for"):
         pass
     return line
@@ -113,19 +113,19 @@ def ended(*processes: subprocess.Popen[bytes]) -> list[int]:
     return [process.wait(START_S) for process in processes]
 
 
-def test_a_device_is_free_again_when_its_stage_is_killed_whatever_it_has_started(stage: Start) -> None:
-    """The stage has forked a process, with all that it had open, which lives on."""
+def test_device_is_freed_when_its_stage_is_killed_despite_child_processes(stage: Start) -> None:
+    """The stage has forked a process that inherits its open files and keeps running."""
     with stage(1, "child = os.fork() or time.sleep(30)\nprint(child, flush=True)\ntime.sleep(30)") as killed:
         child = int(told(killed))
         with stage(3, TELL_AND_STAY) as waiting:
             assert "Waiting for 3" in line_of(waiting)
             killed.kill()
             assert told(waiting) == "0,1,2"
-            os.kill(child, signal.SIGKILL)  # there to be killed
+            os.kill(child, signal.SIGKILL)  # raises if the child is not running
             assert ended(waiting) == [0]
 
 
-def test_who_needs_several_has_all_or_none(stage: Start) -> None:
+def test_stage_of_several_devices_holds_all_or_none(stage: Start) -> None:
     with ExitStack() as running:
         two = running.enter_context(stage(2, TELL_AND_STAY))
         assert told(two) == "0,1"
@@ -137,8 +137,8 @@ def test_who_needs_several_has_all_or_none(stage: Start) -> None:
         assert ended(one, waiting) == [0, 0]
 
 
-def test_no_device_is_ever_two_stages(stage: Start, tmp_path: Path) -> None:
-    """Each makes a file of its device's name, which must not be there, and removes it."""
+def test_no_device_is_shared_by_two_stages(stage: Start, tmp_path: Path) -> None:
+    """Each stage creates a file named by its device, which must not exist yet, and removes it."""
     use = (
         "path = f'device-{mine[0]}'; os.close(os.open(path, os.O_CREAT | os.O_EXCL)); time.sleep(0.1); os.remove(path)"
     )
@@ -146,7 +146,7 @@ def test_no_device_is_ever_two_stages(stage: Start, tmp_path: Path) -> None:
     assert [each.wait(START_S) for each in stages] == [0] * 9
 
 
-def test_waiting_is_told_and_ends_when_it_is_told_to(stage: Start) -> None:
+def test_waiting_is_reported_and_can_be_terminated(stage: Start) -> None:
     with stage(3, TELL_AND_STAY) as all_of_them:
         assert told(all_of_them) == "0,1,2"
         with stage(1, TELL_AND_STAY) as waiting:
@@ -156,7 +156,7 @@ def test_waiting_is_told_and_ends_when_it_is_told_to(stage: Start) -> None:
         assert ended(all_of_them) == [0]
 
 
-def test_more_devices_than_there_are_is_a_mistake(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_than_present_are_rejected(stage: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     with stage(4, TELL_AND_STAY) as refused:
         assert line_of(refused) == "error: 4 GPUs are asked for, and there are 3: 0, 1, 2."
         assert ended(refused) == [1]

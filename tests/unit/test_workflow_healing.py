@@ -1,4 +1,4 @@
-"""What is wrong with a result is found by what its stage has written about it."""
+"""Damaged results are detected by the records that their stages wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORE = "sqlite:///mlflow.db"
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A little of everything, whole."""
+    """A working folder with one small intact result of each kind."""
     monkeypatch.chdir(tmp_path)
     for name in ("train/weights.safetensors", "train/raw/weights.safetensors", "samples/samples.npz", "diffusers/a/b"):
         write_bytes(Path(name), name.encode())
@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 RESULTS = ["train/model.json", "samples/samples.json", "metrics.json", "diffusers", "report/index.html", "tracked.json"]
 
 
-def test_whole_results_have_no_fault() -> None:
+def test_intact_results_have_no_fault() -> None:
     assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)
 
 
@@ -87,12 +87,12 @@ def test_a_fault_is_named_once(fault: str, capsys: pytest.CaptureFixture[str]) -
     assert said.count("\n") == 1 and said.startswith(f"{path} is made again: ") and message in said
 
 
-def test_a_server_is_not_asked() -> None:
+def test_store_on_a_server_is_not_checked() -> None:
     Path("mlflow.db").unlink()
     assert Damage("http://127.0.0.1:1").fault_of(Path("tracked.json")) is None
 
 
-def test_a_start_hashes_so_much_and_the_next_start_goes_on(
+def test_hashing_is_limited_per_start_and_continues_in_the_next(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checksums, "_SETTLED_S", -1.0)
@@ -116,7 +116,7 @@ def test_nothing_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)
 
 
-def test_a_preview_that_is_damaged_is_told_and_trains_nothing_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_preview_causes_a_warning_but_no_retraining(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("train/previews/f")
     for name in ("step-0000001.npz", "step-0000001.png"):
         write_bytes(folder / name, name.encode())
@@ -129,13 +129,13 @@ def test_a_preview_that_is_damaged_is_told_and_trains_nothing_again(capsys: pyte
     assert Damage(STORE).fault_of(Path("train/model.json")) is None and "is damaged" in capsys.readouterr().err
 
 
-def test_a_listing_that_was_damaged_is_told_from_then_on_whatever_is_added(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_listing_stays_reported_after_additions(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("train/previews/f")
     for step in (0, 1):
         write_bytes(folder / f"step-{step:07d}.npz", b"x")
         write_listing(folder, f"step-{step:07d}*")
     listing = folder / "listing.json"
-    listing.write_text(listing.read_text().replace("step-0000000", "step-0000008"))  # a bit
+    listing.write_text(listing.read_text().replace("step-0000000", "step-0000008"))  # a bit flip
     write_bytes(folder / "step-0000008.npz", b"x")
     write_listing(folder, "step-0000008*")
     assert Damage(STORE).fault_of(Path("train/model.json")) is None

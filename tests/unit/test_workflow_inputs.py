@@ -1,4 +1,4 @@
-"""Inputs of the rules, and the options that name them."""
+"""Inputs of the rules, and the command line options for them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_plain_experiment_needs_crops_and_nothing_else() -> None:
     assert parts.sampled_parts(ONE) == parts.parts_option(ONE, SimpleNamespace(parts=[])) == []
 
 
-def test_everything_is_what_is_made_of_each_and_of_all() -> None:
+def test_everything_lists_outputs_of_each_experiment_and_shared_pages() -> None:
     known = files(a_plan(export="diffusers", sweep={"guidance_scale": {"1": "a.yaml"}}), a_plan("two"))
     both = known.outputs({})
     assert both == [*known.outputs(ONE), *known.outputs({"experiment": "two"})]
@@ -57,7 +57,7 @@ def test_everything_is_what_is_made_of_each_and_of_all() -> None:
     }
 
 
-def test_a_codec_of_another_experiment_is_waited_for_and_told() -> None:
+def test_codec_of_another_experiment_is_an_input_and_an_option() -> None:
     known = files(a_plan(codec="vae", codec_experiment="vae"))
     weights = "out/vae/train/weights.safetensors"
     assert known.training_data(ONE) == f"{DATA}/vae/manifest.json"
@@ -66,7 +66,7 @@ def test_a_codec_of_another_experiment_is_waited_for_and_told() -> None:
     assert option(known, "codec") == ["--codec-weights", weights]
 
 
-def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
+def test_many_shards_and_images_are_split_into_jobs() -> None:
     known = Parts("out", plans_of(a_plan(num_shards=48, codec="vae", sample_jobs=2)))
     latents = {"dataset": "dots-16", "codec": "vae"}
     assert known.encoded_parts(latents) == [f"{DATA}/vae/part-{part}-of-3.done" for part in range(3)]
@@ -97,7 +97,7 @@ def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
         (8, 1, 0, 0, 0, 0),
     ],
 )
-def test_each_of_several_gpus_has_the_same_to_do(
+def test_work_is_split_evenly_over_several_gpus(
     at_once: int, shards: int, data: int, jobs: int, batches: int, samples: int
 ) -> None:
     plan = a_plan(num_shards=shards, codec="vae", sample_jobs=jobs, sample_batches=batches)
@@ -121,10 +121,10 @@ def test_each_of_several_gpus_has_the_same_to_do(
         (10**9, 10**14, 4096, 64),
     ],
 )
-def test_very_many_images_are_cropped_by_several_jobs(
+def test_large_image_sets_are_cropped_by_several_jobs(
     tmp_path: Path, num_files: int, num_bytes: int, shards: int, jobs: int
 ) -> None:
-    """By their number, or their size where a file holds many."""
+    """By the number of files, or by their size where a file holds many images."""
     known, crops = Parts(str(tmp_path), plans_of(a_plan(num_shards=shards))), {"dataset": "dots-16"}
     note = str(tmp_path / "datasets/dots-16/source.json")
     whole = ["--source", note, "--journal", str(tmp_path / "datasets/dots-16/journal")]
@@ -145,7 +145,7 @@ def test_very_many_images_are_cropped_by_several_jobs(
     ("num_files", "shards", "minutes"),
     [(None, 2, 240), (0, 2, 240), (60, 2, 15), (1_281_167, 16, 143), (3_900_000, 16, 240), (100_000_000, 64, 215)],
 )
-def test_a_job_that_crops_asks_for_time_by_its_images(
+def test_crop_jobs_request_time_by_number_of_images(
     tmp_path: Path, num_files: int | None, shards: int, minutes: int
 ) -> None:
     known = Parts(str(tmp_path), plans_of(a_plan(num_shards=shards)))
@@ -154,7 +154,7 @@ def test_a_job_that_crops_asks_for_time_by_its_images(
     assert known.crop_runtime_min({"dataset": "dots-16"}) == minutes
 
 
-def test_what_is_enlarged() -> None:
+def test_inputs_of_super_resolution() -> None:
     another = files(a_plan(small_images_experiment="small"))
     assert inputs(another, "small_images") == ["out/small/samples/samples.npz"]
     assert option(another, "small_images") == ["--small-images", "out/small/samples/samples.npz"]
@@ -166,7 +166,7 @@ def test_what_is_enlarged() -> None:
     assert option(a_file, "small_images") == ["--small-images", "small.npz"]
 
 
-def test_what_images_are_made_of(tmp_path: Path) -> None:
+def test_inputs_of_embeddings(tmp_path: Path) -> None:
     drawn = files(a_plan(embeddings_experiment="prior", pairs={"hashed": a_set()}, pairs_beside=True))
     assert inputs(drawn, "embeddings") == ["out/prior/samples/embeddings.json"]
     assert option(drawn, "embeddings") == ["--embeddings", "out/prior/samples"]
@@ -185,7 +185,7 @@ def test_what_images_are_made_of(tmp_path: Path) -> None:
     assert [path for path in made if "samples" in path] == ["out/one/samples/embeddings.json"]
 
 
-def test_what_samples_are_compared_with() -> None:
+def test_inputs_of_evaluation() -> None:
     assert option(files(a_plan(against="real.npz")), "reference") == ["--reference", "real.npz"]
     assert inputs(files(a_plan(against_experiment="two")), "reference") == ["out/two/samples/samples.npz"]
     assert option(files(a_plan()), "detector") == ["--detector", f"{DATA}/detector"]
@@ -200,7 +200,7 @@ def test_what_samples_are_compared_with() -> None:
     assert option(files(a_plan(references={})), "references") == []
 
 
-def test_what_makes_no_samples_has_none_to_be_judged_or_shown() -> None:
+def test_experiments_without_samples_have_no_sample_inputs() -> None:
     makes, judged = files(a_plan()), files(a_plan(makes_samples=False))
     assert option(makes, "samples") == ["--samples", "out/one/samples/samples.npz"]
     assert inputs(makes, "samples") == ["out/one/samples/samples.npz", "out/one/samples/samples.json"]
@@ -211,7 +211,7 @@ def test_what_makes_no_samples_has_none_to_be_judged_or_shown() -> None:
     assert not [path for path in judged.outputs(ONE) if "samples" in path]
 
 
-def test_images_that_are_not_stored_are_made_by_who_judges_them() -> None:
+def test_unstored_images_are_made_by_evaluate() -> None:
     kept = files(a_plan(codec_experiment="one", prompts="words.txt"))
     made = files(a_plan(codec_experiment="one", prompts="words.txt", keeps_samples=False, sweep={"ema": {"1": "a"}}))
     assert kept.made_with(ONE) == kept.sampling_options(ONE) == []
@@ -221,7 +221,7 @@ def test_images_that_are_not_stored_are_made_by_who_judges_them() -> None:
     assert made.sampling_options({"experiment": "one", "axis": "ema", "value": "1"}) == ["--making", "a", *codec]
 
 
-def test_images_that_samples_are_made_of_are_inputs_and_cropped_as_the_data_set() -> None:
+def test_condition_images_are_inputs_and_cropped_like_the_data_set() -> None:
     made, plain = files(a_plan(pictures=["images/a.png", "mask.png"])), files(a_plan())
     assert inputs(made, "pictures") == ["images/a.png", "mask.png"]
     assert inputs(made, "crop") == ["results/datasets/dots-16/config/crop.yaml"]
@@ -229,7 +229,7 @@ def test_images_that_samples_are_made_of_are_inputs_and_cropped_as_the_data_set(
     assert option(plain, "crop") == inputs(plain, "crop") == inputs(plain, "pictures") == []
 
 
-def test_pairs_of_embeddings() -> None:
+def test_inputs_and_options_of_pairs() -> None:
     made = files(a_plan(pairs={"hashed": a_set(of_detector=True, files="captions.csv")}))
     job = {"dataset": "dots-16", "pairs": "hashed"}
     assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", "captions.csv"]
@@ -242,7 +242,7 @@ def test_pairs_of_embeddings() -> None:
     assert given.pair_options({"dataset": "dots-16", "pairs": "files"}) == []
 
 
-def test_a_changed_file_of_the_folder_that_pairs_are_read_from_changes_a_parameter(tmp_path: Path) -> None:
+def test_changed_files_of_the_pairs_folder_change_a_parameter(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     mask = tmp_path / "a" / "1.png"
     mask.write_bytes(b"1")
@@ -265,7 +265,7 @@ def test_a_changed_file_of_the_folder_that_pairs_are_read_from_changes_a_paramet
     assert option(of_table, "judged_pairs") == inputs(of_table, "judged_pairs") == []
 
 
-def test_captions_are_read_beside_the_data_and_follow_the_source() -> None:
+def test_captions_are_inputs_and_depend_on_the_source() -> None:
     captions = {"captions-hashed": a_set(of_source=True)}
     made = files(a_plan(pairs=captions, pairs_beside=True, prompts="prompts.txt"))
     job = {"dataset": "dots-16", "pairs": "captions-hashed"}
@@ -277,7 +277,7 @@ def test_captions_are_read_beside_the_data_and_follow_the_source() -> None:
     assert option(plain, "pairs") == inputs(plain, "pairs") == inputs(plain, "prompts") == []
 
 
-def test_several_sets_are_read_in_one_order_and_each_is_made_with_its_own_configuration() -> None:
+def test_sets_of_pairs_have_a_fixed_order_and_their_own_configurations() -> None:
     names = ("images", "numbers")
     sets = {"images": a_set(files="masks"), "numbers": a_set(files="numbers.csv")}
     configs = {f"embed-{name}": f"embed-{name}.yaml" for name in names} | {"crop": "crop.yaml", "train": "train.yaml"}
@@ -294,11 +294,11 @@ def test_several_sets_are_read_in_one_order_and_each_is_made_with_its_own_config
     assert set(manifests) <= set(made.everything({}))
     assert plans_of(plan).pattern("pairs") == "images|numbers"
     with_codec = a_plan("large", codec="kl", pairs=sets, configs=configs | {"encode": "encode-kl.yaml"})
-    for known in (made, files(plan, with_codec)):  # an experiment with a codec makes the pairs of no other again
+    for known in (made, files(plan, with_codec)):  # a codec experiment does not change other pairs
         assert known.configs_before("embed")(jobs[0]) == ["crop.yaml"]
 
 
-def test_a_stage_reads_its_configuration_and_those_of_the_stages_before() -> None:
+def test_stages_depend_on_their_and_earlier_configurations() -> None:
     known = files(a_plan(), a_plan("large", small_images_experiment="one"))
     assert known.config("train")(ONE) == "results/one/config/train.yaml"
     crop = "results/datasets/dots-16/config/crop.yaml"
@@ -311,7 +311,7 @@ def test_a_stage_reads_its_configuration_and_those_of_the_stages_before() -> Non
     assert option(files(a_plan(configs={"crop": crop})), "sample") == []
 
 
-def test_a_curve_has_a_point_for_each_value() -> None:
+def test_sweep_curve_has_a_point_per_value() -> None:
     swept = {"guidance_scale": {"1": "one.yaml", "2": "two.yaml"}, "checkpoint": {"100": "earlier.yaml"}}
     known = files(a_plan(sweep=swept))
     curve = ONE | {"axis": "guidance_scale"}
@@ -325,7 +325,7 @@ def test_a_curve_has_a_point_for_each_value() -> None:
     assert known.swept_weights(averaged) == "out/one/sweep/ema/0.999/weights/weights.safetensors"
 
 
-def test_files_of_others_are_told_apart_by_size_and_time(tmp_path: Path) -> None:
+def test_external_files_are_identified_by_size_and_time(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"1")
     made = files(a_plan(codec_files=[str(path), str(tmp_path / "gone")], decoder_files=[str(path)]))
@@ -345,7 +345,7 @@ def test_files_of_others_are_told_apart_by_size_and_time(tmp_path: Path) -> None
     assert started.detector_stamps(ONE) == started.options("detector")["detector"](ONE)
 
 
-def test_a_study_asks_for_its_page_and_the_files_of_its_runs(tmp_path: Path) -> None:
+def test_study_targets_are_its_page_and_tracking_file(tmp_path: Path) -> None:
     folder = tmp_path / "studies" / "seeds"
     base = {"name": "base", "source": None, "experiment": "one", "changes": {}, "runs": ["one", "one-1a2b3c4d"]}
     write_json(folder / "plan.json", {"base": "one", "seeds": [0, 1], "variants": [base]})
@@ -358,7 +358,7 @@ def test_a_study_asks_for_its_page_and_the_files_of_its_runs(tmp_path: Path) -> 
     assert inputs.plans.studies["seeds"].experiments == {"one"}
 
 
-def test_latents_that_others_have_encoded_stand_in_for_crops() -> None:
+def test_latents_encoded_elsewhere_replace_crops() -> None:
     found = files(a_plan(has_images=False, codec="kl", references={}, detectors=["inception"]))
     assert found.to_encode(ONE) == f"{DATA}/source.json"
     assert found.real_data(ONE) == found.training_data(ONE) == f"{DATA}/kl/manifest.json"

@@ -1,4 +1,4 @@
-"""What is about to be asked of a queue, as a table."""
+"""The table of resources that jobs will request from a queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def job(rule: str, is_local: bool = False, **resources: Any) -> SimpleNamespace:
     )
 
 
-def test_jobs_that_ask_for_the_same_are_a_line_and_columns_that_nobody_uses_are_left_out() -> None:
+def test_equal_jobs_share_a_line_and_unused_columns_are_left_out() -> None:
     parts = [job("sample_part", nodes=1, gres="gpu:1", mem_mb=32_000, runtime=240) for _ in range(10)]
     crop = job("crop", nodes=1, mem_mb=8000, runtime=240)
     assert request([*parts, crop, job("track", is_local=True, mem_mb=1)]).splitlines() == [
@@ -25,7 +25,7 @@ def test_jobs_that_ask_for_the_same_are_a_line_and_columns_that_nobody_uses_are_
     ]
 
 
-def test_stages_that_share_a_job_are_a_line() -> None:
+def test_stages_of_a_shared_job_are_one_line() -> None:
     shared = SimpleNamespace(
         rules={"train", "sample"}, is_local=False, resources={"mem_mb": 8000, "runtime": 120}, is_group=lambda: True
     )
@@ -44,11 +44,11 @@ def test_gpus_are_shown_as_the_executor_reads_them() -> None:
     ]
 
 
-def test_a_request_that_an_executor_may_not_read_is_doubted() -> None:
+def test_gpu_request_of_an_unsupported_executor_causes_a_warning() -> None:
     gpu, cpu = job("train", gres="gpu:1"), job("crop", mem_mb=1)
     assert "executor lsf" in request([gpu, cpu], "lsf").splitlines()[-1]
     assert "lsf" not in request([cpu], "lsf") and "warning" not in request([gpu], "kubernetes")
 
 
-def test_nothing_is_said_where_nothing_is_sent() -> None:
+def test_local_jobs_print_no_table() -> None:
     assert request([job("track", is_local=True)]) == ""

@@ -1,4 +1,4 @@
-"""A folder belongs to one Snakemake at a time; what a dead one left is cleared away."""
+"""Locks: a folder belongs to one Snakemake at a time; locks and jobs of a killed one are cleaned up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = socket.gethostname()
 
 
 def locked(folder: Path, host: str) -> Path:
-    """A folder as a Snakemake on a machine leaves it when it is killed."""
+    """Write the lock of a Snakemake that was killed on this host, and return its path."""
     lock = folder / ".snakemake" / "locks" / "0.input.lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -31,7 +31,7 @@ def locked(folder: Path, host: str) -> Path:
 
 
 def queue(folder: Path, jobs: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Slurm that shows some jobs; returns where it notes what is cancelled."""
+    """Install a fake Slurm that lists these jobs, and return the file where it records cancelled ones."""
     cancelled = folder / "cancelled"
     for name, script in {"squeue": f"cat <<'END'\n{jobs}\nEND", "scancel": f'echo "$@" >> {cancelled}'}.items():
         path = folder / "bin" / name
@@ -47,18 +47,18 @@ def _on_a_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
 
 
-def test_a_fresh_folder_is_ours(tmp_path: Path) -> None:
+def test_unused_folder_is_claimed(tmp_path: Path) -> None:
     with take_over(tmp_path).file:
         assert (tmp_path / ".snakemake" / "owner").read_text() == HERE
 
 
-def test_the_locks_of_a_dead_snakemake_go(tmp_path: Path) -> None:
+def test_locks_of_a_killed_snakemake_are_removed(tmp_path: Path) -> None:
     lock = locked(tmp_path, HERE)
     with take_over(tmp_path).file:
         assert not lock.exists()
 
 
-def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
+def test_locks_of_a_running_snakemake_are_kept(tmp_path: Path) -> None:
     lock = locked(tmp_path, HERE)
     code = (
         "import sys; from pathlib import Path; from image_diffusion.workflow.integrity.locks import take_over;"
@@ -77,7 +77,7 @@ def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
         assert not lock.exists()
 
 
-def test_the_locks_of_another_machine_stay(tmp_path: Path) -> None:
+def test_locks_of_another_machine_are_kept(tmp_path: Path) -> None:
     lock = locked(tmp_path, "login2")
     with take_over(tmp_path).file:
         assert lock.exists()
@@ -85,13 +85,13 @@ def test_the_locks_of_another_machine_stay(tmp_path: Path) -> None:
 
 
 def job(name: str, config: Path, *wildcards: str) -> Any:
-    """A job as Snakemake has it."""
+    """Return a stand-in for a job of Snakemake."""
     return SimpleNamespace(
         rule=SimpleNamespace(name=name), wildcards=wildcards, input=SimpleNamespace(config=str(config))
     )
 
 
-def test_orphans_are_waited_for_when_they_do_what_is_wanted_and_cancelled_else(
+def test_orphaned_jobs_are_awaited_if_wanted_and_cancelled_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     then, later = "2026-01-01T12:00:00", "2026-01-01T13:00:00"
@@ -121,7 +121,7 @@ def test_orphans_are_waited_for_when_they_do_what_is_wanted_and_cancelled_else(
     assert cancelled.read_text().endswith("11 12 15 16\n")
 
 
-def test_a_job_that_was_sent_in_the_second_of_its_configuration_is_waited_for(
+def test_job_submitted_in_the_second_of_its_configuration_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     then = "2026-01-01T12:00:00"
@@ -137,16 +137,14 @@ def test_a_job_that_was_sent_in_the_second_of_its_configuration_is_waited_for(
     assert not cancelled.exists() or cancelled.read_text() == ""
 
 
-def test_a_configuration_that_changed_after_a_job_was_sent_is_no_longer_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_older_than_its_configuration_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
     (tmp_path / "train.yaml").touch()
     settle_orphans(orphans(tmp_path), [job("train", tmp_path / "train.yaml", "one")], wait=True)
     assert cancelled.read_text() == "11\n"
 
 
-def test_reading_cancels_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_over_cancels_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
     locked(tmp_path, HERE)
     with take_over(tmp_path).file:
@@ -154,7 +152,7 @@ def test_reading_cancels_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("jobs", "ours"), [("7|2026-01-01T12:00:00|head|/", False), ("", True)])
-def test_the_locks_of_a_head_that_was_a_job_go_when_it_is_over(
+def test_locks_of_a_head_job_are_removed_after_it_ended(
     jobs: str, ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue(tmp_path, jobs, monkeypatch)
@@ -166,13 +164,15 @@ def test_the_locks_of_a_head_that_was_a_job_go_when_it_is_over(
         assert not ours or (tmp_path / ".snakemake" / "owner").read_text() == f"{HERE} 8"
 
 
-def test_a_queue_that_does_not_answer_may_have_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_assumed_queued_when_the_queue_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue(tmp_path, "", monkeypatch)
     (tmp_path / "bin/squeue").write_text("#!/bin/sh\nexit 1\n")
     assert is_in_queue("7") and not orphans(tmp_path)
 
 
-def test_a_machine_without_a_queue_has_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_removed_on_a_machine_without_a_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     lock = locked(tmp_path, HERE)
     take_over(tmp_path).file.close()
@@ -198,7 +198,7 @@ def test_jobs_that_left_no_log_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert told.count("\n") == 1
 
 
-def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+def test_unwritable_lock_files_give_one_line_errors(tmp_path: Path) -> None:
     (tmp_path / "one/.snakemake/owner").mkdir(parents=True)
     (tmp_path / "two").mkdir()
     (tmp_path / "two/.snakemake").touch()
@@ -211,14 +211,14 @@ def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> Non
         assert told.endswith(". Remove it and start again.") and "\n" not in told
 
 
-def test_results_in_a_place_that_cannot_exist_are_one_clear_line() -> None:
+def test_impossible_results_folder_gives_a_one_line_error() -> None:
     with pytest.raises(SystemExit) as error:
         lock_results(Path("/proc/x"))
     told = str(error.value)
     assert told.startswith("error: /proc/x cannot be written: ") and told.endswith(". Name another folder.")
 
 
-def test_results_on_a_disk_that_is_not_mounted_are_one_clear_line(tmp_path: Path) -> None:
+def test_results_on_an_unmounted_disk_give_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "results").symlink_to(tmp_path / "disk/results")
     with pytest.raises(SystemExit) as error:
         lock_results(tmp_path / "results")
@@ -228,15 +228,15 @@ def test_results_on_a_disk_that_is_not_mounted_are_one_clear_line(tmp_path: Path
     )
 
 
-def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
+def test_results_belong_to_one_snakemake_whatever_its_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "there")
     first = lock_results(tmp_path / "results")
-    with lock_results(tmp_path / "results"):  # of the same folder: Snakemake's own locks keep the two apart
-        first.close()  # as a dry run, which has ended before the other
+    with lock_results(tmp_path / "results"):  # same working folder: Snakemake's own locks apply
+        first.close()  # as a dry run that ends before the other
         monkeypatch.chdir(tmp_path / "here")
         with pytest.raises(SystemExit) as told:
             lock_results(tmp_path / "results")

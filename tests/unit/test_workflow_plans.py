@@ -1,4 +1,4 @@
-"""Plans: read as they were written, found by what a job is about."""
+"""Plans: read back as written, and found by the wildcards of a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plans import a_plan, a_set, plans_of, write_plans
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_plan_knows_every_key_that_configure_writes_and_no_other(tmp_path: Path) -> None:
+def test_plan_has_exactly_the_keys_that_configure_writes(tmp_path: Path) -> None:
     for name, (_, experiment) in load_all([ROOT / "config/experiments/demo.yaml"]).items():
         write_stages(name, experiment, tmp_path)
         written = json.loads(plan_file(tmp_path, name).read_text())
@@ -24,18 +24,18 @@ def test_a_plan_knows_every_key_that_configure_writes_and_no_other(tmp_path: Pat
         assert asdict(read_plan(plan_file(tmp_path, name))) == written
 
 
-def test_what_an_experiment_builds_on_is_read_after_it(tmp_path: Path) -> None:
+def test_dependencies_are_read_after_their_experiment(tmp_path: Path) -> None:
     upsampler = a_plan("large", small_images_experiment="small", codec_experiment="codec")
     write_plans(tmp_path, upsampler, a_plan("small", against_experiment="other"), a_plan("codec"), a_plan("other"))
     assert list(Plans.read(tmp_path, ["large", "small"]).by_name) == ["large", "codec", "small", "other"]
 
 
-def test_two_that_are_compared_with_each_other_are_read_once(tmp_path: Path) -> None:
+def test_experiments_compared_with_each_other_are_read_once(tmp_path: Path) -> None:
     write_plans(tmp_path, a_plan("one", against_experiment="two"), a_plan("two", against_experiment="one"))
     assert list(Plans.read(tmp_path, ["one"]).by_name) == ["one", "two"]
 
 
-def test_a_job_finds_its_plan_by_what_it_is_about() -> None:
+def test_plans_are_found_by_wildcards() -> None:
     plain = a_plan("plain")
     latent = a_plan("latent", codec="vae", codec_experiment="vae")
     paired = a_plan("paired", dataset="faces-32", pairs={"hashed": a_set()})
@@ -46,7 +46,7 @@ def test_a_job_finds_its_plan_by_what_it_is_about() -> None:
     assert plans.plan_for({"dataset": "faces-32", "pairs": "hashed"}) is paired
 
 
-def test_the_tokens_of_a_discrete_vae_are_made_with_its_own_weights() -> None:
+def test_discrete_vae_tokens_are_encoded_with_its_own_weights() -> None:
     configs = {"crop": "crop.yaml", "tokens": "tokens.yaml", "train": "train.yaml"}
     plans = plans_of(a_plan("dvae", tokens="dvae-tokens", configs=configs))
     of_tokens = plans.plan_for({"dataset": "dots-16", "codec": "dvae-tokens"})
@@ -54,7 +54,7 @@ def test_the_tokens_of_a_discrete_vae_are_made_with_its_own_weights() -> None:
     assert of_tokens.configs == {"crop": "crop.yaml", "encode": "tokens.yaml"}
 
 
-def test_a_wildcard_stands_for_what_there_is_and_nothing_else() -> None:
+def test_wildcard_patterns_match_only_existing_names() -> None:
     plans = plans_of(a_plan("a.b"), a_plan("c", codec="vae"), a_plan("d", codec="rvq"))
     assert re.fullmatch(plans.pattern("experiment"), "a.b")
     assert not re.fullmatch(plans.pattern("experiment"), "axb")

@@ -1,4 +1,4 @@
-"""Experiments become plans when something has changed, and only then."""
+"""Experiments are resolved to plans only if something has changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = {"experiments": ["one"], "results": "results", "tracking": {"uri": "sql
 
 
 class Place:
-    """A folder with one experiment, a workflow of a few lines beside it, and a count of what was done."""
+    """A folder with one experiment, a minimal workflow, and a list of the steps that ran."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.done = folder / "workflow", list[str]()
@@ -52,7 +52,7 @@ class Place:
         monkeypatch.setattr(module, "check_settings", lambda *given: (self.done.append("check"), checks(*given))[1])
 
     def does(self, **changes: Any) -> set[str]:
-        """What `resolve` has to do now."""
+        """Run `resolve` and return the steps that it took."""
         self.done.clear()
         resolve(self.root, CONFIG | changes)
         return set(self.done)
@@ -65,7 +65,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return place
 
 
-def test_the_second_time_nothing_is_done(place: Place) -> None:
+def test_second_resolve_does_nothing(place: Place) -> None:
     before = Path("results/.resolved.json").stat().st_mtime_ns
     assert place.does() == set()
     assert Path("results/.resolved.json").stat().st_mtime_ns == before
@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[Place], object]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_has_changed_or_is_damaged_is_written_anew(place: Place, what: str) -> None:
+def test_changed_or_damaged_files_are_configured_again(place: Place, what: str) -> None:
     written = sorted(path for path in Path("results/one").rglob("*") if path.is_file())
     CHANGES[what](place)
     assert place.does() == {"configure"}
@@ -94,7 +94,7 @@ def test_what_has_changed_or_is_damaged_is_written_anew(place: Place, what: str)
     assert place.does() == set()
 
 
-def test_a_date_in_the_future_counts_for_what_was_written_alone(place: Place) -> None:
+def test_future_times_matter_only_for_written_files(place: Place) -> None:
     os.utime("rows.csv", (2e10, 2e10))
     os.utime("config/experiments/one.yaml", (2e10, 2e10))
     assert place.does() == set()
@@ -102,17 +102,17 @@ def test_a_date_in_the_future_counts_for_what_was_written_alone(place: Place) ->
     assert place.does() == {"configure"}
 
 
-def test_an_experiment_that_is_not_asked_for_does_not_count(place: Place) -> None:
+def test_unrequested_experiments_are_ignored(place: Place) -> None:
     Path("config/experiments/unrelated.yaml").write_text("a: 2")
     assert place.does() == set()
 
 
-def test_settings_that_no_experiment_reads_are_checked_alone(place: Place) -> None:
+def test_settings_unused_by_experiments_are_only_checked(place: Place) -> None:
     assert place.does(nodes=2) == {"check"}
     assert place.does(results="elsewhere") == {"check", "digest", "configure"}
 
 
-def test_code_that_has_changed_may_resolve_otherwise(place: Place) -> None:
+def test_changed_code_is_resolved_again(place: Place) -> None:
     code = resolve(place.root, CONFIG)
     (place.root / "src/image_diffusion/stages/train.py").write_text("name = 'other'")
     assert place.does() == {"digest", "configure"}
@@ -120,20 +120,20 @@ def test_code_that_has_changed_may_resolve_otherwise(place: Place) -> None:
     assert [stage for stage in code if code[stage] != now[stage]] == ["train"]
 
 
-def test_a_workflow_that_was_moved_resolves_to_the_same(place: Place) -> None:
+def test_moved_workflow_is_not_resolved_again(place: Place) -> None:
     place.root = place.root.rename(place.root.with_name("moved"))
     assert place.does() == set()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"config": 1', "null"])
-def test_a_damaged_cache_is_none(place: Place, text: str) -> None:
+def test_damaged_cache_is_ignored(place: Place, text: str) -> None:
     before = Path("results/.resolved.json").read_bytes()
     Path("results/.resolved.json").write_text(text)
     assert place.does() == {"check", "digest", "configure"}
     assert Path("results/.resolved.json").read_bytes() == before
 
 
-def test_a_job_on_another_machine_takes_what_was_found(place: Place) -> None:
+def test_remote_jobs_read_the_resolved_cache(place: Place) -> None:
     code = resolve(place.root, CONFIG)
     assert resolved(Path("results")) == (code, {"experiments": ["one"], "study": []})
 
@@ -177,13 +177,13 @@ def test_an_edited_base_is_configured_again(place: Place) -> None:
         ([], None, None),
     ],
 )
-def test_experiments_are_those_that_the_command_names_or_else_the_setting(
+def test_experiments_of_the_command_line_override_the_setting(
     place: Place, arguments: list[str], listed: Any, found: Any
 ) -> None:
     assert requested({"experiments": listed}, arguments) == {"experiments": found, "study": []}
 
 
-def test_what_configure_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_configure_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as caught:
         module.configure([Path("config/experiments/x.yaml")], Path("results"), SCHEMA.parents[2] / "src")

@@ -1,4 +1,4 @@
-"""What a stage asks a machine for."""
+"""Resources that stages request."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def machine(
 
 
 def requests(asking: Machine) -> dict[str, Any]:
-    """The resources with which a training requests its GPUs."""
+    """Return the resources by which a training requests its GPUs."""
     values = {name: value(ONE) for name, value in asking.gpu_resources(asking.gpus).items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def test_one_node_of_cpus_asks_for_nothing_special() -> None:
+def test_one_cpu_node_requests_no_special_resources() -> None:
     here = machine(processes_per_node=3)
     assert (here.cpus(ONE), here.threads(ONE), here.training_cpus(ONE), here.training_threads(ONE)) == (2, 2, 6, 6)
     assert (here.training_memory_mb(ONE), here.runtime_min(ONE)) == (8000, 60)
@@ -39,19 +39,19 @@ def test_one_node_of_cpus_asks_for_nothing_special() -> None:
     assert requests(here) == {}
 
 
-def test_several_nodes_start_their_tasks_themselves() -> None:
+def test_several_nodes_start_tasks_by_srun() -> None:
     cluster = machine(nodes=2, gpus_per_node=8)
     assert (cluster.tasks(ONE), cluster.mpi(ONE)) == (2, "srun")
     assert (cluster.gpus(ONE), cluster.one_gpu(ONE)) == (8, 1)
     assert requests(cluster) == {"gres": "gpu:8"} and cluster.one_process()["gres"](ONE) == "gpu:1"
 
 
-def test_a_stage_of_one_gpu_asks_for_its_share_of_the_memory() -> None:
+def test_stage_of_one_gpu_requests_its_share_of_memory() -> None:
     node = machine(processes_per_node=8, gpus_per_node=8, memory_mb=256_001)
     assert (node.training_memory_mb(ONE), node.memory_mb(ONE)) == (256_001, 32_001)
 
 
-def test_gpus_that_are_not_spoken_of_are_one_for_each_process_on_a_cluster_alone() -> None:
+def test_unset_gpus_default_to_one_per_process_on_clusters_only() -> None:
     asked: dict[str, Any] = {"gpus_per_node": None, "processes_per_node": 2}
     sent, here = machine(queued=True, **asked), machine(**asked)
     assert (sent.gpus(ONE), sent.one_gpu(ONE)) == (2, 1)
@@ -59,7 +59,7 @@ def test_gpus_that_are_not_spoken_of_are_one_for_each_process_on_a_cluster_alone
     assert machine({"gpus_per_node": 0}, queued=True, **asked).gpus(ONE) == 0
 
 
-def test_joining_what_several_jobs_have_made_takes_no_gpu() -> None:
+def test_joining_parts_requests_no_gpu() -> None:
     node = machine(gpus_per_node=8)
     asked = [node.joining()["gres"](ONE, SimpleNamespace(parts=parts)) for parts in ([], ["part-0"])]
     assert asked == ["gpu:1", None]
@@ -75,7 +75,7 @@ def test_joining_what_several_jobs_have_made_takes_no_gpu() -> None:
         ("lsf", {"gpu": 2, "gres": "gpu:2"}),
     ],
 )
-def test_every_executor_is_asked_for_gpus_in_its_own_resources(executor: str, expected: dict[str, Any]) -> None:
+def test_gpu_requests_use_the_resources_of_each_executor(executor: str, expected: dict[str, Any]) -> None:
     node = replace(machine(queued=True, gpus_per_node=2), executor=lambda: executor)
     assert requests(node) == expected
     assert node.devices_option(ONE, expected) == ["--gpus", "2"]
@@ -83,11 +83,11 @@ def test_every_executor_is_asked_for_gpus_in_its_own_resources(executor: str, ex
     assert (doubt_about(executor) is None) == (executor != "lsf")
 
 
-def test_a_type_of_gpu_of_google_batch_is_one() -> None:
+def test_gpu_type_of_google_batch_counts_as_one_gpu() -> None:
     assert machine().devices_option(ONE, {"nvidia_gpu": "nvidia-tesla-a100"}) == ["--gpus", "1"]
 
 
-def test_the_type_of_gpu_is_the_sites() -> None:
+def test_gpu_type_comes_from_the_slurm_settings() -> None:
     assert requests(machine({"slurm": {"gpu_type": "a100"}}, gpus_per_node=4)) == {"gres": "gpu:a100:4"}
     assert requests(machine({"slurm": None}, gpus_per_node=4)) == {"gres": "gpu:4"}
 
@@ -107,17 +107,17 @@ def test_the_type_of_gpu_is_the_sites() -> None:
         ),
     ],
 )
-def test_training_has_the_time_that_slurm_tells_it_before_the_end(slurm: dict[str, Any] | None, grace_s: int) -> None:
+def test_grace_time_follows_the_slurm_signal(slurm: dict[str, Any] | None, grace_s: int) -> None:
     assert machine({"slurm": slurm}).grace_s(ONE) == grace_s
 
 
-def test_the_callers_number_goes_before_the_experiments() -> None:
+def test_command_line_numbers_override_the_experiment() -> None:
     given = machine({"nodes": 4, "processes_per_node": 8, "gpus_per_node": 8}, nodes=1)
     assert (given.nodes(ONE), given.training_cpus(ONE), given.gpus(ONE)) == (4, 16, 8)
     assert machine({"gpus_per_node": 0}, gpus_per_node=8).one_gpu(ONE) == 0
 
 
-def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:
+def test_stages_on_one_local_gpu_run_one_at_a_time() -> None:
     here = machine(gpus_per_node=1)
     assert here.threads(ONE) == here.training_threads(ONE) == ALL_CORES
     for remote in (False, True):
@@ -125,7 +125,7 @@ def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:
         assert (sent.threads(ONE), sent.training_threads(ONE)) == (2, 6)
 
 
-def test_stages_share_the_cores_of_a_machine_with_several_gpus_and_have_one_each() -> None:
+def test_stages_get_one_gpu_each_and_share_cores_on_a_multi_gpu_machine() -> None:
     asked = {**RESOURCES, "gpus_per_node": 4, "processes_per_node": 4}
     plans = plans_of(a_plan(resources=asked), a_plan("cpus"))
     here = Machine(plans, {}, queued=False, remote=False, cores=36, devices=tuple("01234567"))
@@ -144,7 +144,7 @@ def test_stages_share_the_cores_of_a_machine_with_several_gpus_and_have_one_each
     assert (limited.at_once, limited.threads(ONE), replace(here, limit=9).at_once) == (2, 1, 8)
 
 
-def test_a_stage_is_told_of_gpus_of_its_own_only_where_there_are_several() -> None:
+def test_devices_are_assigned_to_stages_only_where_there_are_several() -> None:
     asks: dict[str, int | None] = {"gpus_per_node": 1}
     assert machine(**asks).uses_gpus and not machine(gpus_per_node=None).uses_gpus
     for one in (machine(**asks), machine(queued=True, **asks), machine(queued=True, remote=True, **asks)):
@@ -156,7 +156,7 @@ def test_a_stage_is_told_of_gpus_of_its_own_only_where_there_are_several() -> No
     assert machine(**asks).devices_option(ONE, given) == ["--gpus", "2", "--devices", "2"]
 
 
-def test_a_training_that_needs_more_gpus_than_there_are_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_too_few_gpus_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     plan = a_plan(resources={**RESOURCES, "nodes": 2, "gpus_per_node": 2, "processes_per_node": 2})
     there = Machine(plans_of(plan), {}, queued=False, remote=False, devices=tuple("0123"))
@@ -179,7 +179,7 @@ def test_a_training_that_needs_more_gpus_than_there_are_is_told_of(monkeypatch: 
         ({"sample_s": "?"}, 60),
     ],
 )
-def test_making_samples_takes_as_long_as_doctor_has_measured(tmp_path: Path, told: Any, minutes: int) -> None:
+def test_sampling_time_request_follows_the_doctor_measurement(tmp_path: Path, told: Any, minutes: int) -> None:
     if told is not None:
         write_json(tmp_path / "one/doctor.json", told)
     assert machine({"results": str(tmp_path)}).sampling_min(ONE) == minutes
@@ -187,7 +187,7 @@ def test_making_samples_takes_as_long_as_doctor_has_measured(tmp_path: Path, tol
     assert halves.sampling_min(ONE) == {25: 18}.get(minutes, minutes)
 
 
-def test_stages_of_a_small_experiment_share_a_job_and_those_of_its_data_another() -> None:
+def test_small_experiment_and_its_data_run_in_one_job_each() -> None:
     codec = a_plan("codec", resources={**RESOURCES, "one_job": True})
     small = a_plan("small", codec="codec", codec_experiment="codec", resources={**RESOURCES, "one_job": True})
     data, latents = {"dataset": "dots-16"}, {"dataset": "dots-16", "codec": "codec"}

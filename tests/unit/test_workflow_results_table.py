@@ -1,4 +1,4 @@
-"""Snakemake ends with a table of the experiments that have been judged."""
+"""The final table of evaluated experiments, and the removal of leftover parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def judged(folder: Path, name: str, **measured: Any) -> None:
     write_json(folder / name / "metrics.json", {"metrics": {"inpipe_fd": measured}})
 
 
-def test_a_line_for_each_experiment_that_has_been_judged(tmp_path: Path) -> None:
+def test_each_evaluated_experiment_has_a_line(tmp_path: Path) -> None:
     plans = plans_of(*map(a_plan, ("whole", "few", "guessed", "running", "damaged")))
     assert outcome(plans, tmp_path) == ""
     judged(tmp_path, "whole", value=12.3456, interval=[12.0, 13.25], doubt=None)
@@ -36,7 +36,7 @@ def test_a_line_for_each_experiment_that_has_been_judged(tmp_path: Path) -> None
     assert {line.index("inpipe_fd") for line in lines} == {head.index("metric")}
 
 
-def test_marks_of_latents_that_nobody_joins_go_too(tmp_path: Path) -> None:
+def test_leftover_latent_marks_are_removed(tmp_path: Path) -> None:
     plans = plans_of(a_plan("mine"))
     for name in (plans.by_name["mine"].dataset, "theirs"):
         (tmp_path / "datasets" / name / "vae").mkdir(parents=True)
@@ -50,7 +50,7 @@ def test_marks_of_latents_that_nobody_joins_go_too(tmp_path: Path) -> None:
     ]
 
 
-def test_parts_of_references_that_nobody_joins_go_too(tmp_path: Path) -> None:
+def test_leftover_reference_parts_are_removed(tmp_path: Path) -> None:
     plans = plans_of(a_plan("mine"))
     for name in (plans.by_name["mine"].dataset, "theirs"):
         folder = tmp_path / "datasets" / name / "references/inception"
@@ -66,7 +66,7 @@ def test_parts_of_references_that_nobody_joins_go_too(tmp_path: Path) -> None:
     ]
 
 
-def test_parts_of_samples_that_nobody_joins_go_with_the_end(tmp_path: Path) -> None:
+def test_leftover_sample_parts_are_removed(tmp_path: Path) -> None:
     plans = plans_of(a_plan("mine"))
     for name in ("mine", "theirs"):
         (tmp_path / name / "samples").mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_parts_of_samples_that_nobody_joins_go_with_the_end(tmp_path: Path) -> N
     assert len(list((tmp_path / "theirs/samples").iterdir())) == 3
 
 
-def test_parts_of_synthetic_images_that_nobody_joins_go_too(tmp_path: Path) -> None:
+def test_leftover_synthetic_parts_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "mine/synthetic_parts"
     (folder / ".part-1-of-2.npz.halfway").mkdir(parents=True)
     (folder / "part-0-of-2.npz").touch()

@@ -1,4 +1,4 @@
-"""What config/config.yaml and the command line say is checked before any work; a mistake is one line."""
+"""Settings of config/config.yaml and the command line are checked before any work; an error is one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(folder: Path, changes: dict[str, Any]) -> None:
     check_settings(GOOD | changes, SCHEMA, folder / "config.yaml", folder / "experiments", folder / "studies")
 
 
-def test_good_settings_are_taken(folder: Path) -> None:
+def test_valid_settings_are_accepted(folder: Path) -> None:
     check(folder, {})
     (folder / "config.yaml").write_text("experiments: [mine]\n")
     check(folder, {"experiments": ["mine", "demo"], "slurm": {"gpu_type": None}})
@@ -54,7 +54,7 @@ def test_a_mistake_is_one_line(folder: Path, changes: dict[str, Any], message: s
     assert str(caught.value) == f"{folder}/{message}"
 
 
-def test_a_key_that_stands_twice_is_told(folder: Path) -> None:
+def test_duplicate_keys_are_rejected(folder: Path) -> None:
     (folder / "config.yaml").write_text("experiments: [mine]\nresults: a\nresults: b\n")
     with pytest.raises(ValueError, match="line 3, column 1: the key results occurs here and in line 2; keep one of"):
         check(folder, {})

@@ -1,4 +1,4 @@
-"""What happens when Snakemake starts, without Snakemake."""
+"""The start of the workflow, tested without Snakemake."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODE = dict.fromkeys(("crop", "encode", "embed", "train", "pages"), "new")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that Snakemake runs in."""
+    """The working folder of Snakemake, with 8 images."""
     monkeypatch.chdir(tmp_path)
     for number in range(8):
         write_text(Path("images", f"{number}.png"), str(number))
@@ -76,11 +76,11 @@ def test_results_inside_the_images_are_refused(folder: Path, changes: dict[str, 
 
 
 @pytest.mark.parametrize("results", ["images/.project/results", "images-2", "."])
-def test_results_that_images_do_not_hold_are_no_mistake(folder: Path, results: str) -> None:
+def test_results_outside_the_images_are_accepted(folder: Path, results: str) -> None:
     look_at_sources(plans_of(a_plan()), Path(results), trust_ctime=True)
 
 
-def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> None:
+def test_changed_code_of_existing_results_is_reported(folder: Path) -> None:
     plans, results = plans_of(a_plan(codec="vae", configs={"crop": "c", "encode": "e", "train": "t"})), Path("results")
     assert note_code(plans, results, CODE) == []
     notes = [Path("results", *parts, "config") for parts in (["one"], ["datasets", "dots-16"])]
@@ -89,7 +89,7 @@ def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> 
         "crop.code",
         "encode-vae.code",
     ]
-    assert note_code(plans, results, CODE | {"train": "newer"}) == []  # nothing has been made with it yet
+    assert note_code(plans, results, CODE | {"train": "newer"}) == []  # no result exists yet
     write_text(results / "one/train/weights.safetensors", "")
     told = note_code(plans, results, CODE)
     assert told == ["The code of train has changed since. To make it again: rm -r results/one/train"]
@@ -101,7 +101,7 @@ def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> 
     assert note_code(plans, results, CODE | {"train": "newer"}) == []
 
 
-def test_what_is_made_again_is_made_with_the_code_of_that_day(folder: Path) -> None:
+def test_remade_results_count_as_made_with_the_current_code(folder: Path) -> None:
     plans, results = plans_of(a_plan(configs={"train": "t"})), Path("results")
     weights, newer = results / "one/train/weights.safetensors", CODE | {"train": "newer"}
     changed = ["The code of train has changed since. To make it again: rm -r results/one/train"]
@@ -109,14 +109,14 @@ def test_what_is_made_again_is_made_with_the_code_of_that_day(folder: Path) -> N
     write_text(weights, "")
     assert note_code(plans, results, newer) == changed == note_code(plans, results, newer)
     later = (results / "one/config/train.code").stat().st_mtime + 1
-    os.utime(weights, (later, later))  # made again, since its data have changed
+    os.utime(weights, (later, later))  # remade after a change of its data
     assert note_code(plans, results, newer) == []
     assert note_code(plans, results, CODE) == changed
     write_json(results / "one/config/train.code", {"code": "of an earlier version's note"})
     assert note_code(plans, results, CODE) == changed
 
 
-def test_the_code_of_embed_is_noted_for_each_set_of_pairs(folder: Path) -> None:
+def test_code_of_embed_is_recorded_per_set_of_pairs(folder: Path) -> None:
     plans, results = plans_of(a_plan(configs={"embed-clip": "e", "embed-text-large": "e"})), Path("results")
     assert note_code(plans, results, CODE) == []
     notes = sorted(path.name for path in (results / "datasets/dots-16/config").iterdir())
@@ -127,7 +127,7 @@ def test_the_code_of_embed_is_noted_for_each_set_of_pairs(folder: Path) -> None:
     ]
 
 
-def test_stages_find_python_and_what_lies_beside_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_find_python_scripts_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     once = search_path(Path("/w"), "/usr/bin:/bin")
     assert once.split(":") == [str(Path(sys.executable).parent), "/w/workflow/scripts", "/usr/bin", "/bin"]
     assert search_path(Path("/w"), once) == once
@@ -137,7 +137,7 @@ def test_stages_find_python_and_what_lies_beside_the_rules(monkeypatch: pytest.M
     assert with_package(Path("/w/src"))["PYTHONPATH"] == "/w/src"
 
 
-def test_a_stage_logs_and_takes_the_package_beside_the_rules(folder: Path) -> None:
+def test_stages_log_and_import_the_package_of_the_workflow(folder: Path) -> None:
     code = "import image_diffusion, os, sys; print(image_diffusion.__file__, os.environ['IMAGE_DIFFUSION_STAGE'])"
     code += "; sys.exit(3)"
     logged = [ROOT / "workflow/scripts/logged", "logs/a b/x.log", sys.executable, "-c", code]
@@ -147,9 +147,7 @@ def test_a_stage_logs_and_takes_the_package_beside_the_rules(folder: Path) -> No
     assert done.stdout == Path("logs/a b/x.log").read_text() == f"{ROOT / 'src/image_diffusion/__init__.py'} a b/x\n"
 
 
-def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_jobs_read_plans_without_scanning_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/bin")
     write_plans(Path("results"), a_plan("another"), a_plan())
     write_json(Path("results/of_before/config/plan.json"), {"experiment": "of_before"})
@@ -160,7 +158,7 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
     assert (known.results, dict(known.code), list(known.plans.by_name)) == (
         "results",
         {"train": "x", "pages": "y"},
-        ["another", "one"],  # of which another may have been started before `one` was asked for
+        ["another", "one"],  # `another` may be from an earlier request
     )
     assert len(known.pages) == 64
     assert not Path("results/datasets").exists()
@@ -177,7 +175,7 @@ def test_a_mistake_ends_snakemake_with_one_line(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("argument", "looks"), [("--list-rules", False), ("--lint", False), ("--dry-run", True)])
-def test_who_asks_for_rules_alone_waits_for_no_data_set(
+def test_listing_rules_does_not_scan_sources(
     folder: Path, monkeypatch: pytest.MonkeyPatch, argument: str, looks: bool
 ) -> None:
     monkeypatch.setenv("PATH", os.environ["PATH"])
@@ -188,9 +186,7 @@ def test_who_asks_for_rules_alone_waits_for_no_data_set(
 
 
 @pytest.mark.parametrize("written", ["results/", "./results", "results"])
-def test_results_have_one_name_however_they_are_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, written: str
-) -> None:
+def test_results_path_is_normalised(folder: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr("image_diffusion.workflow.start.resolve", lambda *_: CODE)
     write_plans(Path("results"), a_plan())
@@ -198,7 +194,7 @@ def test_results_have_one_name_however_they_are_written(
     assert context.results == context.files.results == "results"
 
 
-def test_following_runs_where_it_is_asked_for_and_ends_with_us(
+def test_follower_runs_if_configured_and_ends_with_snakemake(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in = "import sys; print(sys.argv[1:], flush=True); sys.stdin.read()"
@@ -212,7 +208,7 @@ def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     following.start()
     process = following.process
     assert process is not None and process.poll() is None
-    second = Following(following.tracking, following.source, "results", ["one"])  # of a second Snakemake
+    second = Following(following.tracking, following.source, "results", ["one"])  # as of a second Snakemake
     second.start()
     second.end()
     assert second.process is None and process.poll() is None

@@ -1,4 +1,4 @@
-"""The terminal of a run: a line where a job begins and where it ends, messages, and nothing hidden from a dry run."""
+"""Terminal output of a run: a line at the start and end of each job, messages, and full output in dry runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """Snakemake's logger with a handler of the terminal, as Snakemake sets it up."""
+    """Snakemake's logger with the terminal handler that Snakemake sets up."""
     logger = logging.getLogger("snakemake.logging")
     before, level = logger.handlers, logger.level
     handler = logging.StreamHandler(io.StringIO())
@@ -45,7 +45,7 @@ def settings(**changes: bool) -> Any:
 
 
 def printed(logger: logging.Logger, handler: logging.StreamHandler[io.StringIO]) -> list[str]:
-    """What a run of two jobs prints, without the time of day."""
+    """Return the lines printed by a run of two jobs, without the time of day."""
     logger.info("Building DAG of jobs...")
     logger.info("Job stats:", extra={"event": LogEvent.RUN_INFO, "stats": {"sample_part": 2, "all": 1, "total": 3}})
     job = {"event": LogEvent.JOB_INFO, "rule_name": "sample_part", "output": ["a"], "log": ["logs/micro/part-0.log"]}
@@ -59,7 +59,7 @@ def printed(logger: logging.Logger, handler: logging.StreamHandler[io.StringIO])
     return [line[10:] if line[2:3] == ":" else line for line in handler.stream.getvalue().splitlines()]
 
 
-def test_each_job_has_two_lines_and_messages_stay(logger: logging.Logger) -> None:
+def test_each_job_prints_two_lines_and_messages_are_kept(logger: logging.Logger) -> None:
     (handler,) = logger.handlers
     assert use_brief_output(settings())
     assert printed(logger, handler) == [  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_each_job_has_two_lines_and_messages_stay(logger: logging.Logger) -> Non
     ]
 
 
-def test_a_run_of_a_study_has_its_variant_and_seed_in_its_lines(logger: logging.Logger) -> None:
+def test_lines_of_study_runs_name_variant_and_seed(logger: logging.Logger) -> None:
     (handler,) = logger.handlers
     assert use_brief_output(settings())
     variants = [{"name": name, "runs": [f"{name}-0", "micro"]} for name in ("base", "other")]
@@ -91,7 +91,7 @@ def test_dry_runs_and_verbose_runs_print_all(logger: logging.Logger, option: str
 
 
 @pytest.mark.parametrize("is_brief", [False, True])
-def test_the_log_of_a_stage_keeps_what_the_terminal_leaves_out(tmp_path: Path, is_brief: bool) -> None:
+def test_stage_log_keeps_lines_the_terminal_omits(tmp_path: Path, is_brief: bool) -> None:
     lines = [
         "micro/train: 4 of 8 steps (50%), 7.99 steps/s, 00:01 left, loss 1.0109",
         "inpipe_fd                1.726  4.73 x floor",
@@ -127,7 +127,7 @@ def test_progress_is_one_moving_line_on_a_terminal(tmp_path: Path) -> None:
     os.close(main)
 
 
-def test_a_run_ends_with_places_to_look_at(tmp_path: Path) -> None:
+def test_run_ends_with_paths_to_its_results(tmp_path: Path) -> None:
     plans = plans_of(a_plan("one"))
     assert places(plans, tmp_path, "sqlite:///mlflow.db") == ""
     grid = tmp_path / "one/samples/grid.png"
@@ -139,7 +139,7 @@ def test_a_run_ends_with_places_to_look_at(tmp_path: Path) -> None:
     ]
     write_json(tmp_path / "summary.html", {})
     assert str(tmp_path / "summary.html") in places(plans, tmp_path, "sqlite:///mlflow.db").splitlines()
-    study = replace(plans, studies={"rates": StudyPlan("rates", [], [])})  # which does not make that page
+    study = replace(plans, studies={"rates": StudyPlan("rates", [], [])})  # a study does not make that page
     assert str(tmp_path / "summary.html") not in places(study, tmp_path, "sqlite:///mlflow.db").splitlines()
     both = replace(study, requested=("one",))
     assert str(tmp_path / "summary.html") in places(both, tmp_path, "sqlite:///mlflow.db").splitlines()
