@@ -225,7 +225,7 @@ class Campaign:
         return True
 
     def _nearest(self, items: list[pytest.Item], record: dict[str, Any], mutant: Mutant) -> list[pytest.Item]:
-        """Return the passing tests that enter a mutant's function, those with the fewest entered functions first, by
+        """Return passing tests that enter a mutant's function, nearest first within the time budget, grouped by
         file."""
         key = f"{mutant.path.relative_to(SOURCE)}:{mutant.function}"
         touching = [item for item in items if item.nodeid in record and key in record[item.nodeid]["entered"]]

@@ -280,7 +280,7 @@ def main() -> None:
 
 
 def sum_of_faults(tally: Tally) -> int:
-    """Return how many faults of the store there were."""
+    """Return the number of faults of the store."""
     return tally.injected.total() - tally.injected["killed machine"]
 
 

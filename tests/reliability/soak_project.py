@@ -1,7 +1,6 @@
-"""The project of the soak: every system on a handful of images, in a few configurations between which it is edited.
+"""The project of the soak: every system on a handful of images, in configurations between which it is edited.
 
-`python soak_project.py dit rin`, in the folder of a project, prints the result of `found` for these experiments as
-JSON.
+`python soak_project.py dit rin`, in the folder of a project, prints `found` of these experiments as JSON.
 """
 
 from __future__ import annotations

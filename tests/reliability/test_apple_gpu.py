@@ -1,5 +1,4 @@
-"""Operators that a training needs on Apple's GPUs (MPS), checked against PyTorch's table of kernels, without such a
-GPU."""
+"""Operators that a training needs on Apple's GPUs (MPS), checked against PyTorch's table of kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class Watch(TorchDispatchMode):
 
 @pytest.mark.parametrize("system", TINY)
 def test_training_step_uses_operators_with_mps_kernels(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none for shapes alone
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # autocast does not support the meta device
     with Watch() as watch:
         trainer = Trainer(SYSTEMS[system](SHAPES), config(), SHAPES)
         examples = next(trainer.batches(0))

@@ -86,8 +86,7 @@ def started(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def killed(command: list[str], output: Path, after_s: float) -> None:
-    """Start a command and kill it some time after it began to write. Return when none of its processes runs any
-    more."""
+    """Start a command and kill it some time after it began to write. Return when all of its processes are gone."""
     before = set(output.iterdir()) if output.exists() else set()
     process = started(command)
     while process.poll() is None and (not output.exists() or set(output.iterdir()) == before):

@@ -344,8 +344,7 @@ def train_until_killed(folder: Path, pause_s: float) -> None:
 
 
 def test_killed_follower_and_killed_training_lose_no_point(tmp_path: Path, empty: Path) -> None:
-    """Points of a dead attempt that were shown while it lived are kept; the same steps of the next one are not
-    added."""
+    """Points of a dead attempt that were shown while it lived are kept; the next one does not add the same steps."""
     rng, folder = random.Random(1), tmp_path / "live"
     database = tmp_path / "mlflow.db"
     shutil.copyfile(empty, database)
