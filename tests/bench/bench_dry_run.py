@@ -1,4 +1,4 @@
-"""What `snakemake --dry-run` costs, in CPU seconds of it and of all it starts.
+"""CPU seconds of `snakemake --dry-run` and of all its child processes.
 
     python tests/bench/bench_dry_run.py
     python tests/bench/bench_dry_run.py --against ../another-checkout

@@ -1,4 +1,4 @@
-"""What judging 50,000 images of 256 pixels takes, counted and not run: by Inception and DINOv2, beside all of ImageNet.
+"""Counted cost of evaluating 50,000 images of 256 pixels by Inception and DINOv2 against all of ImageNet.
 
     python tests/bench/bench_evaluation.py
 

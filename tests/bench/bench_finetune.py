@@ -1,4 +1,4 @@
-"""What weights of other classes are worth: digits 5 to 9 from weights that know 0 to 4, and from random weights.
+"""The value of weights of other classes: digits 5 to 9 from weights trained on 0 to 4, and from random weights.
 
     python tests/bench/bench_finetune.py --seeds 3
 

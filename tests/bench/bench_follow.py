@@ -1,4 +1,4 @@
-"""What following a training holds in memory and takes of a core, while its journal grows.
+"""Memory and CPU time of the process that follows a training, while its journal grows.
 
     python tests/bench/bench_follow.py
     PYTHONPATH=../another-checkout/src python tests/bench/bench_follow.py

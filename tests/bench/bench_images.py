@@ -1,4 +1,4 @@
-"""What a network of fixed cost makes of few and of many images: the distance and the copies of its samples.
+"""Distance and copies of samples of a network of fixed cost, trained on few and on many images.
 
     python tests/bench/bench_images.py CROPS DETECTOR FOLDER --numbers 50 200 1000 --augment 0.75 --seed 1
 

@@ -1,4 +1,4 @@
-"""What filling in and tiles are worth: half-hidden digits of the trained demo, and the seams of tiled photographs.
+"""Quality of inpainting and of tiles: half-hidden digits of the trained demo, and the seams of tiled photographs.
 
     snakemake --cores all --config 'experiments=[demo]'
     python tests/bench/bench_inpainting.py halves

@@ -1,4 +1,4 @@
-"""What the embedded judge is worth on photographs: beside a ResNet-18, and which metric sees which damage.
+"""The built-in judge on photographs: compared with a ResNet-18, and the damages that each metric detects.
 
     python tests/bench/bench_judge.py accuracy --images cifar10-20k.tar
     python tests/bench/bench_judge.py damage --images cifar10-20k.tar

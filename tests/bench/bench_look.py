@@ -1,4 +1,4 @@
-"""What Snakemake's look at a folder of many files costs: CPU seconds and the most memory, each in a process of its own.
+"""Cost of the workflow's scan of a folder of many files: CPU seconds and peak memory, each in a separate process.
 
     python tests/bench/bench_look.py --folder /dev/shm
     PYTHONPATH=../another-checkout/src python tests/bench/bench_look.py --folder /dev/shm

@@ -1,4 +1,4 @@
-"""What the promises of `train.deterministic` cost: the training steps of the demos in each mode, in turn.
+"""Cost of each mode of `train.deterministic`: the training steps of the demos in each mode, in turn.
 
     OMP_NUM_THREADS=1 python tests/bench/bench_modes.py --rounds 15
 

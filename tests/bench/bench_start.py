@@ -1,4 +1,4 @@
-"""What starting costs, in CPU seconds: of each command until its work begins; and what the demo is made of.
+"""CPU seconds of each command's start until its work begins, and of the parts of the demo.
 
     python tests/bench/bench_start.py
     python tests/bench/bench_start.py --demo

@@ -1,4 +1,4 @@
-"""What a training step of DiT is made of, and what each option makes of it.
+"""The parts of a training step of DiT, and the effect of each option on it.
 
     python tests/bench/bench_step.py --size demo
     python tests/bench/bench_step.py --size DiT-XL/2 --batch 256 --precision bf16 --compile

@@ -1,4 +1,4 @@
-"""A week of a busy cluster: does everything end, and how much of the GPUs' time is lost where nodes die.
+"""A simulated week of a busy cluster: whether everything ends, and the GPU time lost to failing nodes.
 
     python tests/bench/bench_week.py
     python tests/bench/bench_week.py --experiments 10 --nodes 4 --minutes 1

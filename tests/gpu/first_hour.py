@@ -1,4 +1,4 @@
-"""The first hour on a machine with a GPU: what it has, tests in order of how much they tell, benchmarks, kills.
+"""The first hour on a machine with a GPU: its hardware, tests by how much they reveal, benchmarks, kills.
 
     python tests/gpu/first_hour.py --plan        # the steps with their times; needs no GPU
     python tests/gpu/first_hour.py               # `make first-gpu`: three slices of nine minutes at most

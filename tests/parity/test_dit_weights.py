@@ -181,8 +181,7 @@ def test_sharded_folder_is_read_without_common_prefix_of_names(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_transformer_written_by_diffusers_is_read(tmp_path, suffix):
-    """Not written by this package: 1000 classes and diffusers' own settings, as in the folders of
-    facebook/DiT-XL-2-256."""
+    """Not written by this package: 1000 classes and diffusers' own settings, as in facebook/DiT-XL-2-256."""
     from diffusers import DiTTransformer2DModel
 
     torch.manual_seed(0)

@@ -1,5 +1,4 @@
-"""The prior of Karlo and Kandinsky compared with diffusers' PriorTransformer: read, written, trained, and refused
-files."""
+"""The prior of Karlo and Kandinsky against diffusers' PriorTransformer: read, written, trained, and refused files."""
 
 from __future__ import annotations
 

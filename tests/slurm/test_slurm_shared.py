@@ -20,7 +20,7 @@ ASKED = {"one_job": True, "gpus_per_node": 0, "cpus_per_process": 1, "memory_mb"
 
 
 def small(folder: Path) -> Project:
-    """Create both experiments of the literal command, on CPUs, a job each; the second trains long enough to be
+    """Create both experiments of the literal command, on CPUs, a job each; the second runs long enough to be
     stopped."""
     project = slurm_project(folder)
     for name in ("micro", "micro_codec"):
