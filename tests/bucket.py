@@ -1,4 +1,4 @@
-"""An S3 server on loopback, with a bucket: SeaweedFS, of the extra `s3-server`."""
+"""A local S3 server with one bucket: SeaweedFS, of the extra `s3-server`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOTHING_ELSE = {
     "s3.port.iceberg": "0",
     "s3.port.lance": "0",
 }
-"""Options of the server: it tells nobody about itself, keeps its volumes small and starts nothing that is not S3."""
+"""Options of the server: no telemetry, small volumes, and no services but S3."""
 
 
 def free_ports(number: int) -> list[int]:
@@ -53,7 +53,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def weed() -> str:
-    """Return the path of the server's program, which lies beside the packages of the extras or on the PATH."""
+    """Return the path of the server's program, which is in a `bin` of sys.path or on the PATH."""
     places = [*(Path(each) / "bin" for each in sys.path if each), *map(Path, os.get_exec_path())]
     program = shutil.which("weed", path=os.pathsep.join(map(str, places)))
     if program is None:
@@ -62,13 +62,13 @@ def weed() -> str:
 
 
 class Bucket:
-    """A context: the server runs, and its bucket is there.
+    """A context manager that runs the server and has created its bucket.
 
     port: of S3 on 127.0.0.1. settings: environment variables with which any S3 client reaches it.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: for the server's data and its log; the server keeps what lies there."""
+        """folder: for the server's data and its log. The server keeps data that is already there."""
         self.folder = folder
         self._key, self._secret = secrets.token_hex(8), secrets.token_hex(16)
 
@@ -84,7 +84,7 @@ class Bucket:
         self._ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         options = {name: str(port) for name, port in self._ports.items()} | NOTHING_ELSE
         options |= {"dir": str(data), "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.config": "s3.json"}
-        # Sockets of Unix lie in /tmp by the number of a port if no path is given.
+        # Unix sockets are created in /tmp, named by a port, if no path is given.
         options |= {f"{each}.localSocket": str(self.folder / f"{each}.sock") for each in ("filer", "s3")}
         self.port = self._ports["s3.port"]
         self.log = self.folder / "server.log"
@@ -127,7 +127,7 @@ class Bucket:
 
     @property
     def credentials(self) -> Any:
-        """What a request is signed with."""
+        """Return the credentials that requests are signed with."""
         from botocore.credentials import Credentials
 
         return Credentials(self._key, self._secret)
@@ -137,7 +137,7 @@ class Bucket:
         return self.settings_at(self.port)
 
     def settings_at(self, port: int) -> dict[str, str]:
-        """Return the environment of a client that reaches it on another port of 127.0.0.1: that of a proxy."""
+        """Return the environment of a client that uses another port of 127.0.0.1, such as that of a proxy."""
         return {
             "AWS_ACCESS_KEY_ID": self._key,
             "AWS_SECRET_ACCESS_KEY": self._secret,
@@ -154,7 +154,7 @@ class Bucket:
                 answer["Body"] = body.read()
         return answer
 
-    @cache  # noqa: B019 - a bucket lives as long as a test
+    @cache  # noqa: B019 - a bucket exists no longer than a test
     def _client(self, port: int) -> Any:
         from botocore.config import Config
         from botocore.session import get_session
@@ -169,7 +169,7 @@ class Bucket:
         )
 
     def _wait(self) -> None:
-        """Return when an object has been written: volumes come to life after the front."""
+        """Return when an object has been written: volumes are ready later than the front end."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         until, operations = (

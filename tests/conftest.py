@@ -1,4 +1,4 @@
-"""Options, profiles and the order of all tests; modules beside this file can be imported by their names."""
+"""Options, profiles and the order of all tests. Makes the modules of this folder importable."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from durations import Recorder, read_durations
 
-# pytest rewrites the assertions of 200 files: where it may not store the result, each start takes seconds longer.
+# pytest rewrites the assertions of 200 files: if it may not store the result, each start takes seconds longer.
 sys.dont_write_bytecode = False
 
 hypothesis.settings.register_profile("quick", max_examples=200, deadline=None)
@@ -24,15 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record durations where `--record-durations` is given."""
+    """Record durations if `--record-durations` is given."""
     if path := config.getoption("record_durations"):
         config.pluginmanager.register(Recorder(path), "durations")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files by their recorded seconds, the longest first, where several processes share them.
+    """Order the files by their recorded seconds, the longest first, if several processes share them.
 
-    With `--dist=loadfile --no-loadscope-reorder`, pytest-xdist hands files out in this order, so that no long file is
+    With `--dist=loadfile --no-loadscope-reorder`, pytest-xdist distributes files in this order, so that no long file is
     left to one process at the end. Files that are not in the record come first.
     """
     if hasattr(config, "workerinput"):

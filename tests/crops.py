@@ -1,4 +1,4 @@
-"""Crops for tests: ours beside the formula that guided-diffusion states, and a small data set of them."""
+"""Crops for tests: this package's next to guided-diffusion's formula, and a small data set of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_diffusion.data.shards.reader import open_shards
 
 
 def original(image: Image.Image, size: int, mode: str = "RGB") -> np.ndarray:
-    """The formula as guided-diffusion states it: one resize of the whole image, then the centre cut out."""
+    """Crop as guided-diffusion does: resize the whole image once, then cut out the centre."""
     image = image.convert(mode)
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
@@ -27,14 +27,14 @@ def original(image: Image.Image, size: int, mode: str = "RGB") -> np.ndarray:
 
 
 def crop(data: bytes, resolution: int) -> np.ndarray:
-    """Our crop as [H, W, C]."""
+    """Return this package's crop as [H, W, C]."""
     config = DataConfig(name="x", source={"type": "digits"}, resolution=resolution)  # type: ignore[arg-type]
     with quiet_pillow():
         return crop_image(data, config).crops[0].transpose(1, 2, 0)
 
 
 def crops_of_twelve(tmp_path: Path, num_shards: int = 1) -> Path:
-    """The folder of crops of twelve images of three classes, 16 x 16."""
+    """Return a folder with crops of twelve images of three classes, 16 x 16."""
     generator = np.random.default_rng(0)
     for number in range(12):
         path = tmp_path / f"in/{'abc'[number % 3]}/{number:02d}.png"
@@ -46,7 +46,7 @@ def crops_of_twelve(tmp_path: Path, num_shards: int = 1) -> Path:
 
 
 def crops_of(output: Path, source: dict[str, Any], processes: int = 1) -> dict[bytes, str | None]:
-    """The crops of a source, 6 x 6, and the class of each; written into `output`."""
+    """Write the crops of a source, 6 x 6, into `output`. Return them and the class of each."""
     config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 6, "num_shards": 2})
     crop_dataset(config, output, processes=processes)
     found = open_shards(output, "all")

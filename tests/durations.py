@@ -35,7 +35,7 @@ def read_durations() -> dict[str, int]:
 
 
 def processor_seconds(pid: int | str = "self") -> float:
-    """Return the processor seconds of a process, its ended children and all that descend from it now."""
+    """Return the processor seconds of a process, its ended children and its present descendants."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = [each.read_text().split() for each in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -95,7 +95,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-        """Measure what a test makes for others as well: it counts for the file, not for the test."""
+        """Measure the setup of a fixture that other tests share: it counts for the file, not for the test."""
         if fixturedef.scope == "function" or self._of_shared_fixtures < 0:
             return (yield)
         before, started, self._of_shared_fixtures = self._of_shared_fixtures, Instant.now(), -1.0

@@ -41,7 +41,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "image_diffusi
 
 
 def load(calls: list[Any], root: Path) -> None:
-    """Call pipelines in one process. calls: [folder, arguments, .npy to write]. root: of what the process writes."""
+    """Call pipelines in one process. calls: [folder, arguments, .npy to write]. root: folder for its files."""
     (root / "calls.json").write_text(json.dumps(calls))
     environment = {"PATH": "/usr/bin:/bin", "HF_HOME": str(root / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,8 +1,8 @@
-"""A proxy on loopback before an S3 server, which breaks requests: each kind is drawn at a rate, and counted.
+"""A local proxy in front of an S3 server, which breaks requests: each kind is drawn at a rate, and counted.
 
-Headers go on as they came, Host too: signatures hold, and the server checks them. A body that was changed on its way is
-refused by a server that compares it with its checksums. `rotten object` therefore signs again what it has changed: the
-server takes it for the right one, as a store does that damages what it keeps.
+Headers are forwarded unchanged, Host too, so that signatures hold and the server checks them. A server that compares
+checksums refuses a body that was changed on its way. `rotten object` therefore signs the changed body again: the server
+accepts it, like a store that damages its objects.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ SIGNED_ANEW = ("authorization", "content-md5", "x-amz-content-sha256", "x-amz-da
 
 
 class FaultyStore:
-    """A context: the proxy answers on `port`.
+    """A context manager that runs the proxy on `port`. counts: faults by kind.
 
-    counts: faults by kind. rate: the share of requests that a fault is drawn for. kinds: those to draw from. Both may
-    be changed at any time.
+    rate: the share of requests that get a fault. kinds: the kinds to draw from. Both may be changed at any time.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class FaultyStore:
         return self.store.settings_at(self.port)
 
     def fault(self, possible: Sequence[str]) -> tuple[str, float]:
-        """Draw the kind for a request, or "", and a number in [0, 1) for where it happens; the kind is counted."""
+        """Draw the kind for a request, or "", and a number in [0, 1) for its position; count the kind."""
         with self._lock:
             chosen = [kind for kind in self.kinds if kind in possible]
             kind = self._draw.choice(chosen) if chosen and self._draw.random() < self.rate else ""
@@ -161,7 +160,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _ask(
         self, body: bytes, is_whole: bool = True, is_signed_anew: bool = False
     ) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Hand the request on; return status, headers and body of the answer. Nothing is read where it is not whole."""
+        """Forward the request; return status, headers and body of the answer. A body that was cut is not read."""
         connection = http.client.HTTPConnection("127.0.0.1", self.proxy.store.port, timeout=60)
         skipped = {"connection", "expect", "transfer-encoding", "content-length"}
         headers = {name: value for name, value in self.headers.items() if name.lower() not in skipped}
@@ -217,7 +216,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _flipped(content: bytes, where: float) -> bytes:
-    """Return the bytes with one bit changed, at a place in [0, 1); none of nothing."""
+    """Return the bytes with one bit flipped, at a position in [0, 1); empty bytes unchanged."""
     if not content:
         return content
     bit = int(where * 8 * len(content))

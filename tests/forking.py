@@ -1,4 +1,4 @@
-"""A process that imports once and is then copied for everything that is to begin with these imports: cheap copies."""
+"""A process that imports everything once and is then forked for each program that needs these imports: cheap copies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MADV_COLLAPSE = 25
 def prepare_to_fork() -> None:
     """Make forks of this process cheap: call it when everything has been imported.
 
-    Python's collector leaves alone what is shared. Memory lies in huge pages where Linux (6.1 or later) has some: a
-    fork then copies hundreds of entries of the page table instead of 170,000, which takes longer than most commands.
-    What imports want to do when the process ends (208 libraries of PyTorch are taken apart one by one) is left to the
-    end of the process, except for what a command may need: messages are flushed, processes of multiprocessing end.
+    Python's collector ignores shared objects. Memory is in huge pages if Linux (6.1 or later) has some: a fork then
+    copies hundreds of entries of the page table instead of 170,000, which takes longer than most commands. Exit
+    handlers of imported libraries (PyTorch takes 208 libraries apart one by one) are skipped, except for those that a
+    command may need: messages are flushed, processes of multiprocessing end.
     """
     atexit._clear()
     for function in (weakref.finalize._exitfunc, multiprocessing.util._exit_function, logging.shutdown):  # type: ignore[attr-defined]
@@ -29,12 +29,12 @@ def prepare_to_fork() -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     gc.collect()
-    gc.freeze()  # else the first collection in each copy would copy the memory of all that was imported
+    gc.freeze()  # else the first collection in each copy would copy the memory of all imported objects
     _use_huge_pages()
 
 
 def _use_huge_pages() -> None:
-    """Move the memory of this process into huge pages, as far as that can be had."""
+    """Move the memory of this process into huge pages, as far as they are available."""
     libc = ctypes.CDLL(None)
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, mode, _, _, _, *name = line.split()

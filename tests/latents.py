@@ -1,6 +1,6 @@
-"""Latents on disk as other tools write them: the layouts of EDM2, LightningDiT and fast-DiT, of numbers that are given.
+"""Latents on disk as other tools write them: given numbers in the layouts of EDM2, LightningDiT and fast-DiT.
 
-What each tool writes was looked up in its own code: `encode` in NVlabs/edm2's dataset_tool.py, extract_features.py of
+The layouts follow each tool's own code: `encode` in NVlabs/edm2's dataset_tool.py, extract_features.py of
 hustvl/LightningDiT, extract_features.py of chuanyangjin/fast-DiT.
 """
 
@@ -19,7 +19,7 @@ Array = NDArray[np.float32]
 
 
 def write_edm2(path: Path, mean_std: Array, labels: list[int] | None) -> Path:
-    """Means and deviations [n, 2c, h, w], in a zip or a folder, by the name of the path."""
+    """Write means and deviations [n, 2c, h, w] to a zip file or a folder, by the suffix of the path."""
     members: dict[str, bytes] = {}
     for number, each in enumerate(mean_std):
         file = io.BytesIO()
@@ -39,7 +39,7 @@ def write_edm2(path: Path, mean_std: Array, labels: list[int] | None) -> Path:
 
 
 def write_lightningdit(folder: Path, latents: Array, flipped: Array, labels: list[int], size: int = 10) -> Path:
-    """Latents [n, c, h, w] and those of the mirror images, `size` in a file; the statistics are left out, as unread."""
+    """Write latents [n, c, h, w] and those of mirrored images, `size` in a file; no statistics, which nothing reads."""
     folder.mkdir(parents=True)
     for number, start in enumerate(range(0, len(labels), size)):
         part = slice(start, start + size)
@@ -51,7 +51,7 @@ def write_lightningdit(folder: Path, latents: Array, flipped: Array, labels: lis
 
 
 def write_fastdit(folder: Path, latents: Array, labels: list[int]) -> Path:
-    """Latents [n, c, h, w], multiplied with 0.18215 in float32 as the tool does."""
+    """Write latents [n, c, h, w], multiplied by 0.18215 in float32 as the tool does."""
     for name in ("imagenet256_features", "imagenet256_labels"):
         (folder / name).mkdir(parents=True)
     for number, (latent, label) in enumerate(zip(latents, labels, strict=True)):

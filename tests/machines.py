@@ -1,7 +1,7 @@
-"""Machines of their own on this one: a disk in memory, processes that nobody else sees, a host name; killed at once.
+"""Simulated machines: each has a disk in memory, a PID namespace and a host name, and is killed at once.
 
 `Machine` forks a copy of the server of `warm.py` into a mount, a PID and a UTS namespace. As their first process it
-mounts the disk and answers requests: what is started begins in milliseconds there too. When the first process is
+mounts the disk and answers requests, so that processes start in milliseconds there too. When the first process is
 killed, the kernel kills every other one and the disk is gone with them. The network is shared: a server on loopback is
 the store of all machines.
 """
@@ -33,23 +33,23 @@ NAMESPACES = 0x00020000 | 0x20000000 | 0x04000000
 NEEDED = "A machine is a mount, a PID and a UTS namespace: run as root, in a container with CAP_SYS_ADMIN."
 SIZE = "1g"
 OUTSIDE = ("SNAKEMAKE_", "SLURM_")
-"""Beginnings of environment variables that belong to what has started the tests."""
+"""Prefixes of environment variables that belong to the caller of the tests."""
 
 
 def is_permitted() -> bool:
-    """Return whether this process may make namespaces."""
+    """Return whether this process may create namespaces."""
     return subprocess.run(["unshare", "-m", "-p", "-u", "-f", "true"], capture_output=True, check=False).returncode == 0
 
 
 class Running:
-    """A process on a machine. output: what it has written, outside the machine."""
+    """A process on a machine. output: file with its output, outside the machine."""
 
     def __init__(self, server: socket.socket, output: Path) -> None:
         self.output = output
         self._server, self._code = server, None if server.recv(64) else -signal.SIGKILL
 
     def wait(self, timeout: float | None) -> int:
-        """Return the exit status, negative for a signal: SIGKILL where the machine is gone. Raise TimeoutError."""
+        """Return the exit status, negative for a signal: SIGKILL if the machine is gone. Raise TimeoutError."""
         if self._code is None:
             self._server.settimeout(timeout)
             try:
@@ -71,11 +71,11 @@ class Running:
 
 
 class Machine:
-    """A context: a machine runs. disk: its folder as processes on it name it. folder: the same, seen from outside, as
-    long as the machine runs."""
+    """A context manager that runs a machine. disk: its folder as processes on it name it. folder: the same, seen from
+    outside, as long as the machine runs."""
 
     def __init__(self, warm: Warm, work: Path, name: str) -> None:
-        """work: an empty folder, for what the machine's processes write to their output and to mount the disk on."""
+        """work: an empty folder, for the output of the machine's processes and as the mount point of the disk."""
         self.work, self.name = work, name
         self.disk = work / "disk"
         self.disk.mkdir(parents=True)
@@ -87,7 +87,7 @@ class Machine:
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         told = self._process.stdout.readline()
-        if not told:  # it has said why
+        if not told:  # it has printed the reason
             self._process.wait()
             shutil.rmtree(self._sockets)
             raise PermissionError(NEEDED)
@@ -103,26 +103,26 @@ class Machine:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every process of the machine at once; returns when all are gone, and the disk."""
+        """Kill every process of the machine at once. Return when all of them and the disk are gone."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         self._process.wait()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def stop(self) -> None:
-        """Stop every process for a while, as a host does that moves or freezes a machine."""
+        """Stop every process until `go_on`, as a host does that moves or freezes a machine."""
         self._send(signal.SIGSTOP)
 
     def go_on(self) -> None:
         self._send(signal.SIGCONT)
 
     def running(self) -> list[str]:
-        """Return the names of the processes that were started through `python` and run now, as `Warm.running`."""
+        """Return the names of running processes that were started through `python`, as `Warm.running`."""
         found = []
         for path in sorted(self._sockets.glob("[0-9]*")):
             with suppress(FileNotFoundError):
                 found.append(path.read_text())
-        return list(filter(None, found))  # the name of one that begins now may not be written yet
+        return list(filter(None, found))  # a process that is starting may not have written its name yet
 
     def start(self, arguments: Sequence[str], folder: str = ".", **settings: str) -> Running:
         """Start a module (`-m`) or a script. folder: on the disk, to run it in. settings: environment variables."""
@@ -145,7 +145,7 @@ class Machine:
             return Running(server, output)
 
     def _send(self, number: int) -> None:
-        """Send a signal to every process of the machine, until there are no others."""
+        """Send a signal to every process of the machine, until there are no new ones."""
         namespace, done = Path(f"/proc/{self._pid}/ns/pid").readlink(), set[int]()
         while True:
             present = set()
@@ -179,7 +179,7 @@ def begin(address: str, disk: str, name: str) -> None:
 
 
 def _be_first(address: str, disk: Path, name: str) -> NoReturn:
-    """Make the machine, say the number that this process has outside, and answer."""
+    """Set up the machine, report the process id that this process has outside, and answer requests."""
     end_with_parent()
     number = Path("/proc/self").readlink()
     _mount("--make-rprivate", "/")
@@ -187,7 +187,7 @@ def _be_first(address: str, disk: Path, name: str) -> NoReturn:
     _mount("-t", "tmpfs", "-o", f"size={SIZE}", "shm", "/dev/shm")
     _mount("-t", "proc", "proc", "/proc")
     socket.sethostname(name)
-    hosts = disk / "hosts"  # a machine knows its own name
+    hosts = disk / "hosts"  # a machine can resolve its own name
     hosts.write_text(f"127.0.0.1 localhost {name}\n")
     _mount("--bind", str(hosts), "/etc/hosts")
     for each in ("home", "tmp", "project"):

@@ -1,10 +1,10 @@
-"""Break the code in small ways and see which of them no test notices: `make mutants`.
+"""Break the code in small ways and find the changes that no test detects: `make mutants`.
 
-The tests are collected once. A first run, in a process of its own, records which functions each of them enters. Then
-each mutant gets a process that is forked from the collected session, in which the code of one function is replaced:
-only the tests that enter that function are run, nearest first, until one fails.
+The tests are collected once. A first run, in a separate process, records which functions each of them enters. Then each
+mutant gets a process forked from the collected session, in which the code of one function is replaced: only the tests
+that enter that function are run, nearest first, until one fails.
 
-What survives is a hole in the tests, or is named in tests/mutants.md with the reason why no test can tell.
+A surviving mutant is a hole in the tests, or is listed in tests/mutants.md with the reason why no test can detect it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SOURCE = ROOT / "src" / "image_diffusion"
 PACKAGES = ("core", "data", "metrics", "objectives", "process", "samplers", "training")
 NAMED = ROOT / "tests" / "mutants.md"
 RECORD = ROOT / "mutants" / "entered.json"
-BROKEN = 99  # the status of a process in which this program failed, not a test
+BROKEN = 99  # exit status of a process in which this program failed, not a test
 
 _PAIRS = [
     (ast.Lt, ast.LtE),
@@ -63,7 +63,7 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in place of a node: each is one mistake that a programmer could make."""
+    """Return possible replacements of a node, each a mistake that a programmer could make."""
     match node:
         case ast.Compare(left, [op], right) if type(op) in SWAPS:
             yield ast.Compare(left, [SWAPS[type(op)]()], right)
@@ -97,7 +97,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions of a module and of its classes, by qualified name; those inside others belong to these."""
+    """Return the functions of a module and of its classes by qualified name; nested functions belong to outer ones."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield prefix + node.name, node
@@ -106,7 +106,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def nodes(parent: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Each node below one, after the one that it stands in; not what annotates, decorates, or words a message."""
+    """Yield each node below a node with its parent, without annotations, decorators and texts of messages."""
     for field, value in ast.iter_fields(parent):
         skipped = "annotation", "returns", "decorator_list", *(["args"] if isinstance(parent, ast.FunctionDef) else [])
         for child in value if isinstance(value, list) else [value]:
@@ -120,7 +120,7 @@ _WORDING = ast.Raise | ast.Assert | ast.JoinedStr
 
 @dataclass(frozen=True)
 class Mutant:
-    """A module in which one node of a function becomes another one."""
+    """A module in which one node of a function is replaced."""
 
     name: str
     path: Path
@@ -131,7 +131,7 @@ class Mutant:
     new: ast.AST
 
     def code(self) -> CodeType:
-        """The code of the changed function."""
+        """Return the code of the changed function."""
         _put(self.parent, self.old, ast.copy_location(self.new, self.old))
         module = compile(ast.fix_missing_locations(self.tree), self.path, "exec", dont_inherit=True)
         return next(code for code in _codes(module) if code.co_qualname == self.function)
@@ -153,7 +153,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """Every mutant of a module."""
+    """Return every mutant of a module."""
     module, tree = ".".join(path.relative_to(SOURCE).with_suffix("").parts), ast.parse(path.read_text())
     seen: Counter[str] = Counter()
     for function, definition in functions(tree):
@@ -175,12 +175,12 @@ def _written(node: ast.AST) -> str:
 
 
 def modules(package: str) -> list[Path]:
-    """The modules of a package."""
+    """Return the modules of a package."""
     return sorted((SOURCE / package).rglob("*.py"))
 
 
 def chosen(number: int, seed: int) -> list[Mutant]:
-    """So many mutants: as many of each package, and within one of each function in turn."""
+    """Choose this many mutants: as many of each package, and in a package of each function in turn."""
     found = []
     for package in PACKAGES:
         by_function = defaultdict(list)
@@ -196,7 +196,7 @@ def chosen(number: int, seed: int) -> list[Mutant]:
 
 
 class Campaign:
-    """A pytest plugin that runs mutants in place of the tests that were collected."""
+    """A pytest plugin that runs mutants instead of the collected tests."""
 
     def __init__(self, mutants: list[Mutant], budget_s: float) -> None:
         self.mutants, self.budget_s = mutants, budget_s
@@ -225,7 +225,8 @@ class Campaign:
         return True
 
     def _nearest(self, items: list[pytest.Item], record: dict[str, Any], mutant: Mutant) -> list[pytest.Item]:
-        """Of the passing tests that enter the function of a mutant those that enter the fewest others, file by file."""
+        """Return passing tests that enter a mutant's function, nearest first within the time budget, grouped by
+        file."""
         key = f"{mutant.path.relative_to(SOURCE)}:{mutant.function}"
         touching = [item for item in items if item.nodeid in record and key in record[item.nodeid]["entered"]]
         touching.sort(key=lambda item: (len(record[item.nodeid]["entered"]), record[item.nodeid]["seconds"]))
@@ -249,7 +250,7 @@ def _fails(items: list[pytest.Item], mutant: Mutant) -> bool:
         each.__code__ = code
     try:
         return any(_failed(item, following) for item, following in zip(items, [*items[1:], None], strict=True))
-    except BaseException:  # such as SystemExit: what ends the tests has been noticed
+    except BaseException:  # such as SystemExit: an exit of the tests counts as a failure
         return True
 
 
@@ -264,9 +265,9 @@ def _failed(item: pytest.Item, following: pytest.Item | None) -> bool:
 
 
 def _recorded(items: list[pytest.Item]) -> dict[str, Any]:
-    """Which functions of the package each test enters, and how long it takes; none of a test that fails.
+    """Record which functions of the package each test enters, and its duration; nothing for a test that fails.
 
-    What a fixture of several tests enters counts for each of them, though it runs for the first alone.
+    The functions that a shared fixture enters count for each of its tests, though it runs for the first one only.
     """
     entered: dict[int, CodeType] = {}
 
@@ -318,7 +319,7 @@ def _keep(items: list[pytest.Item]) -> bool:
 
 
 def _in_process(work: Callable[[], bool], limit_s: float) -> str:
-    """What becomes of a mutant by work in a process forked from this one: killed, survived, timed out, or broken."""
+    """Run work on a mutant in a forked process. Return its result: killed, survived, timed out, or broken."""
     folder = tempfile.mkdtemp()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Photographs for tests: tiles of the two that come with scikit-learn, and what people do to a picture."""
+"""Photographs for tests: tiles of the two that come with scikit-learn, and common edits of a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(str(metadata.distribution("scikit-learn").locate_file("sklearn/dat
 
 
 def tiles(least_contrast: float = 25.0) -> list[Image.Image]:
-    """Tiles of 106 x 106 pixels that share no pixel; those that are mostly sky are left out."""
+    """Return tiles of 106 x 106 pixels that share no pixel, without those that are mostly sky."""
     found = []
     for name in ("china.jpg", "flower.jpg"):
         photograph = np.asarray(Image.open(FOLDER / name))
@@ -31,24 +31,24 @@ def tiles(least_contrast: float = 25.0) -> list[Image.Image]:
 
 
 def views(crop: NDArray[np.uint8]) -> str:
-    """The views of a crop that `near_duplicates` compares."""
+    """Return the views of a crop that `near_duplicates` compares."""
     return image_views(grey(crop)[None])[0]
 
 
 def as_jpeg(image: Image.Image) -> Image.Image:
-    """Saved once more, at quality 60."""
+    """Save the picture once more, at quality 60."""
     buffer = io.BytesIO()
     image.save(buffer, "jpeg", quality=60)
     return Image.open(buffer).convert("RGB")
 
 
 def resized(image: Image.Image) -> Image.Image:
-    """10 % smaller."""
+    """Make the picture 10 % smaller."""
     return image.resize((round(image.width * 0.9), round(image.height * 0.9)), Image.Resampling.BICUBIC)
 
 
 def trimmed(x: float, y: float) -> Callable[[Image.Image], Image.Image]:
-    """Without 5 % of its width and height. x, y: which part is left, 0 the left or upper, 1 the right or lower."""
+    """Cut off 5 % of the width and height. x, y: the remaining part, 0 the left or upper, 1 the right or lower."""
 
     def trim(image: Image.Image) -> Image.Image:
         width, height = round(image.width * 0.95), round(image.height * 0.95)

@@ -1,4 +1,4 @@
-"""Plans as `configure` writes them, for the tests of what the rules know."""
+"""Plans as `configure` writes them, for tests of the rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESOURCES = {
 
 
 def a_plan(name: str = "one", **changes: Any) -> Plan:
-    """An experiment on the crops of a data set `dots-16`, with a few things changed."""
+    """Return an experiment on the crops of a data set `dots-16`, with some changes."""
     plan: dict[str, Any] = {
         "experiment": name,
         "system": "dit",
@@ -73,17 +73,17 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
 
 
 def a_set(**changes: Any) -> PairPlan:
-    """One set of pairs, made from crops, with a few things changed."""
+    """Return one set of pairs, made from crops, with some changes."""
     pairs: PairPlan = {"of_images": True, "of_source": False, "of_detector": False, "files": None, "weights": None}
     return {**pairs, **changes}  # type: ignore[typeddict-item]
 
 
 def plans_of(*plans: Plan) -> Plans:
-    """Several at once."""
+    """Return the plans of several experiments."""
     return Plans({plan.experiment: plan for plan in plans})
 
 
 def write_plans(results: Path, *plans: Plan) -> None:
-    """Where `configure` leaves them."""
+    """Write plans to the files of `configure`."""
     for plan in plans:
         write_json(plan_file(results, plan.experiment), asdict(plan))

@@ -10,4 +10,4 @@ FULL = [
     for path in sorted((ROOT / "config/experiments").glob("*.yaml"))
     if load_experiment(path).resources.gpus_per_node
 ]
-"""Their files. Reading all experiments takes half a second."""
+"""Paths of these experiments. Reading all experiments takes half a second."""

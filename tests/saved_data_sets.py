@@ -1,4 +1,4 @@
-"""Data sets as `save_to_disk` of the package datasets writes them, for tests without the package."""
+"""Data sets as `save_to_disk` of the package datasets writes them, for tests without that package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 
 def save_to_disk(folder: Path, columns: dict[str, list[Any]], num_files: int = 1, batch: int | None = None) -> None:
-    """Write what `datasets` writes, as far as it is read."""
+    """Write the files of `datasets`, as far as they are read."""
     folder.mkdir(exist_ok=True)
     table = pa.table(columns)
     size = -(-len(table) // num_files)

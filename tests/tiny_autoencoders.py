@@ -1,4 +1,4 @@
-"""Random autoencoders of diffusers, of every class that is a codec, as small as they get. Images are 3 x 32 x 32."""
+"""Tiny random autoencoders of diffusers, of every class that is a codec. Images are 3 x 32 x 32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {"kl4": (4, 2), "kl16": (16, 2), "flux2": (16, 4), "dc": (8, 4), "rae":
 
 
 def write_autoencoder(name: str, folder: Path) -> Any:
-    """Write one of `SHAPES` as diffusers does; returns it. Its factors are those of none of the published ones."""
+    """Write one of `SHAPES` as diffusers does, and return it. Its scaling factors differ from all published ones."""
     logging.getLogger("diffusers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     vae = _built(name).eval()
@@ -36,7 +36,7 @@ def _built(name: str) -> Any:
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         return AutoencoderKL(**_CONVOLUTIONS, latent_channels=4, scaling_factor=0.25)
-    if name == "sd":  # the shape of Stable Diffusion 1's: 8 pixels along an edge to one
+    if name == "sd":  # the shape of Stable Diffusion 1's: one latent pixel for 8 pixels along an edge
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
@@ -84,7 +84,7 @@ def _built(name: str) -> Any:
 
 
 class _Tokens(nn.Module):
-    """In place of DINOv2, which the package transformers has: five tokens that are dropped, and one for each patch."""
+    """Replacement of transformers' DINOv2: five tokens that are dropped, and one for each patch."""
 
     def __init__(self, encoder_type: str, hidden_size: int, patch_size: int, num_hidden_layers: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Tokens(nn.Module):
 
 
 def without_transformers(patch: pytest.MonkeyPatch) -> None:
-    """Let AutoencoderRAE be built where the package transformers, which has its encoders, is not installed."""
+    """Let AutoencoderRAE be built if the package transformers, which has its encoders, is not installed."""
     from diffusers.models.autoencoders import autoencoder_rae
 
     from image_diffusion.codecs.diffusers_families import Rae

@@ -1,4 +1,4 @@
-"""Weights folders that are as small as they get."""
+"""Tiny folders of weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from image_diffusion.systems.diffusion.generator import SampleConfig
 
 
 def write_model(experiment: Path, step: int, seed: int = 0) -> None:
-    """What a training of a tiny DiT leaves in results/<experiment>, and how it is sampled."""
+    """Write the files that a training of a tiny DiT leaves in results/<experiment>, and its sampling settings."""
     torch.manual_seed(seed)
     system = DiTSystem(network=DiTConfig(depth=1, width=16, num_heads=2, patch=4))
     spec = DataSpec(channels=3, resolution=8, num_classes=2)
@@ -39,7 +39,7 @@ def write_model(experiment: Path, step: int, seed: int = 0) -> None:
 
 
 def lpips_files(folder: Path) -> LpipsConfig:
-    """An AlexNet of random weights under torchvision's names, and heads under those of the package lpips."""
+    """Write an AlexNet of random weights under torchvision's names, and heads under those of the package lpips."""
     generator = torch.Generator().manual_seed(0)
     measure = Lpips()
     backbone = {}

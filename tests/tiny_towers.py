@@ -1,4 +1,4 @@
-"""Vision towers of the package transformers, made small and of random weights: nothing is downloaded."""
+"""Tiny vision towers of the package transformers with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIDE, PATCH = 32, 8
 
 
 def write_tower(kind: str, folder: Path, seed: int = 0, side: int = SIDE) -> Any:
-    """A small model of random weights in transformers' layout, whose processor makes images of this side."""
+    """Write a small model of random weights in transformers' layout, with a processor for images of this size."""
     transformers = pytest.importorskip("transformers")
     text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes = text | {"image_size": SIDE, "patch_size": PATCH}

@@ -14,7 +14,7 @@ from image_diffusion.training.session import run
 
 
 def trained_dit(folder: Path, crops: Path, network: dict[str, Any], steps: int, **train: Any) -> dict[str, Tensor]:
-    """The weights of a DiT after steps of four crops; a second call in the same folder goes on."""
+    """Train a DiT on four crops and return its weights; a second call in the same folder resumes."""
     folder.mkdir(exist_ok=True)
     settings = {"steps": steps, "global_batch": 4, "validate_every_steps": None, "grid_every_steps": None}
     settings |= {"ema": {"rates": [0.5]}}

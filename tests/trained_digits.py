@@ -1,4 +1,4 @@
-"""A DiT on the embedded digits, trained in a plain loop: what a recipe is worth in seconds, without a workflow."""
+"""A DiT trained on the bundled digits in a plain loop: compares recipes in seconds, without a workflow."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FLOW = {"type": "flow", "times": {"type": "logit_normal"}, "time_scale": 1000}
 
 @dataclass(frozen=True)
 class Trained:
-    """agreement: share of samples that show the digit they were asked for. error: mean square of what tells a pixel of
-    a sample from the nearest digit's. cpu_s: of the training alone."""
+    """agreement: share of samples that show the requested digit. error: mean squared difference of a sample's pixels
+    from the nearest digit. cpu_s: of the training alone."""
 
     agreement: float
     error: float
@@ -45,7 +45,7 @@ class Trained:
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """The 1,797 digits as float32 [N, 1, 32, 32] in [-1, 1], and their labels, int64 [N]."""
+    """Return the 1,797 digits as float32 [N, 1, 32, 32] in [-1, 1], and their labels, int64 [N]."""
     source = Digits()
     items = source.listing().items
     pixels = [np.asarray(Image.open(io.BytesIO(source.read(item))).convert("L")) for item in items]
@@ -62,8 +62,8 @@ def train(
     guidance: float = 2.0,
     **system: Any,
 ) -> Trained:
-    """Train a system of keys such as `objective` at a rate that rises and falls, then judge samples of its average
-    weights by the digits nearest to them."""
+    """Train a system, given by keys such as `objective`, at a rate that rises and falls, then evaluate samples of its
+    average weights by the digits nearest to them."""
     from sklearn.neighbors import KNeighborsClassifier
 
     parts = {"type": "dit", "network": PATCHES_OF_16, "process": FLOW} | system
@@ -98,5 +98,5 @@ def train(
 
 
 def _small(x: Tensor) -> np.ndarray[Any, Any]:
-    """[N, 1, 32, 32] as the 8 x 8 means that the digits were published as, [N, 64]."""
+    """Return [N, 1, 32, 32] as the 8 x 8 means in which the digits were published, [N, 64]."""
     return torch.nn.functional.avg_pool2d(x, 4).flatten(1).numpy()

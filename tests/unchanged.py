@@ -2,7 +2,7 @@
 
 A refactoring changes no byte of weights, samples or metrics. The demonstrations of the six systems run in both trees,
 with the same environment on the same machine, so that no hash depends on a processor. They are shortened; `--full` runs
-them as they are.
+them unchanged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 def run(tree: Path, project: Path, full: bool, cores: str) -> dict[str, str]:
     """Run the demonstrations with the code of a tree; return the sha256 of each result, by its path.
 
-    Raises ChildProcessError where Snakemake fails.
+    Raises ChildProcessError if Snakemake fails.
     """
     shutil.copytree(tree / "config", project / "config")
     if not full:
@@ -111,7 +111,7 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def shortened(experiment: dict[str, Any]) -> dict[str, Any]:
-    """Return an experiment that takes seconds: fewer steps, fewer samples."""
+    """Shorten an experiment to seconds: fewer steps, fewer samples."""
     train = experiment["train"]
     for key, value in SHORT.items():
         if isinstance(value, dict):

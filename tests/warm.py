@@ -1,10 +1,10 @@
-"""Processes that begin as copies of one that has imported everything, in milliseconds instead of seconds.
+"""Processes that are forked from one that has imported everything: they start in milliseconds instead of seconds.
 
-`Warm` makes a folder with a `python`. What is started with it runs in a process of its own, forked from a server that
-has imported PyTorch, MLflow, diffusers and Snakemake: a module (`-m`) or a script, in the working directory, with the
-environment, the standard files, the limit of a file's size and in the process group of whoever has called. `python`
-waits for it, hands signals on and ends as it has ended, by the same signal too; it is killed when `python` is. The real
-Python does anything else, the process of a mirror, and everything in a Slurm job.
+`Warm` makes a folder with a `python`. It runs a module (`-m`) or a script in a new process, forked from a server that
+has imported PyTorch, MLflow, diffusers and Snakemake, with the caller's working directory, environment, standard files,
+file size limit and process group. `python` waits for it, forwards signals and ends with its status, or by the same
+signal; when `python` is killed, so is the process. The real Python runs everything else, the process of a mirror, and
+everything in a Slurm job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import NoReturn
 from forking import prepare_to_fork
 
 CLOCK = "SOAK_CLOCK_S"
-"""The environment variable for seconds by which the clock of a process is wrong."""
+"""Environment variable with the seconds by which the clock of a process is wrong."""
 READY_S = 300.0
 
 CLIENT = """#!{python} -SE
@@ -135,7 +135,7 @@ PRELOADED = [
 
 
 class Warm:
-    """A context: the server runs. `python` is what to start things with."""
+    """A context manager that runs the server. `python` is the program to start processes with."""
 
     def __init__(self, folder: Path, source: Path) -> None:
         """folder: for `python`. source: the folder that holds the package."""
@@ -166,7 +166,7 @@ class Warm:
         shutil.rmtree(self._sockets)
 
     def end_all(self) -> None:
-        """Kill the processes that run now; returns when they are gone."""
+        """Kill the running processes; return when they are gone."""
         while running := self.running():
             for pid, _ in running:
                 with suppress(ProcessLookupError):
@@ -174,7 +174,7 @@ class Warm:
             time.sleep(0.01)
 
     def running(self) -> list[tuple[int, str]]:
-        """The processes that run now, and the last word of the module or script of each."""
+        """Return the running processes, each with the last word of its module or script."""
         found = []
         for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
             with suppress(FileNotFoundError):
@@ -183,7 +183,7 @@ class Warm:
 
 
 def write_clients(python: Path, address: str) -> None:
-    """Write the programs that ask the server at this address, `python` and `python3` beside it."""
+    """Write `python` and `python3`, programs that send requests to the server at this address."""
     python.parent.mkdir(parents=True, exist_ok=True)
     for path in (python, python.with_name("python3")):
         path.write_text(CLIENT.format(python=sys.executable, address=address))
@@ -192,7 +192,7 @@ def write_clients(python: Path, address: str) -> None:
 
 @cache
 def warm_server() -> Warm:
-    """The one server for all tests of a process."""
+    """Return the server that all tests of a process share."""
     warm = Warm(Path(tempfile.mkdtemp(prefix="warm-python-")), Path(__file__).resolve().parents[1] / "src")
     atexit.register(shutil.rmtree, warm.folder)
     atexit.register(warm.__exit__, None, None, None)
@@ -200,12 +200,12 @@ def warm_server() -> Warm:
 
 
 def warm_python() -> str:
-    """A Python with which commands of this repository begin at once."""
+    """Return a Python with which commands of this repository start at once."""
     return str(warm_server().python)
 
 
 def serve(address: str, python: str) -> NoReturn:
-    """Import everything, and answer requests until we are stopped."""
+    """Import everything, and answer requests until stopped."""
     import importlib
     import pkgutil
 
@@ -225,12 +225,12 @@ def serve(address: str, python: str) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Be killed when whoever has started this process ends."""
+    """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at a path, which is there from then on."""
+    """Return a socket that listens at a path, which exists from then on."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(f"{address}.new")
     listening.listen(64)
@@ -239,10 +239,10 @@ def listen(address: str) -> socket.socket:
 
 
 def answer(listening: socket.socket, python: str, set_by_imports: dict[str, str]) -> NoReturn:
-    """Answer requests until we are stopped; beside the socket lies a file with the name of each process that runs.
+    """Answer requests until stopped. Next to the socket is a file with the name of each running process.
 
-    python: the program that asks there. set_by_imports: environment variables that every process gets beside those of
-    its request.
+    python: the program that sends requests. set_by_imports: environment variables that every process gets in addition
+    to those of its request.
     """
     folder = Path(listening.getsockname()).parent
     wake, alarm = os.pipe()
@@ -255,7 +255,7 @@ def answer(listening: socket.socket, python: str, set_by_imports: dict[str, str]
         if wake in ready:
             os.read(wake, 4096)
         for child, client in list(clients.items()):
-            if client in ready:  # it has nothing more to say: it is gone
+            if client in ready:  # the client has closed its end: it is gone
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
                 clients.pop(child).close()
@@ -266,7 +266,7 @@ def answer(listening: socket.socket, python: str, set_by_imports: dict[str, str]
                 break
             if not child:
                 break
-            (folder / str(child)).unlink(missing_ok=True)  # or an orphan: we are the first process
+            (folder / str(child)).unlink(missing_ok=True)  # or an orphan: this is the first process
             ended = clients.pop(child, None)
             if ended is not None:
                 with suppress(OSError), ended:
@@ -300,9 +300,9 @@ def answer(listening: socket.socket, python: str, set_by_imports: dict[str, str]
 
 
 def _do_in_advance(source: Path) -> None:
-    """Do what nearly every process would do again, with the same result: it lasts as long as many of their imports.
+    """Do work in advance that most processes would repeat with the same result: it takes as long as many imports.
 
-    source: the folder that holds the package.
+    source: the folder that contains the package.
     """
     from mlflow.utils import requirements_utils
     from PIL import Image
@@ -310,16 +310,16 @@ def _do_in_advance(source: Path) -> None:
     from image_diffusion.workflow.code_digest import stage_digests
 
     Image.preinit()
-    stage_digests(source)  # keeps the syntax of each file by its bytes
+    stage_digests(source)  # caches the syntax of each file by its bytes
     requirements_utils._init_modules_to_packages_map()
-    # torchrun asks for its stack dozens of times. For a file that belongs to no module, `inspect` looks at all modules.
+    # torchrun inspects its stack dozens of times. For a file that belongs to no module, `inspect` searches all modules.
     inspect.modulesbyfile["<frozen runpy>"] = "runpy"  # type: ignore[attr-defined]
     inspect.stack()
 
 
 def _name(arguments: list[str]) -> str:
-    """Return the command of this package, the last word of another module, or the stem of a script; of a
-    `track` that follows the stages, "follow"."""
+    """Return the command of this package, the last word of another module, or the stem of a script; "follow" for a
+    `track` that follows the stages."""
     if arguments[0] != "-m":
         return Path(arguments[0]).stem
     if "--follow" in arguments:
@@ -333,7 +333,7 @@ def _begin(
     python: str,
     set_by_imports: dict[str, str],
 ) -> NoReturn:
-    """Become what was asked for."""
+    """Become the requested process."""
     arguments, folder, environment, group, (soft, hard) = request
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     signal.set_wakeup_fd(-1)
@@ -352,7 +352,7 @@ def _begin(
     _shift_clock(float(environment.get(CLOCK, "0")))
     is_module = arguments[0] == "-m"
     name, sys.argv = (arguments[1], arguments[1:]) if is_module else (arguments[0], list(arguments))
-    # Where Python looks for modules, as it would have found out itself.
+    # The folders in which Python would look for modules.
     paths = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:] = [
         folder if is_module else str(Path(name).parent),
@@ -369,7 +369,7 @@ def _begin(
 
                     for command in set(arguments[2:3]) & set(COMMANDS):
                         sys.modules.pop(module_of(command), None)
-                elif not hasattr(sys.modules.get(name), "__path__"):  # of a package its __main__ is run
+                elif not hasattr(sys.modules.get(name), "__path__"):  # a package runs as its __main__
                     sys.modules.pop(name, None)
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
@@ -391,7 +391,7 @@ def _begin(
 
 
 def _shift_clock(by_s: float) -> None:
-    """The wall clock of this process is wrong by so many seconds."""
+    """Shift the wall clock of this process by this many seconds."""
     if by_s:
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + by_s

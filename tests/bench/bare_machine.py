@@ -1,4 +1,4 @@
-"""Stands in for packages that the package imports but a benchmark does not use, where they are not installed."""
+"""Replaces packages that the package imports but a benchmark does not use, if they are not installed."""
 
 import importlib
 import sys

@@ -57,12 +57,12 @@ from image_diffusion.data.shards.writer import chunk_samples, write_shard
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 
 Variant = Callable[[], int]
-"""Does some work once and returns how many items that were."""
+"""Does some work once and returns the number of items."""
 
 
 def compare(title: str, variants: dict[str, Variant], rounds: int, on_gpu: bool = False) -> dict[str, float]:
-    """Run every variant once to warm up, then all of them in turn; prints and returns items per CPU-second, or per
-    second when a GPU does the work."""
+    """Run every variant once to warm up, then all of them in turn; print and return items per CPU-second, or per second
+    if a GPU does the work."""
     clock = time.perf_counter if on_gpu else cpu_seconds
     unit = "second" if on_gpu else "CPU-second"
     rates: dict[str, list[float]] = {name: [] for name in variants}
@@ -83,13 +83,13 @@ def compare(title: str, variants: dict[str, Variant], rounds: int, on_gpu: bool 
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of the children it has waited for."""
+    """Return user and system time of this process and of the children it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def function_of(path: Path, name: str) -> Callable[..., Any]:
-    """One function or class of a peer's file, without importing the rest of it."""
+    """Return one function or class of a peer's file, without importing the rest of it."""
     wanted = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == name]
     scope: dict[str, Any] = {"np": np, "Image": Image, "torch": torch, "os": os, "Dataset": torch.utils.data.Dataset}
     exec(compile(ast.Module(wanted, []), str(path), "exec"), scope)
@@ -97,7 +97,7 @@ def function_of(path: Path, name: str) -> Callable[..., Any]:
 
 
 def original_crop(image: Image.Image, size: int) -> np.ndarray:
-    """The ADM formula as guided-diffusion states it."""
+    """Crop by the ADM formula, as guided-diffusion does."""
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)
@@ -162,7 +162,7 @@ def bench_crop(photographs: list[bytes], peers: list[Path], folder: Path, rounds
 
 
 def dataset_tool(peer: Path, folder: Path, count: int) -> Variant:
-    """EDM2's command, called in this process, so that the start of Python is not part of it."""
+    """Run EDM2's command in this process, so that the start of Python is not part of it."""
     sys.path.insert(0, str(peer))
     command = importlib.import_module("dataset_tool").cmdline
 
@@ -182,7 +182,7 @@ def latents(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bench_encode(folder: Path, rounds: int, count: int = 128, resolution: int = 64) -> None:
-    """A small autoencoder, random weights; with a GPU, one of the size of Stable Diffusion's."""
+    """Measure a small autoencoder with random weights; on a GPU, one of the size of Stable Diffusion's."""
     device = best_device()
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -334,7 +334,7 @@ def bench_read(folder: Path, rounds: int, count: int = 50_000, batch: int = 256)
 
 
 def bench_start(folder: Path) -> None:
-    """How long until the first batch, and until the index of ImageNet is there."""
+    """Measure the time until the first batch, and until the index of ImageNet is loaded."""
     index = np.zeros(1_281_167, dtype=INDEX)
     np.save(folder / "index.npy", index)
     started = time.perf_counter()

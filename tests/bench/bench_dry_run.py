@@ -1,4 +1,4 @@
-"""What `snakemake --dry-run` costs, in CPU seconds of it and of all it starts.
+"""CPU seconds of `snakemake --dry-run` and of all its child processes.
 
     python tests/bench/bench_dry_run.py
     python tests/bench/bench_dry_run.py --against ../another-checkout
@@ -29,7 +29,7 @@ MANY = [f"demo_{number}" for number in range(100)]
 
 
 def cpu_seconds(command: list[str], folder: Path, environment: dict[str, str]) -> float:
-    """User and system time of a command and of what it starts."""
+    """Return user and system time of a command and its child processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def cpu_seconds(command: list[str], folder: Path, environment: dict[str, str]) -
 
 
 def fresh(folder: Path, checkout: Path) -> None:
-    """A folder with the demo, and with a hundred like it."""
+    """Create a folder with the demo, and with a hundred experiments like it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(checkout / "config", folder / "config")
     for name in MANY:
@@ -46,7 +46,7 @@ def fresh(folder: Path, checkout: Path) -> None:
 
 
 def edited(folder: Path) -> None:
-    """The demo with another number of samples than before."""
+    """Change the number of samples of the demo."""
     path = folder / "config/experiments/demo.yaml"
     text = path.read_text()
     other = "num_samples: 300" if "num_samples: 299" in text else "num_samples: 299"
@@ -54,7 +54,7 @@ def edited(folder: Path) -> None:
 
 
 def measured(checkout: Path, folder: Path, compiled: Path | None) -> dict[str, Callable[[], float]]:
-    """What is measured of one checkout, by name, in the order in which it has to be."""
+    """Return the CPU seconds of one checkout, by name, in the required order."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     bytecode = {"PYTHONPYCACHEPREFIX": str(compiled)} if compiled else {"PYTHONDONTWRITEBYTECODE": "1"}
     environment = {**kept, **bytecode, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def main() -> None:
             for name in variants[0]:
                 for variant, seconds in zip(variants, found, strict=True):
                     seconds[name].append(variant[name]())
-            if number == 0 and compiled is not None:  # the round that compiles
+            if number == 0 and compiled is not None:  # this round compiles
                 for each in found:
                     for values in each.values():
                         values.clear()

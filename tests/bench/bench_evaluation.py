@@ -1,4 +1,4 @@
-"""What judging 50,000 images of 256 pixels takes, counted and not run: by Inception and DINOv2, beside all of ImageNet.
+"""Counted cost of evaluating 50,000 images of 256 pixels by Inception and DINOv2 against all of ImageNet.
 
     python tests/bench/bench_evaluation.py
 
@@ -25,17 +25,17 @@ from image_diffusion.metrics.features.base import AT_ONCE
 from image_diffusion.training.forecast.flops import Memory
 
 NEIGHBOURS = ("precision, recall, density, coverage", "copies")
-"""What a GPU compares."""
+"""Comparisons that run on a GPU."""
 ONE_DIRECTION = 1000
 """Directions of MIND."""
 PIXELS = 3 * 16 * 16
-"""Numbers of an image that copies are told by."""
+"""Numbers of an image in the search for copies."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """build: its network. side: of the images that this sees. dimension: of its features; spatial: of those that keep
-    their place, where it has any."""
+    """build: its network. side: of its input images. dimension: of its features; spatial: of its features by position,
+    if it has any."""
 
     build: Callable[[], nn.Module]
     side: int
@@ -53,7 +53,7 @@ JUDGES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many images. kept: `evaluate.neighbour_references`."""
+    """Numbers of images. kept: `evaluate.neighbour_references`."""
 
     samples: int = 50_000
     train: int = 1_281_167
@@ -62,7 +62,7 @@ class Sizes:
 
 
 def looked(judge: Judge) -> tuple[int, int]:
-    """Operations for an image, and bytes of weights."""
+    """Return operations per image, and bytes of weights."""
     with torch.device("meta"):
         network = judge.build().eval()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -71,33 +71,33 @@ def looked(judge: Judge) -> tuple[int, int]:
 
 
 def manifold(samples: int, reference: int, dimension: int) -> int:
-    """Operations of the products in precision, recall, density and coverage."""
+    """Return operations of the products in precision, recall, density and coverage."""
     pairs = reference**2 + samples**2 + reference * samples
     return 2 * pairs * dimension + 2 * reference * samples * NUM_BLOCKS
 
 
 def kernel(samples: int, reference: int, dimension: int) -> int:
-    """The same of the kernel distance."""
+    """Return operations of the kernel distance."""
     return 2 * (samples**2 + samples * reference + reference**2) * dimension
 
 
 def monge(samples: int, reference: int, dimension: int) -> int:
-    """The same of MIND."""
+    """Return operations of MIND."""
     return 2 * (samples + reference) * dimension * ONE_DIRECTION
 
 
 def frechet(samples: int, dimension: int) -> int:
-    """The same of the covariance, and of the 21 distances, but for factors and eigenvalues, which are no products."""
+    """Return operations of the covariance and of the 21 distances, without factors and eigenvalues (no products)."""
     return 2 * samples * dimension**2 + 4 * (1 + NUM_BLOCKS) * dimension**3
 
 
 def copies(queries: int, train: int, dimension: int, views: int) -> int:
-    """The same of the nearest training images."""
+    """Return operations of the search for the nearest training images."""
     return 2 * queries * train * dimension * views
 
 
 def compared(judge: Judge, sizes: Sizes) -> dict[str, int]:
-    """Operations of what is compared with one judge, by metric; all but copies twice, for the floor."""
+    """Return operations of comparisons with one judge, by metric; all but copies twice, for the floor."""
     dimension, some = judge.dimension, min(sizes.samples, sizes.kept)
     return {
         "Fréchet": 2 * (frechet(sizes.samples, dimension) + frechet(sizes.samples, judge.spatial)),
@@ -108,7 +108,7 @@ def compared(judge: Judge, sizes: Sizes) -> dict[str, int]:
 
 
 def pixels(sizes: Sizes) -> int:
-    """Operations of the search for copies in pixels: of all samples and held-out images, mirrored images too."""
+    """Return operations of the search for copies in pixels: of all samples and held-out images, mirrored images too."""
     return copies(sizes.samples + sizes.held_out, sizes.train, PIXELS, 2)
 
 
@@ -124,16 +124,16 @@ class Speeds:
 
     @property
     def network(self) -> float:
-        """Operations a second of a network."""
+        """Return operations a second of a network."""
         return self.gpu * self.share * 1e12
 
     def of(self, what: str) -> float:
-        """The same of what is compared."""
+        """Return operations a second of a comparison."""
         return self.float64 * self.share * 1e12 if what in NEIGHBOURS else self.cpu * 1e12
 
 
 def evaluation(sizes: Sizes, speeds: Speeds) -> list[tuple[str, int, float]]:
-    """The parts of one evaluation: operations and seconds."""
+    """Return the parts of one evaluation: operations and seconds."""
     parts = []
     for name, judge in JUDGES.items():
         each, weights = looked(judge)

@@ -1,4 +1,4 @@
-"""What weights of other classes are worth: digits 5 to 9 from weights that know 0 to 4, and from random weights.
+"""The value of weights of other classes: digits 5 to 9 from weights trained on 0 to 4, and from random weights.
 
     python tests/bench/bench_finetune.py --seeds 3
 
@@ -38,7 +38,7 @@ def experiment(name: str, **changes: Any) -> Experiment:
 
 
 def trained(found: Experiment, folder: Path, crops: Path, start: Path | None) -> Path:
-    """The weights folder of an experiment, trained here."""
+    """Train an experiment and return its folder of weights."""
     config = folder / "train.yaml"
     folder.mkdir(parents=True)
     config.write_text(to_yaml(dump(train_stage(folder.name, found))))
@@ -48,7 +48,7 @@ def trained(found: Experiment, folder: Path, crops: Path, start: Path | None) ->
 
 
 def agreement(found: Experiment, weights: Path, judge: SVC) -> float:
-    """Share of the samples in which the judge sees the class that was asked for."""
+    """Return the share of samples in which the judge sees the requested class."""
     model, settings = load_model(weights), found.section("sample")
     seeds = torch.arange(_SAMPLES)
     labels = seeds % len(model.classes)

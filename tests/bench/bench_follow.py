@@ -1,4 +1,4 @@
-"""What following a training holds in memory and takes of a core, while its journal grows.
+"""Memory and CPU time of the process that follows a training, while its journal grows.
 
     python tests/bench/bench_follow.py
     PYTHONPATH=../another-checkout/src python tests/bench/bench_follow.py
@@ -26,7 +26,7 @@ PLAN = {"codec_experiment": None, "dataset": "digits-32", "headline": "inpipe_fd
 
 
 def peak_mb(pid: int) -> float:
-    """The most memory that a process has held so far, in MB."""
+    """Return the peak memory of a process so far, in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024
@@ -34,7 +34,7 @@ def peak_mb(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    """Those that it has started, and that run."""
+    """Return the running child processes of a process."""
     return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
 
 

@@ -24,11 +24,11 @@ from image_diffusion.data.crop.image import crop_image, quiet_pillow
 
 RESOLUTION = 64
 DIFFERENT = 2
-"""Levels of 255 that two readers may differ by: they round differently."""
+"""Levels of 255 by which two readers may differ: they round differently."""
 
 
 def second_reader(data: bytes) -> bytes | None:
-    """An image as torchvision decodes it, put over white, as PNG; None for what it does not decode."""
+    """Return an image as torchvision decodes it, on white, as PNG; None if it cannot decode it."""
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     try:
         pixels = decode_image(encoded, ImageReadMode.RGB_ALPHA, apply_exif_orientation=True)

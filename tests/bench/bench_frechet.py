@@ -26,14 +26,14 @@ from image_diffusion.metrics.distances.moments import Gaussian, Moments
 
 
 def by_sqrtm(first: Gaussian, second: Gaussian) -> float:
-    """The published formula with a matrix root."""
+    """Return the distance by the published formula with a matrix root."""
     root = scipy.linalg.sqrtm((first.covariance @ second.covariance).numpy())
     difference = float((first.mean - second.mean).square().sum())
     return difference + float(first.covariance.trace() + second.covariance.trace()) - 2 * float(np.trace(root).real)
 
 
 def full_rank(dimension: int) -> tuple[Gaussian, Gaussian, float]:
-    """Two Gaussians that do not commute, and their distance."""
+    """Return two Gaussians that do not commute, and their distance."""
     generator = torch.Generator().manual_seed(0)
     halves = (torch.randn(dimension, 2 * dimension, generator=generator, dtype=torch.float64) for _ in range(2))
     S1, T = (half @ half.T / half.shape[1] for half in halves)
@@ -43,7 +43,7 @@ def full_rank(dimension: int) -> tuple[Gaussian, Gaussian, float]:
 
 
 def few_samples(dimension: int) -> tuple[Gaussian, Gaussian, float]:
-    """500 and 700 samples, and the distance of their Gaussians."""
+    """Return 500 and 700 samples, and the distance of their Gaussians."""
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(n, dimension, generator=generator, dtype=torch.float64) for n in (500, 700))
 
@@ -57,7 +57,7 @@ def few_samples(dimension: int) -> tuple[Gaussian, Gaussian, float]:
 
 
 def timed(distance: Callable[[Gaussian, Gaussian], float], first: Gaussian, second: Gaussian) -> tuple[float, float]:
-    """CPU seconds of one call on fresh Gaussians, which have cached nothing, and its result."""
+    """Return CPU seconds of one call on new Gaussians, without cached values, and its result."""
     fresh = [Gaussian(each.mean, each.covariance) for each in (first, second)]
     start = time.process_time()
     result = distance(*fresh)

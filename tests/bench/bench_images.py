@@ -1,4 +1,4 @@
-"""What a network of fixed cost makes of few and of many images: the distance and the copies of its samples.
+"""Distance and copies of samples of a network of fixed cost, trained on few and on many images.
 
     python tests/bench/bench_images.py CROPS DETECTOR FOLDER --numbers 50 200 1000 --augment 0.75 --seed 1
 
@@ -48,7 +48,8 @@ SAMPLES = 1000
 def experiment_of(
     folder: Path, number: int, steps: list[int], until: float | None, seed: int, start: Path | None
 ) -> Experiment:
-    """The experiment of docs/choosing.md, on images in a folder. until: of `train.augment`; None: only mirroring."""
+    """Return the experiment of docs/choosing.md on images in a folder. until: of `train.augment`; None: mirroring
+    only."""
     raw: dict[str, Any] = {
         "data": {
             "name": "few",
@@ -89,7 +90,7 @@ def experiment_of(
 
 
 def written(crops: Shards, number: int, folder: Path) -> Part:
-    """As many images of each class, in a folder for each; without classes, in one folder. Returns the others."""
+    """Write as many images of each class, in a folder for each; without classes, in one folder. Return the others."""
     of_class = [(name, np.flatnonzero(crops.labels == label)) for label, name in enumerate(crops.classes)]
     others = []
     for name, rows in of_class or [("", np.arange(crops.num_samples))]:
@@ -102,7 +103,7 @@ def written(crops: Shards, number: int, folder: Path) -> Part:
 
 
 def drawn(weights: Path, experiment: Experiment, codec: Any) -> Tensor:
-    """Samples of all classes, uint8 [N, 3, 32, 32]. codec: decodes them."""
+    """Draw samples of all classes, uint8 [N, 3, 32, 32]. codec: decodes them."""
     model = load_model(weights)
     network = model.network.to(best_device())
     make: Any = Generator(network, model.system.reading, model.spec, codec, experiment.section("sample"))  # type: ignore[arg-type, attr-defined]

@@ -1,4 +1,4 @@
-"""What filling in and tiles are worth: half-hidden digits of the trained demo, and the seams of tiled photographs.
+"""Quality of inpainting and of tiles: half-hidden digits of the trained demo, and the seams of tiled photographs.
 
     snakemake --cores all --config 'experiments=[demo]'
     python tests/bench/bench_inpainting.py halves
@@ -78,7 +78,7 @@ def drawn(name: str, output: Path, count: int, *changes: str) -> NDArray[np.uint
 
 
 def halves(folder: Path, count: int, options: list[str]) -> None:
-    """Hide half of held-out digits, and ask the judge of the demo what was filled in."""
+    """Hide half of held-out digits, and classify the completed ones by the demo's classifier."""
     digits, judge = (
         open_shards("results/datasets/digits-32/crops", "validation"),
         load_detector(Path("results/datasets/digits-32/detector")),

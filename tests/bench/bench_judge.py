@@ -1,4 +1,4 @@
-"""What the embedded judge is worth on photographs: beside a ResNet-18, and which metric sees which damage.
+"""The built-in judge on photographs: compared with a ResNet-18, and the damages that each metric detects.
 
     python tests/bench/bench_judge.py accuracy --images cifar10-20k.tar
     python tests/bench/bench_judge.py damage --images cifar10-20k.tar
@@ -53,13 +53,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from photographs import CHANGES, views
 
 ROWS = {"train": slice(0, 1200), "validation": slice(1200, 1500), "pool": slice(1500, 2000)}
-"""Of each class: what judges learn from and samples are compared with; the floor; what is damaged."""
+"""Of each class: images to train judges on and to compare samples with; for the floor; to be damaged."""
 COUNT = 1000
 SHOWN = ("fd", "kd", "mind", "precision", "recall", "density", "coverage", "c2st", "agreement", "class_fd", "copies")
 
 
 def read_parts(path: Path) -> dict[str, Samples]:
-    """The pictures, in the parts of `ROWS`."""
+    """Return the pictures, in the parts of `ROWS`."""
     pictures: dict[str, list[NDArray[np.uint8]]] = {}
     with tarfile.open(path) as tar:
         for member in tar:
@@ -79,7 +79,7 @@ def read_parts(path: Path) -> dict[str, Samples]:
 
 
 def accuracy(parts: dict[str, Samples]) -> None:
-    """The judge, and a ResNet-18 that learns as long."""
+    """Compare the judge with a ResNet-18 that trains as long."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.process_time()
         described = train_detector(parts["train"], parts["validation"], DetectorTraining(), Path(folder))
@@ -102,8 +102,9 @@ def size_of(network: nn.Module) -> int:
 
 
 def resnet18(train: Samples, seconds: float) -> tuple[nn.Module, int]:
-    """Trained for so many CPU seconds by torchvision's recipe for it (SGD with momentum 0.9 and weight decay 1e-4,
-    from a rate of 0.1 down; along a cosine here), 128 pictures at a time, shifted and mirrored; and how many it saw."""
+    """Train for this many CPU seconds by torchvision's recipe (SGD with momentum 0.9 and weight decay 1e-4, from a rate
+    of 0.1 down; along a cosine here), 128 pictures at a time, shifted and mirrored. Return the network and the number
+    of pictures."""
     torch.manual_seed(0)
     network = torchvision.models.resnet18(num_classes=len(train.classes))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -129,7 +130,7 @@ def normalised(images: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def right_of(network: nn.Module, held_out: Samples) -> float:
-    """The share of pictures that are recognised."""
+    """Return the share of pictures that are classified correctly."""
     parts = np.split(np.arange(held_out.num_samples), 10)
     found = [network(normalised(held_out.gather(rows))).argmax(1) for rows in parts]
     return float((torch.cat(found).numpy() == held_out.labels).mean())
@@ -140,8 +141,8 @@ def right_of(network: nn.Module, held_out: Samples) -> float:
 
 @dataclass(frozen=True)
 class Ground:
-    """images: uint8 [N, C, H, W], and labels int64 [N]: what is damaged. pool: held-out pictures that are not among
-    them. train: what was learned from."""
+    """images: uint8 [N, C, H, W], and labels int64 [N]: to be damaged. pool: other held-out pictures. train: training
+    pictures."""
 
     images: Tensor
     labels: NDArray[np.int64]
@@ -149,7 +150,7 @@ class Ground:
     train: Samples
 
     def chosen(self, share: float, seed: int = 1) -> NDArray[np.int64]:
-        """A share of the rows; a larger one holds all of a smaller one."""
+        """Return a share of the rows; a larger share contains all rows of a smaller one."""
         return np.random.default_rng(seed).permutation(len(self.labels))[: round(share * len(self.labels))]
 
     def replaced(self, rows: NDArray[np.int64], images: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def without_classes(ground: Ground, lost: int) -> Tensor:
 
 
 def collapsed(ground: Ground, kinds: int) -> Tensor:
-    """So many different pictures of each class, each with noise of its own that nobody sees."""
+    """Return this many different pictures of each class, each copy with invisible noise of its own."""
     images = ground.images.clone()
     for label in range(len(ground.pool.classes)):
         rows = np.flatnonzero(ground.labels == label)
@@ -175,7 +176,7 @@ def collapsed(ground: Ground, kinds: int) -> Tensor:
 
 
 def memorised(ground: Ground, share: float) -> Tensor:
-    """Training pictures of the same class in place of a share."""
+    """Replace a share of the pictures by training pictures of the same class."""
     rows = ground.chosen(share)
     order = np.random.default_rng(3).permutation(ground.train.num_samples)
     of_class = {label: iter(order[ground.train.labels[order] == label]) for label in range(len(ground.train.classes))}
@@ -184,7 +185,7 @@ def memorised(ground: Ground, share: float) -> Tensor:
 
 
 def duplicated(ground: Ground, share: float) -> Tensor:
-    """A share of the pictures are those of another sample of the same class."""
+    """Replace a share of the pictures by those of another sample of the same class."""
     rows = ground.chosen(share)
     kept = np.setdiff1d(np.arange(len(ground.labels)), rows)
     others = [kept[ground.labels[kept] == label][i % 7] for i, label in enumerate(ground.labels[rows])]
@@ -228,7 +229,7 @@ DAMAGES: dict[str, tuple[tuple[float, ...], Callable[[Ground, float], Tensor]]] 
 
 
 def labels_of(name: str, ground: Ground, strength: float) -> NDArray[np.int64]:
-    """What was asked for: for wrong labels, a share of them moved to the next class."""
+    """Return the requested labels: for wrong labels, a share of them moved to the next class."""
     labels = ground.labels.copy()
     if "wrong labels" in name:
         rows = ground.chosen(strength)
@@ -237,7 +238,7 @@ def labels_of(name: str, ground: Ground, strength: float) -> NDArray[np.int64]:
 
 
 def damage(parts: dict[str, Samples]) -> None:
-    """The table of who sees what."""
+    """Print the table of damages that each metric detects."""
     pool, count = parts["pool"], np.arange(COUNT)
     rest = np.arange(COUNT, pool.num_samples)
     others = Samples(pool.gather(rest).permute(0, 2, 3, 1).numpy(), pool.labels[rest], pool.classes, digest="others")
@@ -269,8 +270,8 @@ def damage(parts: dict[str, Samples]) -> None:
 
 
 class View:
-    """What one judge says of samples, as `evaluate` would, but without floors and self-tests: of the real images it
-    sees everything once."""
+    """One judge's view of samples, as in `evaluate`, but without floors and self-tests; features of real images are
+    cached."""
 
     def __init__(self, judge: InPipeDetector, data: RealImages) -> None:
         self._judge, self._settings = judge, EvaluateConfig()
@@ -290,7 +291,7 @@ class View:
 
 
 def pixels_of(data: RealImages) -> Callable[[Tensor], dict[str, Any]]:
-    """What the pixels say of copies among samples, `reduced`."""
+    """Return the copies among samples by pixels, `reduced`."""
     held_out = detect_each([reduced], data.validation)[0].features
     threshold = find_copies(held_out[:2], data.train, data.validation).threshold
 
@@ -301,7 +302,7 @@ def pixels_of(data: RealImages) -> Callable[[Tensor], dict[str, Any]]:
 
 
 def trained_judges(parts: dict[str, Samples], folder: Path) -> list[InPipeDetector]:
-    """The judge that has learned the classes, and the one that a folder without classes gets."""
+    """Return the judge trained on the classes, and the one for a folder without classes."""
     judges = []
     for name in ("inpipe", "rotation"):
         train, held_out = (
@@ -343,8 +344,8 @@ def overlap(first: dict[str, Any], last: dict[str, Any]) -> bool:
 
 
 def duplicates(parts: dict[str, Samples]) -> None:
-    """Changed copies that are found without naming any two other pictures: by the judge's features, by what its layers
-    before those see at each place, both less their mean and of length 1, and by the datasheet's looks."""
+    """Print the share of changed copies that are found without any false pair: by the judge's features, by its earlier
+    layers at each position, both less their mean and of length 1, and by the datasheet's method."""
     with tempfile.TemporaryDirectory() as folder:
         train_detector(parts["train"], parts["validation"], DetectorTraining(), Path(folder))
         judge = load_detector(Path(folder))
@@ -375,8 +376,8 @@ def duplicates(parts: dict[str, Samples]) -> None:
 
 
 def jpeg(parts: dict[str, Samples]) -> None:
-    """The Fréchet distance by quality, of the judge, of one of another seed, and of one that has learned from pictures
-    half of which were saved as JPEG; and how much neighbours in a row differ, 0 to 255."""
+    """Print the Fréchet distance by JPEG quality, of the judge, of one of another seed, and of one trained on pictures
+    half of which were saved as JPEG; and the difference of neighbours in a row, 0 to 255."""
     pool, train = parts["pool"], parts["train"]
     images, labels = pool.gather(np.arange(COUNT)), pool.labels[:COUNT]
     qualities = (95, 85, 75, 60, 45, 30, 20, 10)
@@ -401,7 +402,7 @@ def jpeg(parts: dict[str, Samples]) -> None:
 
 
 def unit_rows(see: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """What is seen in images [N, C, H, W], each row less its mean and of length 1."""
+    """Return the features of images [N, C, H, W], each row less its mean and of length 1."""
     rows = torch.cat([see(part).float().flatten(1) for part in images.split(250)])
     return F.normalize(rows - rows.mean(1, keepdim=True), dim=1)
 

@@ -1,9 +1,9 @@
-"""What Snakemake's look at a folder of many files costs: CPU seconds and the most memory, each in a process of its own.
+"""Cost of the workflow's scan of a folder of many files: CPU seconds and peak memory, each in a separate process.
 
     python tests/bench/bench_look.py --folder /dev/shm
     PYTHONPATH=../another-checkout/src python tests/bench/bench_look.py --folder /dev/shm
 
-Files of a few bytes are made below the folder and removed. Beside the look stands a bare one: `os.scandir` and a stat.
+Files of a few bytes are created in the folder and removed. The baseline is a bare scan: `os.scandir` and a stat.
 """
 
 from __future__ import annotations

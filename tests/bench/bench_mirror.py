@@ -1,4 +1,4 @@
-"""What a mirror costs a training: steps a second with one and without, in pairs.
+"""Cost of a mirror for a training: steps a second with a mirror and without, in pairs.
 
     OMP_NUM_THREADS=1 python tests/bench/bench_mirror.py --pairs 5
     python tests/bench/bench_mirror.py --mirror s3://bucket/bench    (credentials and address as botocore finds them)

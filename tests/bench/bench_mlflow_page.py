@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def fill(store: str, runs: int, points: int) -> None:
-    """A store of runs with ten curves each."""
+    """Write a store of runs with ten curves each."""
     client = MlflowClient(store)
     experiment = client.create_experiment("many")
     for number in range(runs):
@@ -101,7 +101,7 @@ def wait_for_server(port: int) -> None:
 
 
 def opened(browser: Browser, page: str) -> float:
-    """Seconds until the first chart of a page has ten curves: as many runs as MLflow shows at first."""
+    """Return seconds until the first chart of a page has ten curves: as many runs as MLflow shows at first."""
     start = time.monotonic()
     browser.open(page)
     while int(browser.evaluate(_CURVES) or 0) < 10:

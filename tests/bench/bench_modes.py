@@ -1,4 +1,4 @@
-"""What the promises of `train.deterministic` cost: the training steps of the demos in each mode, in turn.
+"""Cost of each mode of `train.deterministic`: the training steps of the demos in each mode, in turn.
 
     OMP_NUM_THREADS=1 python tests/bench/bench_modes.py --rounds 15
 
@@ -35,11 +35,11 @@ from image_diffusion.training.trainer import Task, Trainer
 
 RECIPES = Path(__file__).parents[2] / "config" / "experiments"
 DEMOS = {"demo": (4, 8), "iddpm_demo": (3, 32), "rin_demo": (3, 32), "dvae_demo": (3, 32)}
-"""Channels and side of what each demo learns from."""
+"""Channels and edge length of each demo's training data."""
 
 
 def training(name: str, mode: Mode, batch: int) -> Callable[[int], float]:
-    """A demo's training on random numbers: so many steps -> seconds."""
+    """Return a demo's training on random numbers: number of steps -> seconds."""
     channels, side = DEMOS[name]
     spec = DataSpec(channels=channels, resolution=side, num_classes=10)
     system: Any = parse(AnySystem, yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["system"], name)

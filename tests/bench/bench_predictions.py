@@ -1,4 +1,4 @@
-"""What a network of few channels should predict where patches are large: the table of docs/recipes.md.
+"""The best prediction for a network of few channels and large patches: the table of docs/recipes.md.
 
     python tests/bench/bench_predictions.py
 

@@ -56,7 +56,7 @@ def variants(width: int) -> Iterator[tuple[str, float, str, list[str]]]:
 
 
 def lasting(steps: int) -> list[str]:
-    """The settings of a training of that many steps that depend on their number, as the proposal has them."""
+    """Return the settings that depend on the number of steps, as the proposal sets them."""
     rate = min(0.9999, round(math.pow(0.5, 1 / (0.05 * steps)), 5))
     schedule = f"train.schedule={{warmup_steps: {min(1000, max(10, steps // 20))}}}"
     return [f"train.steps={steps}", schedule, f"train.ema={{rates: [{rate}]}}"]
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def table(raw: dict[str, Any], inputs: Prepared, cpu_s: float | None) -> None:
-    """Train all variants and print what each has come to, as Markdown."""
+    """Train all variants and print their results as Markdown."""
     judge, crops = load_detector(inputs.data / "detector"), open_shards(inputs.data / "crops", "train", renders=True)
     real = features(judge, crops)
 

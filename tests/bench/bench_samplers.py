@@ -32,7 +32,7 @@ CALLS = (5, 10, 25, 50)
 
 
 def samplers(calls: int, adds_noise: bool) -> dict[str, SamplerConfig]:
-    """The samplers that use about this many calls of the network; Heun's method uses two a step."""
+    """Return the samplers that use about this many calls of the network; Heun's method uses two a step."""
     found: dict[str, SamplerConfig] = {
         "ddim": Ddim(num_steps=calls),
         "euler": Euler(num_steps=calls),

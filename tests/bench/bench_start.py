@@ -1,4 +1,4 @@
-"""What starting costs, in CPU seconds: of each command until its work begins; and what the demo is made of.
+"""CPU seconds of each command's start until its work begins, and of the parts of the demo.
 
     python tests/bench/bench_start.py
     python tests/bench/bench_start.py --demo
@@ -43,12 +43,12 @@ if stage is None:
 elif os.environ.setdefault("BENCH_FIRST", own) == own:
     atexit.register(note, stage.rpartition("/")[2], [resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN])
 """
-"""A `sitecustomize`: Snakemake and the processes that follow stages note what they have used themselves, and the first
-process of a stage what it and all that it started have used."""
+"""A `sitecustomize`: Snakemake and the processes that follow stages record their own usage, and the first process of a
+stage records that of all its processes."""
 
 
 def cpu_seconds(command: list[str], folder: Path = ROOT, **variables: str) -> float:
-    """User and system time of a command and of what it starts."""
+    """Return user and system time of a command and its child processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = ENVIRONMENT | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -58,14 +58,14 @@ def cpu_seconds(command: list[str], folder: Path = ROOT, **variables: str) -> fl
 
 
 def start_of(module: str) -> float:
-    """CPU seconds of a process until a module is imported."""
+    """Return CPU seconds of a process until a module is imported."""
     code = f"import gc, time; gc.disable(); import {module}; print(time.process_time())"
     line = [sys.executable, "-c", code]
     return float(subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout)
 
 
 def starts(rounds: int) -> dict[str, float]:
-    """The median start of each command, and of PyTorch, in CPU seconds."""
+    """Return the median start of each command, and of PyTorch, in CPU seconds."""
     modules = {name: module_of(name) for name in COMMANDS} | {"(torch alone)": "torch"}
     taken: dict[str, list[float]] = defaultdict(list)
     for number in range(1 + rounds):
@@ -77,7 +77,7 @@ def starts(rounds: int) -> dict[str, float]:
 
 
 def demo(begun: dict[str, float]) -> None:
-    """Run the demo and print what its commands use. begun: the start of each."""
+    """Run the demo and print the usage of its commands. begun: the start of each."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, notes = Path(temporary) / "project", Path(temporary) / "notes"
         shutil.copytree(ROOT / "config", folder / "config")

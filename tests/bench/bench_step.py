@@ -1,4 +1,4 @@
-"""What a training step of DiT is made of, and what each option makes of it.
+"""The parts of a training step of DiT, and the effect of each option on it.
 
     python tests/bench/bench_step.py --size demo
     python tests/bench/bench_step.py --size DiT-XL/2 --batch 256 --precision bf16 --compile
@@ -31,7 +31,7 @@ VARIANTS = {
 
 
 def pieces(parts: Trainer, examples: Examples) -> dict[str, Steps]:
-    """Parts of a step, each on its own."""
+    """Return parts of a step, each on its own."""
     shape = tuple(examples.stored.shape[1:])
 
     def streams() -> None:
@@ -58,7 +58,7 @@ def pieces(parts: Trainer, examples: Examples) -> dict[str, Steps]:
 
 
 def waits_for_nothing(parts: Trainer, examples: Examples) -> bool:
-    """Whether a step on a GPU ends without the host having waited for it."""
+    """Return whether the host waits for nothing in a step on a GPU."""
     for mode in ("default", "error"):  # the first step allocates
         torch.cuda.set_sync_debug_mode(mode)
         losses = parts.backward(examples, 1)

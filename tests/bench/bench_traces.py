@@ -41,7 +41,7 @@ def augmented(images: Tensor) -> Tensor:
 
 
 class UpsideDown:
-    """Crops, half of them upside down: which are they?"""
+    """Crops, half of them upside down, labelled by that."""
 
     def __init__(self, train: NDArray[np.uint8], held_out: NDArray[np.uint8], judge: int) -> None:
         self.judge = judge

@@ -52,11 +52,11 @@ DEMO = {"depth": 4, "width": 128, "num_heads": 4, "patch": 2}
 """The network of the demo, on latents of 8 x 8."""
 
 Steps = Callable[[int], None]
-"""Do so many steps, and wait until they are done."""
+"""Do this many steps, and wait until they are done."""
 
 
 class Latents:
-    """Latents in memory, read as shards are."""
+    """Latents in memory, with the interface of shards."""
 
     def __init__(self, resolution: int, num_samples: int = 4096, channels: int = 4) -> None:
         self.num_samples, self.shape, self.dtype = num_samples, (channels, resolution, resolution), torch.float32
@@ -78,7 +78,7 @@ def network_config(size: str) -> DiTConfig:
 
 
 def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> Trainer:
-    """What the product trains with."""
+    """Return the parts of the package's training."""
     data = Latents(arguments.latent)
     spec = DataSpec(channels=4, resolution=arguments.latent, num_classes=1000)
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> 
 
 
 def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Steps:
-    """The product's loop."""
+    """Return the package's training loop."""
     parts, done = parts_of(arguments, size, device), 0
 
     def steps(count: int) -> None:
@@ -124,7 +124,7 @@ def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Step
 
 
 def peer(folder: Path, arguments: argparse.Namespace, size: str, device: torch.device) -> Steps:
-    """The loop of the original's train.py on latents, with a checkout's network, diffusion and average."""
+    """Return the loop of the original's train.py on latents, with a checkout's network, diffusion and average."""
     models = _import_from(folder, "models")
     models.nn = _WithLinear(models.nn)
     diffusion = _import_from(folder, "diffusion").create_diffusion(timestep_respacing="")
@@ -159,7 +159,7 @@ def peer(folder: Path, arguments: argparse.Namespace, size: str, device: torch.d
 
 
 def product(function: Callable[..., Tensor], precision: str, device: torch.device) -> tuple[Steps, float]:
-    """A square matrix product in the precision of the network, and its floating-point operations."""
+    """Return a square matrix product in the precision of the network, and its floating-point operations."""
     size = 8192 if device.type == "cuda" else 2048
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -175,7 +175,7 @@ def product(function: Callable[..., Tensor], precision: str, device: torch.devic
 
 
 def flops_per_image(size: str, latent: int) -> float:
-    """Floating-point operations of a training step: three times those of the forward pass, counted, not estimated."""
+    """Return floating-point operations of a training step: three times the counted ones of the forward pass."""
     register_operations()
     with FakeTensorMode():
         spec = DataSpec(channels=4, resolution=latent, num_classes=1000)
@@ -187,7 +187,7 @@ def flops_per_image(size: str, latent: int) -> float:
 
 
 def measure(variants: dict[str, tuple[Steps, int]], rounds: int) -> dict[str, float]:
-    """Warm every variant up, then run all in turn: the median seconds of one step of each."""
+    """Warm every variant up, then run all in turn; return the median seconds of one step of each."""
     alone = not torch.cuda.is_available() and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -201,7 +201,7 @@ def measure(variants: dict[str, tuple[Steps, int]], rounds: int) -> dict[str, fl
 
 
 def bench(size: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     sgemm, operations = product(torch.mm, arguments.precision, device)
     fastest, _ = product(lambda a, b: linear(a, b, None), arguments.precision, device)
     variants = {
@@ -230,7 +230,7 @@ def bench(size: str, arguments: argparse.Namespace, device: torch.device) -> dic
 
 
 def _import_from(folder: Path, name: str) -> Any:
-    """A module or package of a checkout, and stand-ins for the layers it takes from timm where that is absent."""
+    """Import a module or package of a checkout, with stand-ins for the layers it takes from timm if that is absent."""
     try:
         importlib.import_module("timm.models.vision_transformer")
     except ImportError:
@@ -247,7 +247,7 @@ def _import_from(folder: Path, name: str) -> Any:
 
 
 def _function_of(path: Path, name: str) -> Any:
-    """One function of a file that is not imported as a whole."""
+    """Return one function of a file without importing the rest of it."""
     tree = ast.parse(path.read_text())
     chosen = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     space: dict[str, Any] = {"torch": torch}
@@ -257,7 +257,7 @@ def _function_of(path: Path, name: str) -> Any:
 
 
 class _WithLinear(types.ModuleType):
-    """torch.nn, whose Linear takes the faster product."""
+    """torch.nn with a Linear that uses the faster product."""
 
     def __init__(self, plain: types.ModuleType) -> None:
         super().__init__(plain.__name__)

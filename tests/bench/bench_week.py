@@ -1,4 +1,4 @@
-"""A week of a busy cluster: does everything end, and how much of the GPUs' time is lost where nodes die.
+"""A simulated week of a busy cluster: whether everything ends, and the GPU time lost to failing nodes.
 
     python tests/bench/bench_week.py
     python tests/bench/bench_week.py --experiments 10 --nodes 4 --minutes 1
@@ -37,14 +37,14 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 HOURS = {"crop": 1.0, "datasheet": 0.5, "detect": 0.3, "reference": 0.3, "sample": 3.0, "evaluate": 0.7}
-"""What a stage computes for, on one GPU or none. Training: drawn, from 5 hours to 100."""
+"""Hours of computation of a stage, on one GPU or none. Training: drawn, from 5 hours to 100."""
 GOES_ON = {"crop": 0.02, "train": 0.25, "sample": 0.02, "evaluate": 0.02, "reference": 0.02}
-"""Stages that go on where they were, and the hours between what they save."""
+"""Stages that resume, and the hours between their saves."""
 START_H, REPAIR_H, LIMIT_H, WARNED_H = 0.05, 6.0, 24.0, 120 / 3600
 GPUS_OF_A_NODE = 2
 
 SITE = {"scontrol": "MinJobAge = 300 sec\n", "sacctmgr": "ours\n", "sinfo": "PARTITION\nours\n"}
-"""What the commands answer that ask for the site, whatever they are asked."""
+"""Answers of the commands that query the site, for any arguments."""
 
 CLIENT = """
 import socket, sys, os
@@ -75,7 +75,7 @@ EXPERIMENT = {
 
 @dataclass
 class Work:
-    """A stage. hours: what it computes for. saved: what of that is kept."""
+    """A stage. hours: of its computation. saved: the part that is kept."""
 
     rule: str
     hours: float
@@ -86,7 +86,7 @@ class Work:
 
 @dataclass
 class Job:
-    """One that was sent. Times in hours since the week began."""
+    """A submitted job. Times in hours since the week began."""
 
     number: int
     comment: str
@@ -100,13 +100,13 @@ class Job:
 
     @property
     def ends(self) -> float:
-        """When it will be over, unless something happens."""
+        """Return the end of the job, unless something happens."""
         return self.began + min(LIMIT_H, START_H + self.work.hours - self.work.saved)
 
 
 @dataclass
 class Node:
-    """free: GPUs. back: when it is repaired."""
+    """free: GPUs. back: time of its repair."""
 
     name: str
     free: int = GPUS_OF_A_NODE
@@ -115,7 +115,7 @@ class Node:
 
 @dataclass
 class Told:
-    """What happened, in hours of GPUs or times."""
+    """Totals, in hours of GPUs or times."""
 
     useful: float = 0.0
     again: float = 0.0
@@ -125,7 +125,7 @@ class Told:
 
 
 class Slurm:
-    """The queue and the nodes. All of it happens in `advance`, under a lock, at the time of whoever asks."""
+    """The queue and the nodes. All changes happen in `advance`, under a lock, at the time of the caller."""
 
     def __init__(self, works: dict[str, Work], num_nodes: int, die_daily: float, seed: int, now: Callable[[], float]):
         self.works, self.now = works, now
@@ -138,7 +138,7 @@ class Slurm:
         self._begun: set[str] = set()
 
     def answer(self, command: str, arguments: list[str]) -> str:
-        """What a command prints."""
+        """Return the output of a command."""
         if command in SITE:
             return SITE[command]
         with self._lock:
@@ -175,7 +175,7 @@ class Slurm:
         return f"{job.number}\n"
 
     def _advance(self, now: float) -> None:
-        """Let everything happen that happens before now, in its order."""
+        """Process all events before now, in order."""
         while True:
             running = [job for job in self.jobs.values() if job.state == "RUNNING"]
             first = min(running, key=lambda job: job.ends, default=None)
@@ -216,7 +216,7 @@ class Slurm:
                 job.work.log.with_name(job.work.log.name + ".attempt").write_text(f"{job.number} {node.name}\n")
 
     def _end(self, job: Job, state: str, at: float) -> None:
-        """A job is over: what it kept of its work, and what of its GPUs' time was for nothing."""
+        """End a job: record the saved work and the wasted time of its GPUs."""
         if job.state == "RUNNING":
             work, node = job.work, self.nodes[str(job.node)]
             node.free += job.gpus
@@ -230,7 +230,7 @@ class Slurm:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.touch() if path.suffix else path.mkdir(exist_ok=True)
             elif state == "TIMEOUT" and work.rule == "train":
-                kept = done - WARNED_H  # told in time, it has saved
+                kept = done - WARNED_H  # it got a warning and has saved
                 with note.open("a") as file:
                     file.write('["stopped", "It is saved."]\n')
             else:
@@ -249,7 +249,7 @@ class Slurm:
 
 @contextmanager
 def listening(slurm: Slurm, address: Path) -> Iterator[None]:
-    """Meanwhile the commands of `CLIENT` are answered."""
+    """Answer the commands of `CLIENT` in the background."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -267,7 +267,7 @@ def listening(slurm: Slurm, address: Path) -> Iterator[None]:
 
 
 def make_project(folder: Path, names: list[str], chance: random.Random) -> dict[str, float]:
-    """A project of these experiments, each with a data set of its own. Returns the hours that each trains."""
+    """Write a project of these experiments, each with its own data set. Return the training hours of each."""
     shutil.copytree(ROOT / "config", folder / "config", ignore=shutil.ignore_patterns("*.yaml"))
     settings = (ROOT / "config/config.yaml").read_text()
     settings = re.sub(r"(?m)^experiments:.*$", f"experiments: [{', '.join(names)}]", settings)
@@ -288,7 +288,7 @@ def make_project(folder: Path, names: list[str], chance: random.Random) -> dict[
 
 
 def planned(folder: Path, snakemake: list[str], targets: list[str], hours: dict[str, float]) -> dict[str, Work]:
-    """What there is to do, by the comment that the plugin gives a job: from a dry run."""
+    """Return the planned work from a dry run, by the comment that the plugin gives a job."""
     done = subprocess.run([*snakemake, "--dry-run", *targets], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     works = {}
@@ -306,7 +306,7 @@ def planned(folder: Path, snakemake: list[str], targets: list[str], hours: dict[
 
 
 def main() -> None:
-    """Play the week and print what it came to."""
+    """Simulate the week and print the totals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=25, help=f"of {GPUS_OF_A_NODE} GPUs each")

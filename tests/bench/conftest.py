@@ -1,4 +1,4 @@
-"""Photographs that a checkout does not have: `make test-photographs DATA=folder`. They are asked for, never skipped."""
+"""Photographs that are not in a checkout: `make test-photographs DATA=folder`. Missing ones are an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def photographs() -> Callable[[str], Path]:
-    """A tar of IMAGE_DIFFUSION_DATA by its name."""
+    """Return a tar of IMAGE_DIFFUSION_DATA by its name."""
 
     def find(name: str) -> Path:
         path = Path(os.environ.get("IMAGE_DIFFUSION_DATA", "data")) / name

@@ -22,14 +22,14 @@ GOLDEN = Path(__file__).parents[1] / "parity" / "golden"
 
 @pytest.fixture(scope="module")
 def images(photographs: Callable[[str], Path]) -> dict[str, bytes]:
-    """The photographs by the stems of their names."""
+    """Return the photographs by the stems of their names."""
     with tarfile.open(photographs("imagenet-240.tar")) as tar:
         files = ((member.name, tar.extractfile(member)) for member in tar)
         return {Path(name).stem: file.read() for name, file in files if file is not None}
 
 
-def test_crops_are_those_of_the_original(images: dict[str, bytes]) -> None:
-    """As many of the photographs with known digests as the tar holds."""
+def test_crops_have_known_digests_of_original(images: dict[str, bytes]) -> None:
+    """All photographs in the tar that have known digests."""
     manifest = json.loads((GOLDEN / "MANIFEST.json").read_text())
     (entry,) = (each for each in manifest["files"] if each["file"] == "p01_center_crop.npz")
     cases = [case["params"] for case in entry["cases"] if "jpeg_sha256" in case["params"]]

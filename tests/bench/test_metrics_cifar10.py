@@ -1,5 +1,5 @@
-"""On real photographs: the embedded detector's distances rise with blur, with noise, with lost classes, and fall while
-a model is trained.
+"""On real photographs, the built-in detector's distances rise with blur, noise and lost classes, and fall during
+training.
 
 Needs cifar10-20k.tar: 2,000 pictures of each class of CIFAR-10, in a folder a class (`make test-photographs`).
 """
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def sets(photographs: Callable[[str], Path]) -> tuple[Samples, Samples, Samples]:
-    """Of each class 300 images the detector learns from, 200 of reference, 400 held out."""
+    """Of each class 300 images to train the detector on, 200 of reference, 400 held out."""
     images: dict[str, list[np.ndarray]] = {}
     with tarfile.open(photographs("cifar10-20k.tar")) as tar:
         for member in tar:
@@ -69,7 +69,7 @@ def detector(sets: tuple[Samples, Samples, Samples], tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def real(sets: tuple[Samples, Samples, Samples], detector: InPipeDetector) -> tuple[Detected, Detected]:
-    """What the detector sees in the reference, and in all that was held out."""
+    """Features of the reference and of all held-out images."""
     return detect(detector, sets[1]), detect(detector, sets[2])
 
 
@@ -81,7 +81,7 @@ DISTANCES = {
 
 @pytest.fixture(scope="module")
 def look(detector: InPipeDetector) -> Callable[[Tensor], Detected]:
-    """What the detector sees in uint8 images [N, C, H, W]."""
+    """Returns the features of uint8 images [N, C, H, W]."""
     return lambda images: Detected.join([detector(part) for part in images.split(256)])
 
 
@@ -111,12 +111,12 @@ def test_distances_rise_with_blur_and_noise(
 
 
 @pytest.mark.parametrize("name", DISTANCES)
-def test_distances_rise_with_each_two_classes_that_are_lost(
+def test_distances_rise_with_every_two_lost_classes(
     sets: tuple[Samples, Samples, Samples], real: tuple[Detected, Detected], name: str
 ):
-    """The mean over eight orders in which classes go: 800 images of 10, 8, 6, 4 and 2 classes, none of them twice.
+    """The mean over eight orders of removing classes: 800 images of 10, 8, 6, 4 and 2 classes, none of them twice.
 
-    In one order alone the distance may fall: without ship and truck a quarter of the images are vehicles in place of
+    In one order alone the distance may fall: without ship and truck a quarter of the images are vehicles instead of
     four in ten, and without frog and horse as well it is a third again, which is nearer to the whole.
     """
     (reference, seen), labels = real, sets[2].labels
@@ -134,7 +134,7 @@ def test_distances_rise_with_each_two_classes_that_are_lost(
     assert min(means[2:]) > 2 * abs(means[0]), means
 
 
-def test_labels_that_are_wrong_are_seen_by_the_class_metrics_alone(
+def test_wrong_labels_change_class_metrics_only(
     sets: tuple[Samples, Samples, Samples], real: tuple[Detected, Detected], detector: InPipeDetector
 ):
     reference = Reference.from_images(real[0], torch.from_numpy(sets[1].labels))
@@ -149,7 +149,7 @@ def test_labels_that_are_wrong_are_seen_by_the_class_metrics_alone(
     assert wrong["agreement"].value < 0.5 * right["agreement"].value
 
 
-def test_an_early_checkpoint_ranks_behind_a_late_one_outside_the_intervals(
+def test_early_checkpoint_is_worse_than_late_one_beyond_intervals(
     sets: tuple[Samples, Samples, Samples],
     real: tuple[Detected, Detected],
     detector: InPipeDetector,

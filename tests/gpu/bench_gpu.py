@@ -1,12 +1,12 @@
-"""What a GPU does with this project, in one table: training, parts of a step, noise, sampling, encoding, checkpoints.
+"""A GPU's speed with this package in one table: training, parts of a step, noise, sampling, encoding, checkpoints.
 
     python tests/gpu/bench_gpu.py --results tests/bench/RESULTS.md      # `make bench-gpu`
     python tests/gpu/bench_gpu.py --only train --only sample
 
-Everything is a median of several timings after warming up, of work that has ended on the GPU. Beside a number stands
-its share of what the GPU can do: operations counted, over the rate of a large product in the same precision; or bytes
-that must move, over the rate of a large copy; both measured first, in the same run. Weights that begin as zeros are
-made random, since products of zeros are faster. A part that fails is told, and the others go on.
+Every number is a median of several timings after warming up, of work that has ended on the GPU. Next to it is its share
+of the GPU's limit: counted operations, over the rate of a large product in the same precision; or bytes that must move,
+over the rate of a large copy; both limits are measured first, in the same run. Weights that are initialised as zeros
+are made random, since products of zeros are faster. A part that fails is reported, and the others run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ XL = "DiT-XL/2"
 
 
 class Row(NamedTuple):
-    """share: of what the GPU can do. goal: what `share` should reach."""
+    """share: of the GPU's limit. goal: target of `share`."""
 
     what: str
     value: float
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 def seconds_of(function: Callable[[], Any], count: int, rounds: int = 3) -> float:
-    """Median seconds of one call, timed `count` calls at a time, after one to warm up."""
+    """Return the median seconds of one call, timed `count` calls at a time, after one to warm up."""
     function()
     times = []
     for _ in range(rounds):
@@ -84,7 +84,7 @@ def seconds_of(function: Callable[[], Any], count: int, rounds: int = 3) -> floa
 
 
 class Limits:
-    """What the GPU can do, measured once for each kind."""
+    """Limits of the GPU, measured once for each kind."""
 
     def __init__(self) -> None:
         self._peaks: dict[str, float] = {}
@@ -105,7 +105,7 @@ class Limits:
 
 
 class Stored:
-    """Samples in memory, read as shards are."""
+    """Samples in memory, with the interface of shards."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, num_classes: int, num_samples: int = 1024) -> None:
         self.num_samples, self.shape, self.dtype = num_samples, shape, dtype
@@ -123,7 +123,7 @@ class Stored:
 
 
 def no_zeros(network: nn.Module) -> nn.Module:
-    """The network with random numbers for the weights that begin as zeros."""
+    """Return the network with random numbers for the weights that are initialised as zeros."""
     with torch.no_grad():
         for parameter in network.parameters():
             if parameter.requires_grad:
@@ -164,7 +164,7 @@ def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Trai
 
 
 def steps_of(parts: Trainer) -> Callable[[int], None]:
-    """The product's loop, some steps at a time; its last log line waits for the GPU."""
+    """Return the package's training loop, some steps at a time; its last log line waits for the GPU."""
     done = 0
 
     def steps(count: int) -> None:
@@ -179,7 +179,7 @@ def steps_of(parts: Trainer) -> Callable[[int], None]:
 
 
 def trained(what: str, parts: Trainer, precision: str, limits: Limits, count: int, goal: float | None) -> Iterator[Row]:
-    """The rate of a training, its memory, and the seconds until the first step is done."""
+    """Return the rate of a training, its memory, and the seconds until the first step is done."""
     torch.cuda.reset_peak_memory_stats()
     steps = steps_of(parts)
     started = time.perf_counter()
@@ -217,7 +217,7 @@ def _train_dit(
 
 
 def bench_modes(limits: Limits) -> Iterator[Row]:
-    """What the promises of `train.deterministic` cost."""
+    """Measure the cost of each mode of `train.deterministic`."""
     for mode in ("off", "run", "strict"):
         for size, batch in (("DiT-S/2", 256), (XL, 64)):
             parts = dit_parts(size, batch, precision="bf16", deterministic=mode, strict_chunk=64)
@@ -225,7 +225,7 @@ def bench_modes(limits: Limits) -> Iterator[Row]:
 
 
 def bench_small(limits: Limits) -> Iterator[Row]:
-    """Networks and batches that are bound by launches rather than by what the GPU computes."""
+    """Measure networks and batches that are bound by launches rather than by the GPU's computation."""
     for size, batch in (("DiT-S/2", 32), ("DiT-S/2", 256), ("DiT-B/2", 256)):
         for told, how in (("", False), (", compiled", True), (", CUDA graphs", "cuda_graphs")):
             parts = dit_parts(size, batch, precision="bf16", tf32=True, compile=how)
@@ -263,11 +263,11 @@ KINDS = {
     "compiled, between the products": ("triton",),
     "copies and zeros": ("memcpy", "memset", "copy_kernel", "fillfunctor"),
 }
-"""What kernels are for, by what their names contain; the first that fits counts."""
+"""Purposes of kernels, by words in their names; the first match counts."""
 
 
 def bench_shares(_: Limits) -> Iterator[Row]:
-    """Where the GPU's time of a step goes."""
+    """Measure the purposes on which the GPU spends the time of a step."""
     steps = steps_of(dit_parts(XL, 256, precision="bf16", tf32=True, compile=True))
     steps(3)
     started = time.perf_counter()
@@ -291,7 +291,7 @@ def bench_shares(_: Limits) -> Iterator[Row]:
 
 
 def bench_pieces(limits: Limits) -> Iterator[Row]:
-    """What every step does beside the network, whatever the batch, against the bytes it must move."""
+    """Measure the parts of a step outside the network, for any batch, against the bytes they must move."""
     parts = dit_parts(XL, 32, precision="bf16", tf32=True)
     parts.backward(next(parts.batches(0)), 1)
     pieces: list[tuple[str, Callable[[], Any], int]] = [
@@ -307,7 +307,7 @@ def bench_pieces(limits: Limits) -> Iterator[Row]:
 
 
 def bench_noise(limits: Limits) -> Iterator[Row]:
-    """Random numbers, against the bytes they are written in."""
+    """Measure random numbers, against the bytes they are written in."""
     for rows, shape, kind in (
         (256, (4, 32, 32), "normal"),
         (32, (3, 256, 256), "normal"),
@@ -322,7 +322,7 @@ def bench_noise(limits: Limits) -> Iterator[Row]:
 
 
 def bench_sample(limits: Limits) -> Iterator[Row]:
-    """Passes of DiT-XL/2 without gradient, of which sampling with guidance does two a step."""
+    """Measure passes of DiT-XL/2 without gradient, of which sampling with guidance does two a step."""
     network = dit(XL).to(GPU).eval()
     x, label = torch.randn(256, 4, 32, 32, device=GPU), torch.arange(256, device=GPU)
     t = torch.full((256,), 500.0, device=GPU)
@@ -343,7 +343,7 @@ def bench_sample(limits: Limits) -> Iterator[Row]:
 
 
 def sd_vae(dtype: torch.dtype) -> Any:
-    """An autoencoder of Stable Diffusion's shape, with random weights."""
+    """Return an autoencoder of Stable Diffusion's shape, with random weights."""
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     torch.manual_seed(0)
@@ -359,7 +359,7 @@ def sd_vae(dtype: torch.dtype) -> Any:
 
 
 def bench_codec(_: Limits) -> Iterator[Row]:
-    """Stable Diffusion's autoencoder at 256 x 256."""
+    """Measure Stable Diffusion's autoencoder at 256 x 256."""
     images = torch.randint(0, 256, (32, 3, 256, 256), dtype=torch.uint8)
     latents = torch.randn(128, 4, 32, 32, device=GPU)
     for name, dtype, layout, rounds in (
@@ -382,7 +382,7 @@ def bench_codec(_: Limits) -> Iterator[Row]:
 
 
 def bench_checkpoint(_: Limits) -> Iterator[Row]:
-    """How long a training of DiT-XL/2 waits for a checkpoint, and how long it is being written beside it."""
+    """Measure how long a training of DiT-XL/2 waits for a checkpoint, and how long the parallel write takes."""
     parts = dit_parts(XL, 32, precision="bf16", tf32=True)
     with tempfile.TemporaryDirectory() as folder:
         state = State(Path(folder), {}, CheckpointConfig())
@@ -403,7 +403,7 @@ BENCHES: dict[str, Callable[[Limits], Iterator[Row]]] = {
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = ["| | | | Of what the GPU can do | Goal |", "| --- | ---: | --- | ---: | ---: |"]
     for what, value, unit, share, goal in rows:
         shown = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -413,7 +413,7 @@ def table(rows: list[Row]) -> str:
 
 
 def put(results: Path, text: str) -> None:
-    """Put the text between the two marks in a file, in place of what is there."""
+    """Replace the text between the two marks in a file."""
     marks = r"(<!-- bench-gpu -->\n).*(<!-- /bench-gpu -->\n)"
     page, found = re.subn(marks, lambda match: match[1] + text + "\n" + match[2], results.read_text(), flags=re.DOTALL)
     if not found:
@@ -422,7 +422,7 @@ def put(results: Path, text: str) -> None:
 
 
 def _told(bench: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Its rows; a failure is printed, and what it held on the GPU is let go."""
+    """Return the rows of a benchmark. A failure is printed, and its memory on the GPU is freed."""
     try:
         yield from bench()
     except Exception:

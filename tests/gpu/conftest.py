@@ -1,4 +1,4 @@
-"""Tests that need a GPU. Without one they end with one line, and `make test` does not look here."""
+"""Tests that need a GPU. Without one they end with one line. `make test` does not collect them."""
 
 import sys
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session")
 def attempts() -> Iterator[Attempts]:
-    """Starts trainings and ends them at chosen instants, each in a process of its own."""
+    """Server that starts trainings, each in a new process, and ends them at chosen instants."""
     with Attempts() as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
-    """What a training sets for the whole process is as before afterwards."""
+    """Restore the process-wide settings that a training changes."""
     with tf32(False):
         yield
     torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""The first hour on a machine with a GPU: what it has, tests in order of how much they tell, benchmarks, kills.
+"""The first hour on a machine with a GPU: its hardware, tests by how much they reveal, benchmarks, kills.
 
     python tests/gpu/first_hour.py --plan        # the steps with their times; needs no GPU
     python tests/gpu/first_hour.py               # `make first-gpu`: three slices of nine minutes at most
@@ -36,7 +36,7 @@ _ROW = re.compile(r"^\| .* \|$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Step:
-    """slice: 1 to 3. limit_s: seconds after which it is ended."""
+    """slice: 1 to 3. limit_s: seconds after which the step is ended."""
 
     name: str
     slice: int
@@ -57,7 +57,7 @@ class Result:
 
 
 def tests(file: str, chosen: str = "") -> tuple[str, ...]:
-    """The command that runs tests of a file: several at once where pytest-xdist is installed."""
+    """Return the command that runs tests of a file: several at once if pytest-xdist is installed."""
     number = min(12, os.cpu_count() or 1)
     several = (f"--numprocesses={number}",) if importlib.util.find_spec("xdist") else ()
     options = ("-vv", "--tb=short", "-p", "no:cacheprovider", *several, *(("-k", chosen) if chosen else ()))
@@ -65,7 +65,7 @@ def tests(file: str, chosen: str = "") -> tuple[str, ...]:
 
 
 def bench(*parts: str) -> tuple[str, ...]:
-    """The command that runs parts of the benchmark."""
+    """Return the command that runs parts of the benchmark."""
     return (sys.executable, "tests/gpu/bench_gpu.py", *(word for part in parts for word in ("--only", part)))
 
 
@@ -107,7 +107,7 @@ def run(steps: Sequence[Step], output: Path, only: int | None = None) -> dict[st
 
 
 def take(step: Step, log: Path) -> Result:
-    """Run one step and end everything that it started."""
+    """Run one step and end every process that it started."""
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     if "pytest" in step.command:  # as many processes as cores
         environment["OMP_NUM_THREADS"] = "1"
@@ -138,7 +138,7 @@ def take(step: Step, log: Path) -> Result:
 
 
 def page(steps: Sequence[Step], results: dict[str, Result]) -> str:
-    """The results as Markdown: one table, then what each step printed that counts."""
+    """Return the results as Markdown: one table, then the relevant output of each step."""
     lines = ["# First hour", "", "| Step | | Seconds | Tests | |", "| --- | --- | ---: | --- | --- |"]
     for step in steps:
         result = results.get(step.name, Result("not run yet", 0.0, {}, [], []))
@@ -156,7 +156,7 @@ def page(steps: Sequence[Step], results: dict[str, Result]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file in one piece, on the disk."""
+    """Replace a file atomically, flushed to the disk."""
     new = path.with_name(f"{path.name}.new")
     with new.open("w") as file:
         file.write(text)
@@ -166,7 +166,7 @@ def write(path: Path, text: str) -> None:
 
 
 def plan(steps: Sequence[Step]) -> str:
-    """The steps, a line each, with the time that they may take."""
+    """Return the steps, a line each, with their time limits."""
     lines = []
     for number in sorted({step.slice for step in steps}):
         mine = [step for step in steps if step.slice == number]
@@ -177,7 +177,7 @@ def plan(steps: Sequence[Step]) -> str:
 
 def machine() -> None:
     """Print what this machine has, and check an exact product on each GPU."""
-    import torch  # here: without a GPU the command ends before it would be loaded
+    import torch  # imported here: without a GPU the command ends before
 
     sys.path.insert(0, str(ROOT / "src"))
     from image_diffusion.core.devices import REQUESTED, check_kernels, driver, has_gpu
@@ -202,7 +202,7 @@ def machine() -> None:
     from image_diffusion.core.random.streams import Streams
 
     ids = torch.arange(2, device="cuda")
-    Streams(0, ids, ids).normal("first", (4,))  # says where Triton is missing or finds no compiler
+    Streams(0, ids, ids).normal("first", (4,))  # reports if Triton is missing or finds no compiler
     for name in ("diffusers", "pydantic", "numpy", "scipy", "sklearn", "torchvision", "pytest", "xdist", "snakemake"):
         print(f"{name}: {'yes' if importlib.util.find_spec(name) else 'MISSING'}")
 

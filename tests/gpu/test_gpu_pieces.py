@@ -1,4 +1,4 @@
-"""What is computed on a GPU is what is computed on a CPU."""
+"""Results on a GPU equal those on a CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def streams(device: torch.device) -> Streams:
     return Streams(7, torch.tensor([0, 1, 2**31 - 1, 5], device=device), sample)
 
 
-def test_random_numbers_are_those_of_a_cpu() -> None:
+def test_random_numbers_equal_those_of_cpu() -> None:
     for shape in [(), (1,), (3, 5), (4, 32, 32)]:
         on_cpu, on_gpu = streams(torch.device("cpu")), streams(CUDA)
         assert torch.equal(on_gpu.integers("a", 1000, shape).cpu(), on_cpu.integers("a", 1000, shape))
@@ -62,7 +62,7 @@ class Stored:
         return ()
 
 
-def test_batches_reach_the_gpu_as_they_are() -> None:
+def test_batches_reach_gpu_unchanged() -> None:
     plain = iter(Batches(Stored(), 16, seed=3))  # type: ignore[arg-type]
     moved = iter(Batches(Stored(), 16, seed=3, device=CUDA))  # type: ignore[arg-type]
     for _ in range(20):
@@ -71,7 +71,7 @@ def test_batches_reach_the_gpu_as_they_are() -> None:
             assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name))
 
 
-def test_neighbours_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_equal_those_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     made, real = torch.randn(500, 64, generator=draw), torch.randn(400, 64, generator=draw)
     found = [(manifold_estimates(made, real), find_feature_copies(made, real, made))]
@@ -84,7 +84,7 @@ def test_neighbours_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(near.nearest, expected.nearest)
 
 
-def test_latents_are_those_of_a_cpu(tmp_path: Path) -> None:
+def test_latents_equal_those_of_cpu(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = AutoencoderConfig(block_channels=(32, 64), latent_channels=4).build(DataSpec(channels=3, resolution=32))
     vae = network.vae.eval().requires_grad_(False)
@@ -100,8 +100,8 @@ def test_latents_are_those_of_a_cpu(tmp_path: Path) -> None:
     assert vae.encoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_shards_hold_what_the_codec_gives_batch_by_batch(tmp_path: Path) -> None:
-    """Read ahead, and written behind, in threads of their own."""
+def test_shards_contain_outputs_of_codec(tmp_path: Path) -> None:
+    """Batches are read ahead and written in separate threads."""
     torch.manual_seed(0)
     network = AutoencoderConfig(block_channels=(32, 64), latent_channels=4).build(DataSpec(channels=3, resolution=16))
     codec = KlCodec({"name": "kl"}, lambda: on_device(network.vae, CUDA), 1.0)
@@ -117,7 +117,7 @@ def test_shards_hold_what_the_codec_gives_batch_by_batch(tmp_path: Path) -> None
         torch.testing.assert_close(latents.gather(rows), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_conditions_are_made_without_waiting() -> None:
+def test_conditions_are_computed_without_waiting_for_gpu() -> None:
     images = torch.rand(4, 3, 16, 16, device=CUDA)
     captions = torch.rand(4, 2, 3, 8, device=CUDA)
     embeddings = torch.rand(4, 8, device=CUDA)
@@ -142,7 +142,7 @@ def test_conditions_are_made_without_waiting() -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_product_that_writes_its_gelu_is_the_product_and_its_gelu(precision: Precision, compiled: bool) -> None:
+def test_fused_product_and_gelu_equals_separate_ones(precision: Precision, compiled: bool) -> None:
     torch.manual_seed(0)
     mlp, x = Mlp(96, 384).to(CUDA), 2 * torch.randn(4, 50, 96, device=CUDA)
     with torch.no_grad(), computes_in("float32", CUDA), plain_products():

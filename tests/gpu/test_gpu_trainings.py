@@ -1,4 +1,4 @@
-"""Every system trains on a GPU, is killed, and goes on with the same bytes in the modes that promise it."""
+"""Every system trains on a GPU, is killed, and resumes bit-exactly in the modes that guarantee it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parts_of(system: str, **changes: Any) -> Trainer:
 
 
 def trained(parts: Trainer, steps: int, mode: str = "default") -> list[float]:
-    """The losses of some steps. mode: what PyTorch does about waits for the device from the third step on."""
+    """Return the losses of some steps. mode: PyTorch's reaction to waits for the device from the third step on."""
     batches, losses = parts.batches(0), []
     with switches(parts.config.deterministic, parts.config.tf32, parts.config.compile):
         for step in range(1, steps + 1):
@@ -45,7 +45,7 @@ def trained(parts: Trainer, steps: int, mode: str = "default") -> list[float]:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize(("mode", "precision"), [("run", "float32"), ("run", "bf16"), ("strict", "float32")])
-def test_a_killed_training_ends_with_the_same_bytes(
+def test_killed_gpu_training_resumes_bit_exactly(
     attempts: Attempts, tmp_path: Path, system: str, mode: Mode, precision: str
 ) -> None:
     settings: dict[str, Any] = {"system": system, "changes": SHORT | {"deterministic": mode, "precision": precision}}
@@ -58,7 +58,7 @@ def test_a_killed_training_ends_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("system", ["mlp", "dit"])
-def test_two_processes_on_one_gpu_give_the_bits_of_one(attempts: Attempts, tmp_path: Path, system: str) -> None:
+def test_two_processes_on_one_gpu_equal_one_bit_exactly(attempts: Attempts, tmp_path: Path, system: str) -> None:
     changes = SHORT | {"deterministic": "strict"}
     for processes in (1, 2):
         finished(
@@ -74,7 +74,7 @@ def test_two_processes_on_one_gpu_give_the_bits_of_one(attempts: Attempts, tmp_p
      {"sharding": "optimizer", "precision": "bf16", "compile": "cuda_graphs"}],
     ids=str,
 )  # fmt: skip
-def test_two_processes_on_one_gpu_give_the_numbers_of_one(
+def test_two_processes_on_one_gpu_give_nearly_the_same_numbers_as_one(
     attempts: Attempts, tmp_path: Path, spread: dict[str, Any]
 ) -> None:
     changes = SHORT | {"optimizer": {"type": "adamw", "lr": 1e-3}, "precision": spread.get("precision", "float32")}
@@ -94,7 +94,7 @@ def test_two_processes_on_one_gpu_give_the_numbers_of_one(
 
 @pytest.mark.parametrize("system", TINY)
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
-def test_the_host_waits_for_nothing_in_a_step(system: str, precision: str) -> None:
+def test_host_does_not_wait_for_gpu_in_a_step(system: str, precision: str) -> None:
     trained(parts_of(system, precision=precision), 5, mode="error")
 
 
@@ -108,7 +108,7 @@ def test_lower_precision_gives_nearly_the_same_losses(system: str, changes: dict
 
 
 @pytest.mark.parametrize("system", ["dit", "iddpm", "rin"])
-def test_compiled_by_block_it_gives_nearly_the_same_losses(system: str) -> None:
+def test_compiled_blocks_give_nearly_the_same_losses(system: str) -> None:
     optimizer = {"optimizer": {"type": "adamw", "lr": 1e-4}, "microbatch": None}
     exact = trained(parts_of(system, **optimizer), 4)
     assert trained(parts_of(system, **optimizer, compile=True), 4, mode="error") == pytest.approx(exact, rel=1e-3)
@@ -116,7 +116,7 @@ def test_compiled_by_block_it_gives_nearly_the_same_losses(system: str) -> None:
 
 @pytest.mark.parametrize("system", ["dit", "rin", "dvae", "vector_dvae"])
 @pytest.mark.parametrize("mode", ["off", "run"])
-def test_recorded_as_cuda_graphs_it_gives_nearly_the_same_losses(system: str, mode: str) -> None:
+def test_cuda_graphs_give_nearly_the_same_losses(system: str, mode: str) -> None:
     """The first step warms up, the second is recorded, the others are replayed; each has two whole microbatches and a
     smaller one."""
     settings = {"optimizer": {"type": "adamw", "lr": 1e-4}, "microbatch": 5, "deterministic": mode}
@@ -126,7 +126,7 @@ def test_recorded_as_cuda_graphs_it_gives_nearly_the_same_losses(system: str, mo
     assert manager is not None and list(manager.get_roots())
 
 
-def test_the_losses_are_those_of_a_cpu() -> None:
+def test_losses_equal_those_of_cpu() -> None:
     alone = World(0, 1, torch.device("cpu"))
     torch.manual_seed(0)
     cpu = Trainer(SYSTEMS["dit"](alone), config(), alone)

@@ -29,18 +29,18 @@ class Golden:
     arrays: dict[str, np.ndarray]
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """The array `<case>/<name>`."""
+        """Return the array `<case>/<name>`."""
         return torch.from_numpy(self.arrays[key].copy())
 
     def __contains__(self, key: str) -> bool:
         return key in self.arrays
 
     def params(self, case: str) -> dict[str, Any]:
-        """What a case was made with."""
+        """Return the parameters of a case."""
         return dict(self.cases[case]["params"])
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Every array whose key starts with `<prefix>/`, by the rest of its key: a state dict, for example."""
+        """Return every array whose key starts with `<prefix>/`, by the rest of its key: a state dict, for example."""
         return {key.removeprefix(f"{prefix}/"): self[key] for key in self.arrays if key.startswith(f"{prefix}/")}
 
     def __iter__(self) -> Iterator[str]:
@@ -49,7 +49,7 @@ class Golden:
 
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], Golden]:
-    """Open a golden file: `golden("m01_dit.npz")`."""
+    """Opens a golden file: `golden("m01_dit.npz")`."""
     manifest = json.loads((FOLDER / "MANIFEST.json").read_text(encoding="utf-8"))
     entries = {entry["file"]: entry for entry in manifest["files"]}
 
@@ -62,8 +62,8 @@ def golden() -> Callable[[str], Golden]:
 
 @pytest.fixture
 def golden_sinusoids(golden: Callable[[str], Golden], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """DiT is told the times of m01 and m06 by the sinusoids that the original had, and not by those of this processor,
-    whose exp, cos and sin differ in last bits. Gives the times."""
+    """Give DiT the original's sinusoids of the times of m01 and m06: this processor's exp, cos and sin differ in last
+    bits. Returns the times."""
     file = golden("m07_sinusoids.npz")
     times, rows = file["dit/t"], file["dit/out"]
 
@@ -78,7 +78,7 @@ def golden_sinusoids(golden: Callable[[str], Golden], monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="session")
 def golden_names() -> Callable[[str], dict[str, Any]]:
-    """Parameter names, shapes and counts of published networks: `golden_names("names_dit.json.gz")`."""
+    """Opens parameter names, shapes and counts of published networks: `golden_names("names_dit.json.gz")`."""
 
     def open_file(name: str) -> dict[str, Any]:
         with gzip.open(FOLDER / name) as file:

@@ -1,4 +1,4 @@
-"""The crop with the compiled resize, and without it, is the original formula by Pillow, byte for byte."""
+"""The crop with the compiled resize, and without it, equals the original formula by Pillow, byte for byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 
 @pytest.fixture(params=["compiled", "Pillow"])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whose resize is used."""
+    """The implementation of the resize."""
     if request.param == "Pillow":
         monkeypatch.setattr(centre_crop, "is_compiled", lambda: False)
     elif native_resize.library() is None:
@@ -32,7 +32,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def noise(mode: str, width: int, height: int) -> Image.Image:
-    """All bytes alike often: extremes beside each other, which bicubic weights drive beyond 0 and 255."""
+    """Return uniformly distributed bytes: adjacent extremes, which bicubic weights push beyond 0 and 255."""
     pixels = np.random.default_rng(width * 7919 + height).integers(-128, 384, (height, width, BANDS[mode]))
     pixels = pixels.clip(0, 255).astype(np.uint8)
     return Image.fromarray(pixels[:, :, 0] if mode == "L" else pixels, mode)
@@ -89,7 +89,7 @@ def test_several_blocks_of_memory(by: str) -> None:
         native_resize.Pixels(in_one)
 
 
-def test_threads_crop_beside_each_other(by: str) -> None:
+def test_threads_crop_in_parallel(by: str) -> None:
     images = [noise("RGB", 200 + 3 * number, 300 - 5 * number) for number in range(24)]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda image: centre_crop.centre_crop(image, 64), images))
@@ -104,8 +104,8 @@ def asked_again() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("asked_again")
-def test_another_pillow_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was before 13: along the rows first, whatever the shape."""
+def test_compiled_resize_is_not_used_with_other_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow before 13 resizes along the rows first, for any shape."""
 
     def before_13(image: Image.Image, resolution: int) -> Image.Image:
         while min(image.size) >= 2 * resolution:

@@ -1,7 +1,7 @@
 """Schedules and objective in continuous time, against the numbers of diffusion-policy (c01, c02).
 
 Different on purpose, each with its own test:
-- the ends of the sigmoid schedule are exact, not float32 (test_difference_the_ends_of_the_sigmoid_are_exact);
+- the ends of the sigmoid schedule are exact, not float32 (test_difference_ends_of_sigmoid_are_exact);
 - D-20: weights multiply their own sample (test_d20_…);
 - D-21: the cosine schedule runs (test_c01_gamma_schedules);
 - D-22: a scale below 1 is undone in every conversion and at the end of a grid (test_d22_…);
@@ -51,7 +51,7 @@ def objective_of(params: dict[str, Any], process: ContinuousProcess) -> Any:
 
 
 FLOAT32 = 2.0**-24
-"""What gamma of the original's sigmoid is off by at most: its ends are rounded to float32, ours are exact."""
+"""Largest error of gamma in the original's sigmoid: its ends are rounded to float32, ours are exact."""
 
 
 def test_c01_gamma_schedules(golden: Callable[[str], Any]) -> None:
@@ -80,7 +80,7 @@ def test_c01_gamma_schedules(golden: Callable[[str], Any]) -> None:
 
 
 def levels(gamma: Tensor, scale: float) -> dict[str, Tensor]:
-    """What follows from gamma: alpha, sigma and log-SNR."""
+    """Return alpha, sigma and log-SNR for gamma."""
     gamma = gamma.clamp(1e-9, 1)
     return with_log_snr(scale * gamma.sqrt(), (1 - gamma).sqrt())
 
@@ -89,7 +89,7 @@ def with_log_snr(alpha: Tensor, sigma: Tensor) -> dict[str, Tensor]:
     return {"alpha": alpha, "sigma": sigma, "log_snr": (alpha**2 / sigma**2).clamp(min=1e-5).log()}
 
 
-def test_difference_the_ends_of_the_sigmoid_are_exact(golden: Callable[[str], Any]) -> None:
+def test_difference_ends_of_sigmoid_are_exact(golden: Callable[[str], Any]) -> None:
     """The original has the ends of its sigmoid and their difference in float32: at t = 0, where there is no noise, it
     may leave some (sigma 8.8e-5). With its rounding in place of our exact ends every number is the original's."""
     file = golden("c01_gamma_schedules.npz")

@@ -1,4 +1,4 @@
-"""The crop is the original's, byte for byte."""
+"""The crop equals the original's, byte for byte."""
 
 import hashlib
 import io
@@ -30,7 +30,7 @@ def test_golden_synthetic_images(golden: Callable[[str], Any]) -> None:
 
 @pytest.mark.parametrize("name", ["china", "flower"])
 def test_golden_photographs(golden: Callable[[str], Any], name: str) -> None:
-    """Of scikit-learn's two; `make test-photographs` takes 240 of ImageNet's."""
+    """The two of scikit-learn; `make test-photographs` takes 240 of ImageNet."""
     params, data = golden("p01_center_crop.npz").params(name), (photographs.FOLDER / f"{name}.jpg").read_bytes()
     assert hashlib.sha256(data).hexdigest() == params["jpeg_sha256"]
     for size, digest in params["crop_sha256"].items():
@@ -39,7 +39,7 @@ def test_golden_photographs(golden: Callable[[str], Any], name: str) -> None:
         assert hashlib.sha256(pixels.tobytes()).hexdigest() == digest, size
 
 
-def test_any_size_is_cropped_as_by_the_original() -> None:
+def test_crops_of_any_size_equal_original() -> None:
     generator = np.random.default_rng(0)
     for _ in range(600):
         height, width = generator.integers(1, 150, 2)

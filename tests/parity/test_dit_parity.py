@@ -21,7 +21,7 @@ from image_diffusion.training.parallel.flat_parameters import Flat
 
 
 def network_of(params: dict) -> DiT:
-    """The network a golden case describes."""
+    """Return the network of a golden case."""
     config = DiTConfig(
         depth=params["depth"],
         width=params["hidden_size"],
@@ -69,8 +69,8 @@ def test_guided_outputs_of_the_original(golden, scale):
     torch.testing.assert_close(out, file[f"a/cfg_{scale}"], rtol=1e-3, atol=5e-5)
 
 
-def test_a_dropped_label_is_the_last_row(golden):
-    """The original was told to drop the first three labels of [2, 10, 3, 5]; 10 classes, so 10 is no label."""
+def test_dropped_label_uses_last_row(golden):
+    """The original was set to drop the first three labels of [2, 10, 3, 5]; 10 classes, so 10 is no label."""
     file = golden("m01_dit.npz")
     network = network_of(file.params("a"))
     network.load_state_dict(file.tensors("a/sd"))
@@ -87,8 +87,8 @@ def test_position_and_time_embeddings(golden):
     torch.testing.assert_close(sinusoid(t, 256), expected, rtol=0, atol=5e-4)
 
 
-def test_difference_from_the_original_frequencies_reach_one_in_ten_thousand(golden):
-    """Unless told otherwise, a network has the frequencies of diffusers' DiT, so that it can be exported there."""
+def test_difference_from_original_frequencies_reach_one_in_ten_thousand(golden):
+    """By default, a network has the frequencies of diffusers' DiT, so that it can be exported there."""
     from diffusers.models.embeddings import get_timestep_embedding
 
     file = golden("m01_dit.npz")
@@ -130,7 +130,7 @@ def test_names_shapes_and_counts_of_every_size(golden_names, size, resolution):
 
 @dataclass(frozen=True)
 class GivenDraws(Streams):
-    """Streams that hand out what the original drew in a step: t, noise, and u, by which a label is dropped."""
+    """Streams that return the original's random numbers of a step: t, noise, and u, by which a label is dropped."""
 
     t: Tensor
     noise: Tensor

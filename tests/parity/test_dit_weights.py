@@ -40,7 +40,7 @@ TINY = {"depth": 2, "width": 48, "num_heads": 3, "patch": 2}
 
 
 def random_dit(spec: DataSpec = SPEC, learned_variance: bool = True, interval: bool = False, **config) -> DiT:
-    """A DiT whose every weight is away from zero, so that an exchanged one shows."""
+    """Return a DiT without weights near zero, so that exchanged ones are detected."""
     torch.manual_seed(0)
     described = DiTConfig(**(config if "size" in config else TINY | config))
     network = described.build(spec, learned_variance, interval).eval()
@@ -51,7 +51,7 @@ def random_dit(spec: DataSpec = SPEC, learned_variance: bool = True, interval: b
 
 
 def built(weights: DiTWeights) -> DiT:
-    """The network that was read."""
+    """Return the network that was read."""
     network = weights.config.build(weights.spec, weights.learned_variance)
     network.load_state_dict(weights.tensors)
     return network.eval()
@@ -89,7 +89,7 @@ def published(tmp_path_factory):
     return path, network
 
 
-def test_a_published_file_is_read_as_what_it_is(published, golden_names):
+def test_published_file_is_recognised(published, golden_names):
     path, network = published
     names = golden_names("names_dit.json.gz")["configs"]["DiT-S/8@256"]["state_dict"]
     assert {name: list(tensor.shape) for name, tensor in torch.load(path).items()} == names
@@ -102,7 +102,7 @@ def test_a_published_file_is_read_as_what_it_is(published, golden_names):
     assert trainable == [name for name, p in network.named_parameters() if p.requires_grad]
 
 
-def test_a_training_checkpoint_is_read_for_its_average(tmp_path):
+def test_average_of_training_checkpoint_is_read(tmp_path):
     network, average = random_dit(time_frequencies="dit"), random_dit(time_frequencies="dit")
     with torch.no_grad():
         for parameter in network.parameters():
@@ -118,7 +118,7 @@ def test_a_training_checkpoint_is_read_for_its_average(tmp_path):
     assert torch.equal(outputs(built(weights)), outputs(average))
 
 
-def test_the_checkpoints_arguments_tell_the_heads(tmp_path):
+def test_number_of_heads_is_read_from_checkpoint_arguments(tmp_path):
     network = random_dit(num_heads=6, time_frequencies="dit")
     torch.save({"ema": network.state_dict(), "args": argparse.Namespace(model="DiT-S/8")}, tmp_path / "x.pt")
     assert read_dit(tmp_path / "x.pt").config == network.config
@@ -160,8 +160,8 @@ def test_diffusers_computes_the_same_and_reads_back(tmp_path, spec, learned_vari
 
 
 @pytest.mark.parametrize("wide", [{}, {"width": 1152, "num_heads": 16, "depth": 1, "time_frequencies": "dit"}])
-def test_a_network_of_intervals_is_the_same_function_without_one(wide):
-    """Diffusers gives no interval, which is 0 here: its embedding is one more constant in that of the time."""
+def test_interval_network_is_same_function_in_diffusers(wide):
+    """Diffusers passes no interval, which is 0 here: its embedding is one more constant in that of the time."""
     network = random_dit(learned_variance=False, interval=True, **wide)
     with torch.no_grad():
         network.t_embedder.mlp[0].weight *= 0.2
@@ -169,7 +169,7 @@ def test_a_network_of_intervals_is_the_same_function_without_one(wide):
     torch.testing.assert_close(outputs_of_diffusers(transformer), outputs(network), rtol=1e-3, atol=1e-3)
 
 
-def test_a_folder_in_parts_is_read_without_what_every_name_begins_with(tmp_path):
+def test_sharded_folder_is_read_without_common_prefix_of_names(tmp_path):
     for number, name in enumerate(["model.a.weight", "model.b.weight"]):
         safetensors.torch.save_file(
             {name: torch.zeros(1)}, tmp_path / f"diffusion_pytorch_model-{number}-of-2.safetensors"
@@ -180,8 +180,8 @@ def test_a_folder_in_parts_is_read_without_what_every_name_begins_with(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_a_transformer_that_diffusers_made_is_read(tmp_path, suffix):
-    """Not of our writing: 1000 classes and diffusers' own settings, as in the folders of facebook/DiT-XL-2-256."""
+def test_transformer_written_by_diffusers_is_read(tmp_path, suffix):
+    """Not written by this package: 1000 classes and diffusers' own settings, as in facebook/DiT-XL-2-256."""
     from diffusers import DiTTransformer2DModel
 
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_a_transformer_that_diffusers_made_is_read(tmp_path, suffix):
     )
 
 
-def test_a_wide_network_keeps_its_own_frequencies_in_effect():
+def test_wide_network_keeps_effect_of_its_frequencies():
     """A first time embedding that diffusers computes otherwise is refitted to equal values at every timestep."""
     network = random_dit(width=1152, num_heads=16, depth=1, time_frequencies="dit")
     with torch.no_grad():
@@ -299,14 +299,14 @@ def test_the_pipeline_follows_a_flow_with_the_same_images(tmp_path, vae):
 
 
 def run(pipeline: DiTPipeline, noise: torch.Tensor, labels: torch.Tensor, scale: float, steps: int) -> torch.Tensor:
-    """The pipeline's images, uint8 [B, 3, H, W], from given noise instead of the pipeline's own."""
+    """Return the pipeline's images, uint8 [B, 3, H, W], from given noise instead of the pipeline's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda *_, **__: noise.clone())
         pictures = pipeline(labels.tolist(), guidance_scale=scale, num_inference_steps=steps, output_type="np").images
     return torch.from_numpy((pictures * 255).round()).to(torch.uint8).permute(0, 3, 1, 2)
 
 
-def test_v_prediction_goes_with_other_schedulers_too(tmp_path, vae):
+def test_v_prediction_works_with_other_schedulers(tmp_path, vae):
     from diffusers import DiTPipeline, DPMSolverMultistepScheduler
 
     network = random_dit(learned_variance=False)
@@ -321,7 +321,7 @@ def test_v_prediction_goes_with_other_schedulers_too(tmp_path, vae):
     assert (fewer.float() - many.float()).abs().mean() < 8
 
 
-def test_the_folder_is_replaced_whole_and_leaves_the_autoencoder_alone(tmp_path, vae):
+def test_folder_is_replaced_and_autoencoder_is_unchanged(tmp_path, vae):
     from diffusers import AutoencoderKL, DDIMScheduler
 
     folder = tmp_path / "diffusers"
@@ -351,7 +351,7 @@ def test_the_folder_is_replaced_whole_and_leaves_the_autoencoder_alone(tmp_path,
         ({"time_frequencies": "dit"}, "48 channels are too few .* Train with network.time_frequencies diffusers"),
     ],
 )
-def test_what_diffusers_cannot_hold_is_refused(config, message):
+def test_settings_without_equivalent_in_diffusers_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         to_diffusers_transformer(random_dit(**config))
 
@@ -365,12 +365,12 @@ def test_conditions_and_layers_that_diffusers_does_not_know_are_refused():
         to_diffusers_transformer(network)
 
 
-def test_more_classes_than_the_pipeline_has_labels_for_are_refused():
+def test_more_classes_than_pipeline_labels_are_refused():
     with pytest.raises(ValueError, match="has 1001 classes, but DiTPipeline takes label 1000 for none"):
         to_diffusers_transformer(random_dit(SPEC.model_copy(update={"num_classes": 1001})))
 
 
-def test_what_the_schedulers_cannot_do_is_refused():
+def test_predictions_unsupported_by_schedulers_are_refused():
     with pytest.raises(ValueError, match="predicts velocity, which diffusers' DDIM does not support; use eps, x0, v"):
         ddim_scheduler(Discrete().build().betas, "velocity")
     with pytest.raises(ValueError, match="predicts velocity at flow times multiplied by 1; diffusers needs"):
@@ -379,14 +379,14 @@ def test_what_the_schedulers_cannot_do_is_refused():
         flow_scheduler(1000.0, "x0")
 
 
-def test_an_autoencoder_of_other_latents_is_refused(tmp_path, vae):
+def test_autoencoder_of_other_channels_is_refused(tmp_path, vae):
     three = random_dit(SPEC.model_copy(update={"channels": 3}))
     with pytest.raises(ValueError, match="autoencoder has 4 latent channels but the network was built for 3"):
         write_dit_pipeline(tmp_path / "diffusers", three, vae, 1.0, ddim_scheduler(Discrete().build().betas, "eps"))
     assert not (tmp_path / "diffusers").exists()
 
 
-def test_what_is_wrong_with_a_file_is_listed(tmp_path):
+def test_faults_of_file_are_listed(tmp_path):
     state = random_dit(time_frequencies="dit").state_dict()
 
     def message(content, name="x.pt") -> str:
@@ -409,7 +409,7 @@ def test_what_is_wrong_with_a_file_is_listed(tmp_path):
     assert "not a DiT: pos_embed missing" in message(without_head)
 
 
-def test_heads_that_nothing_tells_are_asked_for(tmp_path):
+def test_unknown_number_of_heads_is_an_error(tmp_path):
     torch.save(random_dit().state_dict(), tmp_path / "x.pt")
     with pytest.raises(ValueError, match=r"width 48, which is none of the paper's.* Set num_heads"):
         read_dit(tmp_path / "x.pt")
@@ -432,14 +432,14 @@ def test_a_file_that_would_run_code_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"text", b"\x80\x02}."])
-def test_a_damaged_file_is_told(tmp_path, content, suffix):
+def test_damaged_weights_file_is_an_error(tmp_path, content, suffix):
     path = tmp_path / f"x{suffix}"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"is damaged, or not a file of tensors.* Copy it again\."):
         read_dit(path)
 
 
-def test_a_file_cut_short_is_told(tmp_path):
+def test_truncated_weights_file_is_an_error(tmp_path):
     torch.save(random_dit().state_dict(), tmp_path / "x.pt")
     content = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "x.pt").write_bytes(content[: len(content) // 2])
@@ -447,12 +447,12 @@ def test_a_file_cut_short_is_told(tmp_path):
         read_dit(tmp_path / "x.pt")
 
 
-def test_a_missing_file_is_told(tmp_path):
+def test_missing_weights_file_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"x\.pt does not exist\. Use a \.pt or \.safetensors file"):
         read_dit(tmp_path / "x.pt")
 
 
-def test_what_is_wrong_with_a_folder_is_listed(tmp_path):
+def test_faults_of_folder_are_listed(tmp_path):
     to_diffusers_transformer(random_dit()).save_pretrained(tmp_path / "whole")
 
     def message(change_weights=lambda tensors: tensors, **settings) -> str:

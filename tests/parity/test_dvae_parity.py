@@ -25,7 +25,7 @@ CLOSE = {"rtol": 1e-3, "atol": 5e-5}
 
 @dataclass(frozen=True)
 class GivenNoise:
-    """Streams that hand out the noise of a golden case."""
+    """Streams that return the noise of a golden case."""
 
     noise: Tensor
 
@@ -66,7 +66,7 @@ def close(mine: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pixels_become_the_tokens_of_the_original_and_tokens_its_pixels(golden, case):
+def test_tokens_and_decoded_pixels_of_original(golden, case):
     file = golden("m04_dvae.npz")
     network, x = network_of(file, case), batch_of(file, case).x
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_reconstruction_loss_and_gradients_of_the_original(golden, case, kind, t
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("case", CASES)
-def test_difference_the_divergence_is_a_mean_and_the_sum_of_the_original_has_to_be_asked_for(golden, case, temperature):
+def test_difference_divergence_is_a_mean_and_original_sum_is_an_option(golden, case, temperature):
     file = golden("m04_dvae.npz")
     batch, key = batch_of(file, case), f"{case}/soft_tau{temperature}_kl0.01"
     per_position = file[f"{case}/kl_per_position"]
@@ -115,7 +115,7 @@ def test_difference_the_divergence_is_a_mean_and_the_sum_of_the_original_has_to_
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_difference_what_is_decoded_has_the_range_of_the_images(golden, case):
+def test_difference_decoded_images_have_range_of_images(golden, case):
     """The original returns the normalised range, in which its own image logs then disagree with their originals."""
     file = golden("m04_dvae.npz")
     network = network_of(file, case)
@@ -127,7 +127,7 @@ def test_difference_what_is_decoded_has_the_range_of_the_images(golden, case):
     close(images, 2 * pixels - 1)
 
 
-def test_difference_the_temperature_is_a_function_of_the_step_and_does_not_compound(golden):
+def test_difference_temperature_depends_on_step_and_does_not_compound(golden):
     """The original multiplies the temperature of 100 steps ago with exp(-rate step), and starts anew each epoch."""
     file = golden("m04_dvae.npz")
     params = file.params("schedule_trace")

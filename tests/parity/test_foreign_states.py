@@ -50,7 +50,7 @@ class Dangerous:
 
 
 def described(folder: Path, system: dict[str, Any], resolution: int, channels: int = 3) -> Path:
-    """An experiment file."""
+    """Write an experiment file."""
     data = {
         "name": "x", "source": {"type": "folder", "path": "images"}, "resolution": resolution, "channels": channels,
     }  # fmt: skip
@@ -60,7 +60,7 @@ def described(folder: Path, system: dict[str, Any], resolution: int, channels: i
 
 
 def shifted(tensors: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """The weights as trained, which are not the average."""
+    """Return weights that differ from the average, as trained ones do."""
     return {f"{prefix}{name}": each + 1 for name, each in tensors.items()}
 
 
@@ -116,7 +116,7 @@ SIT = DIT | {"process": {"type": "flow"}, "objective": {"type": "flow_matching",
 def read(
     folder: Path, content: dict[str, Any], experiment: Path | None = None, name: str = "x.pt"
 ) -> tuple[Model, str]:
-    """The model that is made of a file, and what it was told to be."""
+    """Return the model read from a file, and the printed description of it."""
     torch.save(content, folder / name)
     write_autoencoder("sd", folder / "vae")
     told = read_foreign(folder / name, str(folder / "vae"), experiment, folder / "train")
@@ -133,9 +133,7 @@ def test_dit(golden: Callable[[str], Any], tmp_path: Path) -> None:
     assert told == "a DiT of depth 3; not read: model, opt, args"
 
 
-def test_sit_is_told_by_the_user_and_gives_the_velocity_of_our_time(
-    golden: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_sit_is_named_by_user_and_predicts_velocity_in_our_time(golden: Callable[[str], Any], tmp_path: Path) -> None:
     file = golden("m01_dit.npz")
     model, told = read(tmp_path, dit_state(golden), described(tmp_path, SIT, 64))
     assert told.startswith("a SiT of depth 3, as --experiment says") and isinstance(model.system.process, Flow)  # type: ignore[attr-defined]
@@ -148,7 +146,7 @@ def test_sit_is_told_by_the_user_and_gives_the_velocity_of_our_time(
         torch.testing.assert_close(model.network(x, 1 - time, label=label), -velocity, **CLOSE)
 
 
-def test_a_dit_that_nobody_described_is_said_to_be_one(tmp_path: Path) -> None:
+def test_dit_without_description_is_reported_as_dit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = DiTConfig(depth=1, width=384, num_heads=6, patch=2).build(DataSpec(channels=4, resolution=4))
     _, told = read(tmp_path, network.state_dict())
@@ -168,7 +166,7 @@ def test_rin(golden: Callable[[str], Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["a", "noresnet_rgba"])
-def test_the_discrete_vae_says_itself_how_it_is_built(golden: Callable[[str], Any], tmp_path: Path, case: str) -> None:
+def test_discrete_vae_is_described_by_its_hparams(golden: Callable[[str], Any], tmp_path: Path, case: str) -> None:
     file = golden("m04_dvae.npz")
     model, told = read(tmp_path, vae_state(golden, case) | {"epoch": 3})
     pixels = 2 * file[f"{case}/img"] - 1
@@ -176,7 +174,7 @@ def test_the_discrete_vae_says_itself_how_it_is_built(golden: Callable[[str], An
     assert told == "a discrete VAE; not read: epoch"
 
 
-def test_hparams_that_do_not_suffice_are_told(golden: Callable[[str], Any], tmp_path: Path) -> None:
+def test_insufficient_hparams_are_an_error(golden: Callable[[str], Any], tmp_path: Path) -> None:
     content = vae_state(golden)
     del content["hparams"]["num_layers"]
     with pytest.raises(ValueError, match=r"hparams do not say how to build it \(missing: num_layers; not known: vq\)"):
@@ -184,7 +182,7 @@ def test_hparams_that_do_not_suffice_are_told(golden: Callable[[str], Any], tmp_
 
 
 def described_prior(golden: Any, folder: Path) -> Path:
-    """An experiment file of the golden prior."""
+    """Write an experiment file of the golden prior."""
     network = {
         "depth": 2, "num_heads": 4, "head_width": 16, "ff_mult": 2, "max_text_len": 5, "num_timesteps": 20,
         "divide_by_maximum": True,
@@ -222,7 +220,7 @@ WRAPPERS = ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "
 
 
 def wrapped(tensors: dict[str, Tensor], prefix: str) -> dict[str, Any]:
-    """The state dict of a network in wrappers, as AveragedModel and torch.compile write it."""
+    """Return the state dict of a network in wrappers, as AveragedModel and torch.compile write it."""
     counter: dict[str, Any] = {"n_averaged": torch.tensor(5)} if prefix == "module." else {}
     return counter | {f"{prefix}{name}": each for name, each in tensors.items()}
 
@@ -258,21 +256,21 @@ def test_names_are_read_without_the_prefixes_of_wrappers(
     assert all(f"{part}." in line for part in prefix.rstrip(".").split("."))
 
 
-def test_wrappers_of_single_blocks_are_no_part_of_names(golden: Callable[[str], Any], tmp_path: Path) -> None:
+def test_wrappers_of_single_blocks_are_removed_from_names(golden: Callable[[str], Any], tmp_path: Path) -> None:
     plain = dit_state(golden)["ema"]
     blocks = {name.replace("blocks.1.", "blocks.1._orig_mod."): each for name, each in plain.items()}
     model, _ = read(tmp_path, blocks, described(tmp_path, DIT, 64))
     assert model.network.state_dict().keys() == plain.keys()
 
 
-def test_a_prefix_that_some_names_lack_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefix_missing_in_some_names_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for names in (["model.a", "b"], ["module.model.a", "model.b"], ["_orig_mod.a", "a"], ["modules.a", "modules.b"]):
         content = {name: torch.zeros(1) for name in names}
         assert list(without_wrappers(content, tmp_path / "x.pt")) == names
     assert capsys.readouterr().err == ""
 
 
-def test_the_state_of_an_optimizer_is_told_from_weights(tmp_path: Path) -> None:
+def test_optimizer_state_is_distinguished_from_weights(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"opt000010\.pt is the state of an optimizer.* Use the file of weights beside it.*ema_"
     ):
@@ -296,7 +294,7 @@ STATES: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, Any] | None]]
 def test_a_file_that_would_run_code_is_refused(
     golden: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """In each place that the format has beside its tensors."""
+    """In each place of the format that may contain objects other than tensors."""
     monkeypatch.chdir(tmp_path)
     content = STATES[name][0](golden)
     for entry in list(content)[:8]:
@@ -430,7 +428,7 @@ def test_openais_files_with_more_than_its_parts_are_refused(tmp_path: Path, monk
 
 @pytest.mark.parametrize("name", ["encoder.pkl", "decoder.pkl", "vae.pt"])
 def test_a_bare_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """OpenAI's discrete VAE lies in two pickles of modules."""
+    """OpenAI's discrete VAE consists of two pickles of modules."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(pickle.dumps({"weights": Dangerous()}))
     with pytest.raises(ValueError, match=rf"{name} (holds more than tensors|is damaged)"):
@@ -439,8 +437,8 @@ def test_a_bare_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_is_missing_is_one_line_and_no_key_error(golden: Callable[[str], Any], tmp_path: Path, name: str) -> None:
-    """Whatever tensor, and whatever entry, is taken out of a file."""
+def test_missing_entries_are_one_line_errors(golden: Callable[[str], Any], tmp_path: Path, name: str) -> None:
+    """For every tensor, and every entry, removed from a file."""
     make, system = STATES[name]
     edge = {"dit": 64, "unet": 8}.get(name, 16)
     experiment = None if system is None else described(tmp_path, system, edge)
@@ -476,7 +474,7 @@ def test_what_is_missing_is_one_line_and_no_key_error(golden: Callable[[str], An
         ("unet", "cifar10_uncond_50M_500K.pt", {"output_blocks.x.y": torch.zeros(1)}),
     ],
 )
-def test_odd_names_and_shapes_are_one_line_at_once(
+def test_odd_names_and_shapes_are_one_line_errors_without_delay(
     golden: Callable[[str], Any], tmp_path: Path, name: str, file: str, entries: dict[str, Tensor]
 ) -> None:
     """The number of blocks is that of the blocks in the file, whatever numbers their names have; a DiT of 20,001 blocks
@@ -493,7 +491,7 @@ def test_odd_names_and_shapes_are_one_line_at_once(
     assert "\n" not in str(error.value) and time.monotonic() - begin < 30
 
 
-def test_the_command_says_what_it_found(
+def test_command_prints_recognised_model(
     golden: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(vae_state(golden), tmp_path / "vae.pt")

@@ -108,7 +108,7 @@ def test_metrics_are_torchmetrics_on_the_same_features(features: tuple[Tensor, T
 
 
 def test_inception_graph_with_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # The published weights are not at hand in a test; the graph, its taps and its resize are.
+    # Tests do not have the published weights; the graph, its taps and its resize are checked.
     module = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
     network = module.FeatureExtractorInceptionV3
     with monkeypatch.context() as patch:

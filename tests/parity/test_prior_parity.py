@@ -45,7 +45,7 @@ NAMES = {
 
 
 def network_of(file: Any, case: str, **changes: Any) -> Prior:
-    """The network of a golden case, with its weights."""
+    """Return the network of a golden case, with its weights."""
     params = file.params(case)
     known = {NAMES.get(name, name): value for name, value in params.items()}
     settings = {name: value for name, value in known.items() if name in PriorConfig.model_fields}
@@ -83,7 +83,7 @@ def test_distances_fall_into_the_buckets_of_t5(golden):
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", NETS)
-def test_guidance_leads_away_from_the_nulls(golden, case):
+def test_guidance_extrapolates_from_null_conditions(golden, case):
     file = golden("m05_prior.npz")
     yes = torch.ones(4, dtype=torch.bool)
     cond = {name: file[f"{case}/{name}"] for name in ("text_embed", "text_encodings")}
@@ -148,7 +148,7 @@ def test_the_forward_process_is_that_of_the_original(golden):
 
 
 KINDS = {"x0": "x0", "eps": "eps", "v": "v", "x0_l2": "x0"}
-"""What is predicted in the cases prior_<kind>_<loss>; in x0_l2 every norm is clamped."""
+"""Prediction in the cases prior_<kind>_<loss>; in x0_l2 every norm is clamped."""
 
 
 def system_of(file: Any, kind: str, loss: str = "l2", **changes: Any) -> PriorSystem:
@@ -167,7 +167,7 @@ def system_of(file: Any, kind: str, loss: str = "l2", **changes: Any) -> PriorSy
 
 @dataclass(frozen=True)
 class GivenNoise(Streams):
-    """Streams that hand out the noise of a golden case, step after step."""
+    """Streams that return the noise of a golden case, step after step."""
 
     noise: Tensor
 
@@ -177,7 +177,7 @@ class GivenNoise(Streams):
 
 
 def sampled(file: Any, kind: str, sampler: Any, **changes: Any) -> Tensor:
-    """The embeddings of a golden loop; x_t is the noise it starts from."""
+    """Return the embeddings of a golden loop; x_t is the noise it starts from."""
     system, clamps = system_of(file, kind), kind == "x0_l2"
     settings = EmbeddingSampling(sampler=sampler, clamp_x0=clamps, clamp_start=clamps, clamp_result=clamps, **changes)
     network = network_of(file, "prior_in")
@@ -189,7 +189,7 @@ def sampled(file: Any, kind: str, sampler: Any, **changes: Any) -> Tensor:
 
 
 def pairs_of(file: Any) -> Tensor:
-    """The pairs of the golden case as they are stored."""
+    """Return the pairs of the golden case in their stored form."""
     image, text = (file[f"prior_in/{name}"][:, None] for name in ("image_embed", "text_embed"))
     return torch.cat([image, text, file["prior_in/text_encodings"]], dim=1)
 
@@ -319,7 +319,7 @@ def test_difference_ddim_starts_at_the_last_timestep_and_stays_on_the_path(sampl
     assert all(error > 1e-3 for error in errors) if legacy else max(errors) < 1e-12
 
 
-def test_difference_embeddings_are_not_held_to_the_range_of_pixels(golden):
+def test_difference_embeddings_are_not_clamped_to_range_of_pixels(golden):
     """D-43: predicting eps, the original clamps x0 to [-1, 1], though embeddings are scaled by the root of dim."""
     file = golden("m05_prior.npz")
     free, held = (
@@ -329,7 +329,7 @@ def test_difference_embeddings_are_not_held_to_the_range_of_pixels(golden):
     assert (held * root).abs().max() <= 1 + 1e-5 < (free * root).abs().max()
 
 
-def test_difference_nothing_is_dropped_while_the_network_is_not_trained(golden):
+def test_difference_conditions_are_dropped_in_training_only(golden):
     """D-42: the original drops conditions in validation as well."""
     file = golden("m05_prior.npz")
     network = network_of(file, "prior_in")
@@ -346,8 +346,8 @@ def test_difference_nothing_is_dropped_while_the_network_is_not_trained(golden):
 
 
 @pytest.mark.parametrize("kind", ["x0", "eps", "v"])
-def test_difference_an_earlier_estimate_is_one_of_x0_whatever_is_predicted(kind):
-    """The original gives back the raw prediction in training, and x0 in sampling."""
+def test_difference_self_conditioning_uses_x0_for_every_prediction(kind):
+    """The original returns the raw prediction in training, and x0 in sampling."""
     draw = torch.Generator().manual_seed(0)
     x, noise = torch.randn(2, 4, 8, generator=draw)
     process = Discrete(schedule=Cosine(), num_timesteps=20).build()
@@ -367,8 +367,8 @@ def test_difference_an_earlier_estimate_is_one_of_x0_whatever_is_predicted(kind)
     torch.testing.assert_close(seen[1], torch.where(given[:, None], x, 0), rtol=1e-4, atol=1e-4)
 
 
-def test_difference_every_process_has_a_share_and_none_is_empty_by_rounding_up(golden):
-    """The original gives ceil(n / world) to each process in turn, so that the last ones may find nothing left."""
+def test_difference_no_process_has_an_empty_share(golden):
+    """The original gives ceil(n / world) to each process in turn, so that the last ones may get nothing."""
     file = golden("p02_prior_metrics.npz")
     cases, theirs = file["distribute_to_rank/start_stop_world_rank"], file["distribute_to_rank/rank_start_stop"]
     for (start, stop, world, rank), (first, last) in zip(cases.tolist(), theirs.tolist(), strict=True):

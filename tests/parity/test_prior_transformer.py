@@ -1,4 +1,4 @@
-"""The prior of Karlo and Kandinsky beside diffusers' PriorTransformer: read, written, trained, and what is refused."""
+"""The prior of Karlo and Kandinsky against diffusers' PriorTransformer: read, written, trained, and refused files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def theirs(**changes: Any) -> Any:
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, t, a caption's embedding, its tokens, and which of them there are."""
+    """Return x, t, a caption's embedding, its tokens, and the mask of its tokens."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(3, LEN, DIM, generator=generator)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
@@ -119,7 +119,7 @@ def test_embeddings_are_normalised_by_their_mean_and_deviation(tmp_path: Path) -
     torch.testing.assert_close(made, original.post_process_latents(plain), **CLOSE)
 
 
-def test_a_caption_that_is_not_to_be_known_is_not_seen() -> None:
+def test_masked_caption_has_no_effect() -> None:
     torch.manual_seed(0)
     network = PriorTransformerConfig(depth=1, num_heads=2, head_width=8, max_text_len=LEN).build(
         DataSpec(channels=DIM, resolution=1)
@@ -135,7 +135,7 @@ def test_a_caption_that_is_not_to_be_known_is_not_seen() -> None:
     torch.testing.assert_close(whole[0], found[0])
 
 
-def test_a_training_goes_on_from_it_on_the_same_x_alone(tmp_path: Path) -> None:
+def test_training_continues_from_it_only_with_same_normalisation(tmp_path: Path) -> None:
     model, _ = read(tmp_path, "theirs")
     system = model.system
     assert isinstance(system, PriorSystem)
@@ -171,7 +171,7 @@ def test_other_parts_are_refused(tmp_path: Path, changes: dict[str, Any], told: 
         read_foreign(tmp_path / "theirs", "", None, tmp_path / "train")
 
 
-def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
+def test_incomplete_folder_is_refused(tmp_path: Path) -> None:
     original = theirs()
     original.clip_std.data.zero_()
     original.save_pretrained(tmp_path / "theirs")
@@ -182,7 +182,7 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
         read_foreign(tmp_path / "theirs", "", None, tmp_path / "train")
 
 
-def test_the_other_prior_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_other_kind_of_prior_is_refused_before_any_work(tmp_path: Path) -> None:
     raw = read_yaml(ROOT / "config/experiments/prior_demo.yaml")
     path = tmp_path / "x.yaml"
     path.write_text(to_yaml(merged(raw, {"export": {"format": "diffusers"}})))

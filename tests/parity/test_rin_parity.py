@@ -31,7 +31,7 @@ NAMES = {
 
 
 def network_of(file, case: str) -> Rin:
-    """The network a golden case describes, with its weights."""
+    """Return the network of a golden case, with its weights."""
     params = file.params(case)
     config = RinConfig(**{ours: params[theirs] for theirs, ours in NAMES.items() if theirs in params})
     network = config.build(DataSpec(channels=params.get("channels", 3), resolution=params["image_size"]))

@@ -28,7 +28,7 @@ F32 = {"rtol": 2e-3, "atol": 1e-3}
 
 @dataclass(frozen=True)
 class GivenNoise(Streams):
-    """Streams that hand out stored noise: noise[step] at each step."""
+    """Streams that return stored noise: noise[step] at each step."""
 
     noise: Tensor
 
@@ -75,7 +75,7 @@ def toy_denoiser(golden: Any, case: str, grid: Grid, dtype: torch.dtype, offset:
 
 
 def one_step(grid: Grid, i: int) -> Grid:
-    """The grid of the single step from point i to the next."""
+    """Return the grid of the single step from point i to the next."""
     return Grid(grid.time[i : i + 1], grid.alpha[i : i + 2], grid.sigma[i : i + 2])
 
 
@@ -94,7 +94,7 @@ def c03(golden: Callable[[str], Any]) -> Any:
 
 
 def single_steps(d06: Any, case: str, sampler: SamplerConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x_{t-1} and the predicted x0 of every row, each a batch of its own, since their timesteps differ."""
+    """Return x_{t-1} and the predicted x0 of every row, each as its own batch, since their timesteps differ."""
     grid = discrete_grid(d06.params(case))
     after, predicted = [], []
     for x, t, noise in zip(d06[f"{case}/x_t"].to(dtype), d06[f"{case}/t"].tolist(), d06[f"{case}/noise"], strict=True):

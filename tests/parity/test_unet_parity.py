@@ -22,7 +22,7 @@ RESOLUTIONS = {
 
 
 def network_of(params: dict) -> UNet:
-    """The network a golden case describes."""
+    """Return the network of a golden case."""
     resolution = params["image_size"]
     config = UNetConfig(
         channels=params["model_channels"],
@@ -84,7 +84,7 @@ def test_enlarged_input_of_the_original(golden):
 
 
 def network_config(flags: dict) -> UNetConfig:
-    """The network that the original's flags describe."""
+    """Return the network that the original's flags describe."""
     return UNetConfig(
         channels=flags["num_channels"],
         num_res_blocks=flags["num_res_blocks"],
@@ -111,7 +111,7 @@ def test_names_shapes_and_counts_of_the_published_networks(golden_names, name):
 
 
 @pytest.mark.parametrize("name", RESOLUTIONS)
-def test_a_published_network_is_recognised_by_its_shapes_and_its_name(golden_names, name):
+def test_published_network_is_recognised_by_shapes_and_name(golden_names, name):
     expected = golden_names("names_iddpm.json.gz")["configs"][name]
     flags = expected["flags"]
     tensors = {key: torch.empty(shape, device="meta") for key, shape in expected["state_dict"].items()}

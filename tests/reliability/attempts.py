@@ -1,8 +1,8 @@
-"""Start trainings and end them at a chosen instant, at a cost of a fork instead of an import of PyTorch.
+"""Start trainings and end them at a chosen instant, for the cost of a fork instead of an import of PyTorch.
 
 `python attempts.py` imports everything once and then forks for every request that it reads, a line of JSON, from its
-standard input. `Attempts` is the other end. On a machine with a GPU, every process of a training imports everything
-again: CUDA cannot be used after a fork.
+standard input. `Attempts` is the client. On a machine with a GPU, every process of a training imports everything again:
+CUDA cannot be used after a fork.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IMPORTED_LATER = [
     "multiprocessing.synchronize",
     "image_diffusion.training.parallel.fsdp",
 ]
-"""What a training would import at its first step, or when it is sharded."""
+"""Modules that a training would import at its first step, or when it is sharded."""
 FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 
 
@@ -44,11 +44,11 @@ FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "sh
 class Attempt:
     """One start of a training.
 
-    processes: how many train together. changes: of the configuration. kill_after_s: SIGKILL after so many seconds.
-    kill_at_operation: SIGKILL of process `killed` just before its so many-th operation on a file of the run.
+    processes: how many train together. changes: of the configuration. kill_after_s: SIGKILL after this many seconds.
+    kill_at_operation: SIGKILL of process `killed` just before its operation of this number on a file of the run.
     signals: (seconds, number) to send to every process, one after another. since: a file in the folder; seconds count
     from the moment at which it appears, not from the start. victim: the only process that gets any of this; by default
-    all do. inject: a name in `tiny_runs.INJECTED`. drawn: a file for what is drawn, a line a sample.
+    all do. inject: a name in `tiny_runs.INJECTED`. drawn: a file for the drawn random numbers, a line per sample.
     """
 
     folder: str
@@ -77,7 +77,7 @@ class Outcome:
 
 
 class Attempts:
-    """A server of attempts; a context."""
+    """Client of a server of attempts; a context manager."""
 
     def __enter__(self) -> Attempts:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -122,7 +122,7 @@ def _import_everything() -> None:
     for module in IMPORTED_LATER:
         importlib.import_module(module)
 
-    for kind in tiny_runs.TINY:  # and what the systems import when they are built
+    for kind in tiny_runs.TINY:  # and the modules that systems import when they are built
         tiny_runs.SYSTEMS[kind](World(0, 1, torch.device("cpu")))
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked safely"
 
@@ -156,7 +156,7 @@ def _run(attempt: Attempt) -> Outcome:
 
 
 def _watch(attempt: Attempt, children: Sequence[int], started: float) -> list[int]:
-    """Send what is to be sent, when it is due; as a launcher does, kill the rest when one process fails."""
+    """Send signals when they are due. Like a launcher, kill all other processes when one fails."""
     due = [(when, number) for when, number in attempt.signals]
     if attempt.kill_after_s is not None:
         due.append((attempt.kill_after_s, signal.SIGKILL))
@@ -180,7 +180,7 @@ def _watch(attempt: Attempt, children: Sequence[int], started: float) -> list[in
                     os.kill(child, number)
         if failed_at is None and any(code not in (0, 75) for code in codes.values()):
             failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at >= 0.2:  # the others have had time to tell why
+        if failed_at is not None and time.monotonic() - failed_at >= 0.2:  # time for the others to report the reason
             for child in children:
                 if child not in codes:
                     os.kill(child, signal.SIGKILL)
@@ -227,7 +227,7 @@ def _child(attempt: Attempt, rank: int, port: int) -> NoReturn:
 
 
 def _count_operations(folder: Path, kill_at: int | None) -> list[int]:
-    """Count the operations on files in a folder from now on, and die just before number `kill_at`."""
+    """Count the operations on files in a folder from now on, and kill this process just before operation `kill_at`."""
     prefix, count = str(folder), [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -243,10 +243,10 @@ def _count_operations(folder: Path, kill_at: int | None) -> list[int]:
 def killed_run(
     attempts: Attempts, folder: Path, draw: random.Random, kills: int, usual: Outcome, **settings: Any
 ) -> int:
-    """Start a training again and again, killed at random instants, until it ends; returns how often it was killed.
+    """Start a training again and again, killed at random instants, until it ends; return how often it was killed.
 
-    kills: most of them. usual: an undisturbed run, for its length and its number of file operations. Half of the kills
-    are at an instant of its whole length, half just before an operation on a file.
+    kills: the largest number. usual: an undisturbed run, for its length and its number of file operations. Half of the
+    kills are at an instant of its whole length, half just before an operation on a file.
     """
     assert usual.operations is not None
     for done in range(kills):
@@ -266,14 +266,14 @@ def killed_run(
 
 
 def finished(attempts: Attempts, folder: Path, **settings: Any) -> Outcome:
-    """A start that nothing disturbs; all its processes end well."""
+    """Run an undisturbed start, in which all processes must succeed."""
     outcome = attempts(Attempt(str(folder), **settings))
     assert outcome.codes == [0] * len(outcome.codes), outcome.output
     return outcome
 
 
 def fresh(folder: Path) -> Path:
-    """The folder, empty."""
+    """Empty the folder and return it."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder
 

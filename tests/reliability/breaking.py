@@ -1,4 +1,4 @@
-"""A real MLflow server that can be killed, and a proxy before it that breaks requests."""
+"""A real MLflow server that can be killed, and a proxy in front of it that breaks requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import ClassVar
 
 
 class BreakingProxy(http.server.BaseHTTPRequestHandler):
-    """Hands requests on to a server, and breaks some: 500, 503, a reset, an answer lost after the work, a delay."""
+    """Forwards requests to a server, and breaks some: 500, 503, a reset, an answer lost after the work, a delay."""
 
     protocol_version = "HTTP/1.1"
     target = 0

@@ -1,4 +1,4 @@
-"""What a training leaves behind, to be compared byte for byte."""
+"""Results of a training, to be compared byte for byte."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from image_diffusion.core.journal.reader import read_journal
 
 
 def results(folder: Path, but: Collection[str] = ()) -> dict[str, str]:
-    """The sha256 of everything that is promised to be the same: weights, the newest checkpoint's tensors, the journal
-    without timings, model.json. but: settings of the training that differ between the runs compared.
-    """
+    """Return the sha256 of all results that must be the same: weights, the newest checkpoint's tensors, the journal
+    without timings, model.json. but: settings of the training that differ between the compared runs."""
     train = folder / "train"
     model = read_model(train)
     newest = train / "state" / model["fingerprint"] / f"step-{model['train']['steps']:07d}"
@@ -26,7 +25,7 @@ def results(folder: Path, but: Collection[str] = ()) -> dict[str, str]:
 
 
 def points(folder: Path) -> list[tuple[str, int, float]]:
-    """The merged journal without timings."""
+    """Return the merged journal without timings."""
     history = read_journal(folder / "journal" / "train")
     assert history is not None
     assert history.status == "finished"

@@ -1,4 +1,4 @@
-"""Modules beside the tests of this folder can be imported by their names; one server starts all their trainings."""
+"""Makes the modules of this folder importable, and starts all trainings of the tests by one server."""
 
 import http.server
 import os
@@ -28,27 +28,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def attempts() -> Iterator[Attempts]:
-    """Starts trainings and ends them at chosen instants."""
+    """Server that starts trainings and ends them at chosen instants."""
     with Attempts() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def kills() -> int:
-    """SIGKILLs of trainings in all."""
+    """Total number of SIGKILLs of trainings."""
     return int(os.environ.get("IMAGE_DIFFUSION_KILLS", "120"))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow gives up soon."""
+    """Make MLflow's retries give up soon."""
     for name, value in QUICK.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An experiment to send, with everything that there can be."""
+    """An experiment to send, with every kind of record."""
     from tracked import make_experiment
 
     return make_experiment(tmp_path_factory.mktemp("results") / "demo")
@@ -56,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with nothing in it yet."""
+    """A new, empty database."""
     from image_diffusion.tracking import connection
 
     database = tmp_path_factory.mktemp("empty") / "mlflow.db"
@@ -66,7 +66,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sent(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A database to which the experiment was sent once, in one go."""
+    """A database to which the experiment was sent once, without interruption."""
     from tracked import track
 
     database = tmp_path_factory.mktemp("store with space") / "mlflow.db"
@@ -86,7 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def proxy(server: Any) -> Iterator[str]:
-    """The address of a proxy before that server, which breaks requests."""
+    """The address of a proxy in front of that server, which breaks requests."""
     from breaking import BreakingProxy
 
     BreakingProxy.target = server.port

@@ -1,14 +1,14 @@
-"""Hours of machines that are killed, with one bucket: after each another with an empty disk, and the same bytes.
+"""Hours of machines that are killed, with one bucket: each successor has an empty disk and ends with the same bytes.
 
     python tests/reliability/machines_soak.py --seed 1 --kills 200 --faults 1000      (make soak-machines SEED=1)
 
-In rounds, each with an empty store: a machine with the project and nothing else gets the command; it is killed at a
-random instant, with its disk, and another one gets the same command, until one ends well. Half of the rounds reach
-the store through a proxy that breaks requests. At the end everything promised is, byte for byte, what a machine has
-made that nothing disturbed and that had no mirror.
+In rounds, each with an empty store: a machine with only the project gets the command; it is killed at a random instant,
+with its disk, and another one gets the same command, until one ends well. Half of the rounds reach the store through a
+proxy that breaks requests. At the end all reproducible results are, byte for byte, those of an undisturbed machine
+without a mirror.
 
-A fault is *healed* when that is so without a word; *told* when a command that nobody killed first ended with a clear
-line. It is *silent* when a command ends well with other results: that stops the soak.
+A fault is *healed* if that holds without a message; *told* if a command that nobody killed first ended with a clear
+line. It is *silent* if a command ends well with other results: that stops the soak.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from machines import Machine, Running
 from warm import Warm
 
 LONGEST_S = 600.0
-"""Seconds that a command may take."""
+"""Longest duration of a command in seconds."""
 EVERY_S = 0.3
 SILENCE_S = 2.0
 RATE = 0.15
-"""The share of requests that a fault is drawn for, in rounds with faults."""
+"""Share of requests that get a fault, in rounds with faults."""
 MOST_KILLS = 8
-"""Machines that are killed in a round at most."""
+"""Largest number of machines killed in a round."""
 AIMLESS = 0.5
-"""The share of kills at an instant of the clock; the others wait for a stage that was killed least."""
+"""Share of kills at a random time; the others wait for the stage that was killed least."""
 CALM = 3
-"""Commands that nobody kills before a round must have ended well."""
+"""Number of undisturbed commands within which a round must end well."""
 ROTTEN = "rotten object"
-"""A fault after which nobody has a journal any more, or the mirror cannot be read: neither heals, and both are told."""
+"""A fault that loses every copy of a journal, or makes the mirror unreadable: neither heals, and both are told."""
 HEALED = tuple(kind for kind in KINDS if kind != ROTTEN)
 
 
 class Machines:
-    """A project for one machine after another: each has the configuration and the images, and nothing else."""
+    """A project for a series of machines: each has only the configuration and the images."""
 
     def __init__(self, warm: Warm, work: Path, names: list[str]) -> None:
         """work: an empty folder. names: of the experiments."""
@@ -65,7 +65,7 @@ class Machines:
         self._begun = 0
 
     def new(self, mirror: str | None = None) -> Machine:
-        """Return a machine with the project on its disk, of a name and a folder of its own. mirror: the URL."""
+        """Return a machine with the project on its disk, with a new name and folder. mirror: the URL."""
         self._begun += 1
         machine = Machine(self.warm, self.work / f"machine-{self._begun}", f"machine-{self._begun}")
         project = machine.folder / "project"
@@ -82,7 +82,7 @@ class Machines:
         return machine.start(line, "project", **settings)
 
     def found(self, machine: Machine) -> dict[str, str]:
-        """Return the sha256 of everything that is promised to be the same, read on the machine."""
+        """Return the sha256 of all reproducible results, read on the machine."""
         reader = str(Path(__file__).with_name("soak_project.py"))
         running = machine.start([reader, *with_needed(self.names)], "project")
         if running.wait(LONGEST_S) != 0:
@@ -91,7 +91,7 @@ class Machines:
         return made
 
     def undisturbed(self) -> tuple[dict[str, str], float]:
-        """Return what a machine without a mirror makes, and the seconds of its command."""
+        """Return the results of a machine without a mirror, and the seconds of its command."""
         began = time.monotonic()
         with self.new() as machine:
             running = self.command(machine)
@@ -103,16 +103,16 @@ class Machines:
 
 @dataclass
 class Trainings:
-    """How far trainings have come, by experiment. ids: of all attempts so far. sent: the newest step in the mirror."""
+    """Progress of trainings, by experiment. ids: of all attempts so far. sent: the newest step in the mirror."""
 
     ids: set[str] = field(default_factory=set)
     sent: dict[str, int] = field(default_factory=dict)
 
     def check(self, results: Path) -> None:
-        """Raise WrongError if an attempt that is new in these results did again what the mirror had before it."""
+        """Raise WrongError if a new attempt in these results repeated steps that the mirror had before it."""
         for path in sorted(results.glob("*/journal/train/attempt-*.jsonl")):
             line, is_whole, _ = path.read_text(errors="replace").partition("\n")
-            if not is_whole:  # it begins now
+            if not is_whole:  # it is starting
                 continue
             header = json.loads(line)
             began, sent = header["resume_step"] or 0, self.sent.get(path.parts[-4], 0)
@@ -121,14 +121,14 @@ class Trainings:
             self.ids.add(header["id"])
 
     def look(self, store: Bucket, prefix: str) -> None:
-        """Read in the bucket which steps the newest snapshot holds."""
+        """Read from the bucket which steps the newest snapshot contains."""
         for name in names_in_snapshot(store, prefix):
             if parts := re.fullmatch(r"results/([^/]+)/train/state/.*step-(\d+)/checkpoint\.json", name):
                 self.sent[parts[1]] = max(self.sent.get(parts[1], 0), int(parts[2]))
 
 
 def names_in_snapshot(store: Bucket, prefix: str) -> list[str]:
-    """Return the names of the files that the newest head of a mirror names, read as it is stored."""
+    """Return the names of the files in the newest head of a mirror, read in its stored format."""
     listed = store.call("list_objects_v2", Prefix=f"{prefix}/heads/").get("Contents", [])
     if not listed:
         return []
@@ -139,7 +139,7 @@ def names_in_snapshot(store: Bucket, prefix: str) -> list[str]:
 
 
 class Tally:
-    """What has become of the faults, by kind."""
+    """Outcomes of the faults, by kind."""
 
     def __init__(self) -> None:
         self.injected, self.healed, self.told, self.silent = (Counter[str]() for _ in range(4))
@@ -147,7 +147,7 @@ class Tally:
         self.rounds = self.machines = 0
 
     def close(self, faults: Counter[str], end: Counter[str]) -> None:
-        """Note what has become of a round's faults. end: one of `healed`, `told` and `silent`."""
+        """Record the outcome of a round's faults. end: one of `healed`, `told` and `silent`."""
         self.injected.update(faults)
         end.update(faults)
 
@@ -175,10 +175,8 @@ class MachinesSoak:
     def round(
         self, number: int, is_enough: Callable[[Tally], bool], rate: float = 0.0, kinds: Sequence[str] = HEALED
     ) -> None:
-        """Kill some machines, none any more once it is enough, and let another one end well.
-
-        rate: of the store's faults. kinds: of the faults.
-        """
+        """Kill some machines until it is enough, then let another one end well.
+        rate: of the store's faults. kinds: of the faults."""
         draw = random.Random(f"{self.seed} {number}")
         prefix = f"seed-{self.seed}/round-{number}"
         faults, trainings, is_told = Counter[str](), Trainings(), False
@@ -191,7 +189,7 @@ class MachinesSoak:
                     is_calm = not kills or is_enough(self.tally)
                     killed = None if is_calm else self._wait(draw, machine, running)
                     if killed is not None:
-                        machine.stop()  # it sends nothing more while the bucket is read
+                        machine.stop()  # it sends nothing while the bucket is read
                     else:
                         running.wait(LONGEST_S)
                     if not rate:
@@ -217,7 +215,7 @@ class MachinesSoak:
         raise WrongError(f"Round {number}: the same command does not end well.\n{said[-4000:]}")
 
     def _wait(self, draw: random.Random, machine: Machine, running: Running) -> str | None:
-        """Wait for a random instant; the name of the stage that runs then, or None if the command has ended before."""
+        """Wait for a random instant. Return the name of the running stage, or None if the command has ended before."""
         wanted = None
         until = time.monotonic() + draw.expovariate(2 / self.length_s)
         if draw.random() > AIMLESS:
@@ -237,7 +235,7 @@ class MachinesSoak:
         extra = sorted(made.keys() - self.expected.keys())
         if faults[ROTTEN]:
             told = [f"{name}: " for name in self.machines.names for stage in LOGGED if _tells(made, name, stage)]
-            # Only a training draws its previews: a note says that one is missing.
+            # Only a training draws its previews: a message says that one is missing.
             told += [each.removeprefix("results/") for each in re.findall(r"the previews in (\S+) have changed", said)]
             wrong = {key: values for key, values in wrong.items() if not key.startswith(tuple(told))}
             is_told = is_told or bool(told)
@@ -249,7 +247,7 @@ class MachinesSoak:
 
 
 def _tells(made: dict[str, str], name: str, stage: str) -> bool:
-    """Return True if the journal of a stage says that it is not whole."""
+    """Return True if the journal of a stage says that it is incomplete."""
     return made.get(f"{name}: what {stage} logged", "").startswith(TOLD)
 
 
@@ -282,7 +280,7 @@ def main() -> None:
 
 
 def sum_of_faults(tally: Tally) -> int:
-    """Return how many faults of the store there were."""
+    """Return the number of faults of the store."""
     return tally.injected.total() - tally.injected["killed machine"]
 
 

@@ -1,16 +1,16 @@
-"""Hours of faults without a person: after each of them the same command, and at the end the same bytes.
+"""Hours of faults without supervision: after each the same command runs again, and ends with the same bytes.
 
     python tests/reliability/soak.py --seed 1 --minutes 120      (make soak SEED=1 MINUTES=120)
 
-In rounds, each from its own draws: the configuration or the images are edited; files under `results` and artifacts in
-`mlruns` are damaged, zeroed, emptied or removed, or the whole store is; a manifest names a file outside its folder, as
-one of an attacker would, where a file that nobody may touch lies; the same command is started again and again
-while what it starts is killed or stopped for a while, the disk fills up or the clock is wrong. Then nothing disturbs
-any more: the command ends well and everything promised is, byte for byte, what an undisturbed run in a folder of its
-own has made, which is done once for each configuration.
+In rounds, each with its own random draws: the configuration or the images are edited; files under `results` and
+artifacts in `mlruns` are damaged, zeroed, emptied or removed, or the whole store is; a manifest names a file outside
+its folder, as an attacker's would, and that file must stay untouched; the same command is started again and again while
+its processes are killed or stopped for a while, the disk fills up or the clock is wrong. Then nothing disturbs any
+more: the command ends well and all reproducible results are, byte for byte, those of an undisturbed run in a separate
+folder, which is done once for each configuration.
 
-A fault is *healed* when that is so without a word; *told* when a command that nothing disturbed any more first ended
-with a clear line. It is *silent* when a command ends well with other results: that stops the soak and keeps the folder.
+A fault is *healed* if that holds without a message; *told* if an undisturbed command first ended with a clear line. It
+is *silent* if a command ends well with other results: that stops the soak and keeps the folder.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ MADE_BY = {
     "report": "*/report/index.html",
     "summary": "summary.html",
 }
-"""What each stage makes, under results."""
+"""Outputs of each stage, under results."""
 STAGES = list(MADE_BY)
 CALM = 3
-"""Commands that nothing disturbs before a round must have ended well."""
+"""Number of undisturbed commands within which a round must end well."""
 LONGEST_S = 1200.0
 STOP_S = 10.0
-"""How long a process is stopped on average."""
+"""Mean seconds for which a process is stopped."""
 STOPPED_S = 90.0
-"""How long a process is stopped at most."""
+"""Longest time in seconds for which a process is stopped."""
 PATIENCE_S = 60.0
-"""How long a wanted stage is waited for at least, before whatever runs is killed."""
+"""Least time in seconds to wait for a wanted stage before killing any running one."""
 PATIENCE = 1.5
-"""The same in lengths of the longest undisturbed command: the last stages come after all others."""
+"""The same as a multiple of the longest undisturbed command: the last stages come after all others."""
 CLEAR = re.compile(r"^(\[default\d+\]:)?(error|stopped): |No space left on device", re.MULTILINE)
 DAMAGE = {
     "flip": "flipped bit",
@@ -95,12 +95,12 @@ DAMAGE = {
 }
 CANARY = "this file is nobody's\n"
 OUTPUTS = re.compile(r"/(samples|evaluation|diffusers)/")
-"""Folders in which nothing lies that the configuration does not ask for."""
+"""Folders that contain only files that the configuration asks for."""
 
 
 @dataclass
 class Fault:
-    """One fault. number: of the round. kind: what was done. where: to which file or process, and how."""
+    """One fault. number: of the round. kind: of fault. where: the file or process, and details."""
 
     number: int
     kind: str
@@ -110,7 +110,7 @@ class Fault:
 
 @dataclass
 class Tally:
-    """What has become of the faults, by kind; and how often each stage was killed."""
+    """Outcomes of the faults, by kind; and the number of kills of each stage."""
 
     injected: Counter[str] = field(default_factory=Counter)
     healed: Counter[str] = field(default_factory=Counter)
@@ -134,18 +134,18 @@ class Tally:
 
 
 class WrongError(Exception):
-    """What must not be."""
+    """A violated guarantee."""
 
 
 def listed(folder: Path, pattern: str) -> list[Path]:
-    """What the pattern names in the folder, sorted. Unlike pathlib's, the walk bears with folders that are removed
-    while it lasts: what a kill has left running may still do so."""
+    """Return the paths that match the pattern in the folder, sorted. Unlike pathlib's, the walk tolerates folders that
+    are removed meanwhile, as processes that survived a kill may do."""
     found_here = glob(pattern, root_dir=folder, recursive=True, include_hidden=True)  # noqa: PTH207
     return sorted(folder / each for each in found_here)
 
 
 def with_needed(names: list[str]) -> list[str]:
-    """The experiments and those whose codecs they use."""
+    """Return the experiments and those whose codecs they use."""
     return sorted({*names, *(each for name in names for each in NEEDS.get(name, []))})
 
 
@@ -164,20 +164,20 @@ class Soak:
         self.tally = Tally()
         self.open: list[Fault] = []
         self.scarred: set[str] = set()
-        """Experiments whose journal was damaged: it is told when the run that it belongs to goes on, rounds later."""
+        """Experiments whose journal was damaged: this is told when their run resumes, rounds later."""
         self.without_receipts: set[str] = set()
-        """Experiments whose receipts of the journal were damaged: what else says that a journal is not whole."""
+        """Experiments whose receipts of the journal were damaged: the other record of its completeness."""
         self.lengths: dict[str, float] = {}
-        """Seconds that a stage of this name has been seen to run."""
+        """Running seconds by stage, as observed."""
         self.undisturbed_s = 0.0
-        """Seconds of the longest command that nothing disturbed."""
+        """Seconds of the longest undisturbed command."""
         self.log = (work / "faults.jsonl").open("a", buffering=1)
         self.choice = Choice(0, dict.fromkeys(with_needed(names), 0))
 
     # ---- References
 
     def expected(self, names: list[str]) -> dict[str, str]:
-        """What an undisturbed run of the experiments, and of those that they need, ends with."""
+        """Return the results of an undisturbed run of the experiments and of those that they need."""
         kept = {name: self.references / f"{name} {self.choice.only(name)}.json" for name in with_needed(names)}
         if missing := [name for name, path in kept.items() if not path.exists()]:
             folder = self.disk.folder / "reference"
@@ -194,8 +194,8 @@ class Soak:
     # ---- Rounds
 
     def round(self, number: int, is_enough: Callable[[Tally], bool]) -> None:
-        """One round, in which nothing is disturbed any more once it is enough. The same seed and number draw the same,
-        whatever came before."""
+        """Run one round, undisturbed from the moment at which it is enough. The same seed and number draw the same,
+        independently of earlier rounds."""
         draw = random.Random(f"{self.seed} {number}")
         names = sorted(draw.sample(self.names, min(len(self.names), draw.choice([1, 2, 3, 4, 7]))))
         self._edit(draw, number, names)
@@ -224,7 +224,7 @@ class Soak:
         self.tally.rounds += 1
 
     def _calm(self, number: int, names: list[str], expected: dict[str, str]) -> None:
-        """The same command until it ends well, and then the comparison."""
+        """Run the same command until it ends well, and then compare the results."""
         for _ in range(CALM):
             status, said = self.command(self.project)
             if status == 0:
@@ -252,7 +252,7 @@ class Soak:
         self.open.clear()
 
     def set_aside(self, number: int) -> Path:
-        """Keep the project as it is in another place, with its undisturbed run, and begin from nothing."""
+        """Move the project, with its undisturbed run, to another place, and begin from nothing."""
         kept = self.work / f"wrong-{self.seed}-{number}"
         remove(kept)
         self.disk.empty()
@@ -266,8 +266,8 @@ class Soak:
         return kept
 
     def _without_told(self, wrong: list[str], made: dict[str, str], said: str) -> list[str]:
-        """The same without experiments whose journal tells that it is damaged, or of whose previews that was said: a
-        person begins those anew."""
+        """Return the wrong paths without those of experiments whose damaged journal or previews were reported: a user
+        starts these anew."""
         for name in with_needed(self.names):
             journals = f"results/{name}/journal/", f"results/{name}/.journal/"
             hit = [fault for fault in self.open if fault.where.startswith(journals)]
@@ -292,7 +292,7 @@ class Soak:
         return wrong
 
     def _told(self, said: str) -> None:
-        """A command that nothing disturbed ended with a mistake: was it clear?"""
+        """Check that an undisturbed command that failed ended with a clear message."""
         if not CLEAR.search(said):
             raise WrongError(f"No clear line:\n{said[-6000:]}")
         clear = next(line for line in said.splitlines() if CLEAR.search(line))
@@ -316,7 +316,7 @@ class Soak:
     # ---- Edits and damage
 
     def _edit(self, draw: random.Random, number: int, names: list[str]) -> None:
-        """Perhaps another configuration, perhaps other images."""
+        """Change the configuration or the images, with some probability."""
         edits = dict(self.choice.edits)
         images = self.choice.images
         for name in with_needed(names):
@@ -333,7 +333,7 @@ class Soak:
             self._inject(number, f"edit: {'images' if each == 'images' else 'configuration'}", f"{each}: {changed}")
 
     def _damage(self, draw: random.Random, number: int, names: list[str]) -> None:
-        """Flip a bit of a file, cut, zero, empty or remove it; half of the time its modification time is set back."""
+        """Flip a bit of a file, cut, zero, empty or remove it; half of the time restore its modification time."""
         results = self.project / "results"
         used = {*with_needed(names), "datasets", "summary.html", ".resolved.json"}
         files = [path for path in listed(results, "**") if path.relative_to(results).parts[0] in used]
@@ -343,18 +343,18 @@ class Soak:
         # A folder with many files is not hit more often than one with few.
         folder = draw.choice(sorted({path.parent for path in files}))
         path = draw.choice([each for each in files if each.parent == folder])
-        with suppress(FileNotFoundError):  # removed by what a kill has left running
+        with suppress(FileNotFoundError):  # removed by a process that survived a kill
             self._damage_file(draw, number, path)
 
     def _damage_artifact(self, draw: random.Random, number: int, names: list[str]) -> None:
-        """Damage a file that MLflow shows of the experiments that are made."""
+        """Damage an artifact in MLflow of the made experiments."""
         files = sorted({path for name in names for path in sent_files(self.project, name) if path.is_file()})
         if files:
             with suppress(FileNotFoundError):
                 self._damage_file(draw, number, draw.choice(files))
 
     def _forge_name(self, draw: random.Random, number: int, names: list[str]) -> None:
-        """Let a JSON file name the canary, outside its folder, in place of a file that lies beside it."""
+        """Replace in a JSON file the name of a file next to it by the canary, outside its folder."""
         results = self.project / "results"
         used = {*with_needed(names), "datasets"}
         manifests = [path for path in listed(results, "**/*.json") if path.relative_to(results).parts[0] in used]
@@ -377,7 +377,7 @@ class Soak:
             raise WrongError(f"{self.canary}, outside the project, was written to or removed.")
 
     def _lose_store(self, draw: random.Random, number: int, names: list[str]) -> None:
-        """Remove MLflow's store, and half of the time damage a journal that has to fill the new one."""
+        """Remove MLflow's store, and half of the time damage a journal that must fill the new one."""
         if not (self.project / "mlflow.db").exists():
             return
         for each in ("mlflow.db", "mlruns"):
@@ -404,7 +404,7 @@ class Soak:
         elif kind == "cut" and before.st_size:
             os.truncate(path, size := draw.randrange(before.st_size))
             where += f", to {size} of {before.st_size} bytes"
-        elif kind in ("zeros", "emptying") and before.st_size:  # as a power cut leaves what was not flushed
+        elif kind in ("zeros", "emptying") and before.st_size:  # as a power cut leaves data that was not flushed
             path.write_bytes(bytes(before.st_size if kind == "zeros" else 0))
         else:
             kind = "removal"
@@ -415,7 +415,7 @@ class Soak:
         self._inject(number, DAMAGE[kind], where)
 
     def _asked_for(self, draw: random.Random, number: int) -> list[str]:
-        """Remove what some of the stages that were killed least have made, so that they will run; those stages."""
+        """Remove outputs of some of the least killed stages, so that they will run. Return these stages."""
         asked = []
         for stage in sorted(MADE_BY, key=lambda name: self.tally.kills[name])[: draw.randint(1, 3)]:
             if files := listed(self.project / "results", MADE_BY[stage]):
@@ -428,7 +428,7 @@ class Soak:
     # ---- Commands
 
     def command(self, folder: Path) -> tuple[int, str]:
-        """Run the command undisturbed; its status, and what it said."""
+        """Run the command undisturbed. Return its status and its output."""
         began_at = time.monotonic()
         with self._started(folder, {}) as (running, output):
             self._watch(running)
@@ -461,7 +461,7 @@ class Soak:
                     running.wait()
 
     def _watch(self, running: subprocess.Popen[bytes]) -> None:
-        """Wait for the end, and see how long stages take."""
+        """Wait for the end, and record how long stages take."""
         began: dict[tuple[int, str], float] = {}
         until = time.monotonic() + LONGEST_S
         while running.poll() is None:
@@ -471,7 +471,7 @@ class Soak:
             time.sleep(0.03)
 
     def _seen(self, began: dict[tuple[int, str], float]) -> list[tuple[int, str]]:
-        """What runs now; the lengths of what has ended are noted."""
+        """Return the running processes; record the durations of those that have ended."""
         now, present = time.monotonic(), self.warm.running()
         for each in present:
             began.setdefault(each, now)
@@ -481,8 +481,8 @@ class Soak:
         return present
 
     def _stop(self, draw: random.Random, number: int, pid: int, name: str, began: dict[tuple[int, str], float]) -> None:
-        """Stop a process for a while, as a laptop's lid, a debugger or a starved machine does, and let it go on. began:
-        when each process began, moved on by as long: what it lasts beside the stop is the length of a stage."""
+        """Stop a process for a while, as a laptop's lid, a debugger or a starved machine does, and continue it. began:
+        start of each process, moved by this time, so that the durations of stages exclude the stop."""
         seconds = min(draw.expovariate(1 / self.stop_s), STOPPED_S)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
@@ -495,7 +495,7 @@ class Soak:
                 began[each] += seconds
 
     def _disturbed_command(self, draw: random.Random, number: int, wanted: list[str]) -> None:
-        """The same command, while something happens to it and to what it starts. wanted: the stages to kill first."""
+        """Run the same command while faults hit it and its processes. wanted: the stages to kill first."""
         settings: dict[str, str] = {}
         shift = draw.choice([-86400, -3600, -30, 30, 3600, 86400]) if draw.random() < 0.1 else 0
         if shift:
@@ -515,11 +515,11 @@ class Soak:
             _shift_times(self.project, began_at, shift)
 
     def _strike(self, draw: random.Random, number: int, running: subprocess.Popen[bytes], wanted: list[str]) -> None:
-        """Kill at random moments: everything, Snakemake alone, a stage, a rank; first the wanted stages."""
+        """Kill at random moments: all processes, Snakemake alone, a stage, a rank; first the wanted stages."""
         began: dict[tuple[int, str], float] = {}
         patience, patience_s = draw.randint(1, 12), max(PATIENCE_S, PATIENCE * self.undisturbed_s)
         while running.poll() is None and patience:
-            # A moment of a wanted stage, or of whatever runs after a while.
+            # A moment of a wanted stage, or of any running one after a while.
             until, seen = time.monotonic() + (patience_s if wanted else draw.expovariate(2)), list[str]()
             while running.poll() is None and time.monotonic() < until and not seen:
                 time.sleep(0.01)
@@ -564,7 +564,7 @@ class Soak:
 
 
 class Disk:
-    """A file system of its own in memory, that can be full. Without the right to mount, nothing is."""
+    """A file system in memory, which can be full. Without permission to mount, it is a plain folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -572,7 +572,7 @@ class Disk:
         self._is_mounted = self._mount("mount", "-t", "tmpfs", "-o", "size=2g", "soak", str(folder))
 
     def fill(self, left: int) -> bool:
-        """Leave so many bytes; whether that could be done."""
+        """Leave this many bytes free. Return whether that was possible."""
         if not self._is_mounted:
             return False
         usage = shutil.disk_usage(self.folder)
@@ -594,7 +594,7 @@ class Disk:
 
 
 def _shift_times(folder: Path, since: float, by_s: float) -> None:
-    """What was written since then has the times of a clock that is wrong."""
+    """Shift the times of files written since then, as a wrong clock would."""
     for path in listed(folder, "**"):
         with suppress(OSError):
             stat = path.lstat()
@@ -620,9 +620,9 @@ def soak(
     stop_s: float = STOP_S,
     keeps_going: bool = False,
 ) -> Tally:
-    """Rounds until it is enough. What was silent or not clear is kept and raises WrongError; keeps_going: it is set
-    aside, and the next round begins from nothing."""
-    subprocess.run(["umount", str(work / "disk")], capture_output=True, check=False)  # of one that was killed
+    """Run rounds until it is enough. A silent fault or an unclear message raises WrongError and is kept; with
+    keeps_going it is set aside, and the next round begins from nothing."""
+    subprocess.run(["umount", str(work / "disk")], capture_output=True, check=False)  # of a killed run
     for each in ("disk", "faults.jsonl"):
         remove(work / each)
     work.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""What the soak runs: every system on a handful of images, in a few configurations between which it is edited.
+"""The project of the soak: every system on a handful of images, in configurations between which it is edited.
 
-`python soak_project.py dit rin`, in the folder of a project, prints what `found` finds of these experiments, as JSON.
+`python soak_project.py dit rin`, in the folder of a project, prints `found` of these experiments as JSON.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     },
 }
 NEEDS = {"latent": ["autoencoder"]}
-"""The experiments whose codecs others use."""
+"""Experiments with the other experiments whose codecs they use."""
 DATA_OF = {
     "dit": {"detector", "references"},
     "iddpm": {"detector", "references"},
@@ -102,35 +102,35 @@ DATA_OF = {
     "dvae": {"dvae-tokens"},
     "prior": {"detector", "pairs-hashed"},
 }
-"""What experiments use of a data set beside its crops."""
+"""Parts of a data set that experiments use in addition to its crops."""
 
-# What edits write into an experiment's file, section by section, in place of what stands there.
+# Changes that edits write to an experiment's file, by section.
 EDITS: list[dict[str, dict[str, Any]]] = [
     {},
     {"train": {"steps": 6}},
     {"sample": {"num_samples": 12}},
 ]
 NOT_COMPARED = {"journal", ".journal", "state", "tracked.json", "source.json", "owner.json"}
-"""What holds times, paths or the ids of runs; journals are compared by what they say."""
+"""Files with times, paths or ids of runs; journals are compared by their content."""
 
 
 LOGGED = ("train", "sample", "evaluate")
-"""Stages that log."""
+"""Stages that write a journal."""
 TOLD = "told: "
-"""How what a journal says begins where the journal itself tells that it is not whole."""
+"""Prefix for a journal that says itself that it is incomplete."""
 UNKNOWN = "unknown: "
-"""How it begins where nothing says that it is not whole, and it has no end: of a stage that has ended that is wrong."""
+"""Prefix for a journal without an end that does not say so: wrong for a stage that has ended."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration. images: which state they are in. edits: which of `EDITS` each experiment has."""
+    """One configuration. images: state of the images. edits: index into `EDITS` of each experiment."""
 
     images: int
     edits: Mapping[str, int] = field(hash=False)
 
     def only(self, name: str) -> Choice:
-        """The part of it that one experiment's results depend on."""
+        """Return the part that one experiment's results depend on."""
         return Choice(self.images, {each: self.edits[each] for each in [*NEEDS.get(name, []), name]})
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class Choice:
 
 
 def experiment(name: str, choice: Choice) -> dict[str, Any]:
-    """The experiment's file as plain data."""
+    """Return the experiment's file as plain data."""
     data = copy.deepcopy(EXPERIMENTS[name])
     for section, values in EDITS[choice.edits[name]].items():
         if section in data:
@@ -149,7 +149,7 @@ def experiment(name: str, choice: Choice) -> dict[str, Any]:
 
 
 def write_project(folder: Path, choice: Choice, names: Iterable[str], every_s: str = "") -> None:
-    """Configure a project, as a person does who edits what is there. every_s: of the section `tracking`."""
+    """Write or edit the configuration of a project, as a user does. every_s: of the section `tracking`."""
     (folder / "config" / "experiments").mkdir(parents=True, exist_ok=True)
     settings = (ROOT / "config" / "config.yaml").read_text().replace("every_s: 10", f"every_s: {every_s}")
     settings = settings.replace("experiments: [demo]", f"experiments: [{', '.join(names)}]")
@@ -168,7 +168,7 @@ def write_project(folder: Path, choice: Choice, names: Iterable[str], every_s: s
 
 
 def make_images(state: int) -> dict[str, Any]:
-    """The images in one of their states: as they were; another in place of one; one more, in more files; one less."""
+    """Return the images in one state: the usual ones; one replaced; one more, and more shards; one less."""
     generator = np.random.default_rng(0)
     images = {}
     for number in range(IMAGES + 2):
@@ -194,7 +194,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def found(folder: Path, name: str) -> dict[str, str]:
-    """The sha256 of everything that is promised to be the same: of an experiment, and of the data that it uses."""
+    """Return the sha256 of all reproducible results of an experiment and of the data that it uses."""
     results, made = folder / "results", {}
     data = {"crops"} | DATA_OF.get(name, set())
     for path in sorted([*(results / name).rglob("*"), *(results / "datasets").glob("*/*/**/*")]):
@@ -211,9 +211,9 @@ def found(folder: Path, name: str) -> dict[str, str]:
 
 
 def _listed(listing: Path, experiment: Path) -> bytes:
-    """The checksums of the previews that a training of its length draws: without those that one of more steps has left
-    there, its own when it is extended again and shown by nobody until then, and without that of an end of before, where
-    it was extended. A listing that is damaged is as it is: a note tells of it."""
+    """Return the checksums of those previews that a training of this length draws. A training of more steps may have
+    left others, and an extended one has a preview of its former end. A damaged listing is returned unchanged, since a
+    message reports it."""
     settings = read_json(experiment / "train/model.json")["train"]
     drawn = {settings["steps"], *range(0, settings["steps"], settings["grid_every_steps"])}
     try:
@@ -224,12 +224,12 @@ def _listed(listing: Path, experiment: Path) -> bytes:
 
 
 def _is_note(name: str) -> bool:
-    """Whether a file is a note for ourselves, is a page with times in it, or of what others have made."""
+    """Return whether a file is an internal note or a page with times in it, or comes from other experiments."""
     return name.startswith(".") or name == "index.html"
 
 
 def _logged(folder: Path, name: str, stage: str) -> str:
-    """What the journal of a stage says; or that it is not as it was written."""
+    """Return the digest of a stage's journal, or that it is incomplete."""
     history = read_journal(folder / "results" / name / "journal" / stage)
     if history is None:
         return "nothing"
@@ -243,7 +243,7 @@ def _logged(folder: Path, name: str, stage: str) -> str:
 
 
 def _not_tracked(folder: Path, name: str, stage: str) -> str:
-    """Which of the points of a stage's journal are not in MLflow, of a training those that its run shows."""
+    """Return the points of a stage's journal that MLflow lacks, for a training those that its run shows."""
     tracked = read_json(folder / "results" / name / "tracked.json")["runs"]
     with closing(sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True)) as database:
         query = "SELECT key, step, value FROM metrics WHERE run_uuid = ?"
@@ -255,8 +255,8 @@ def _not_tracked(folder: Path, name: str, stage: str) -> str:
 
 
 def _ended(folder: Path, name: str, stage: str) -> str:
-    """The status in MLflow of the run that a stage worked on last: by the numbers of attempts where all are known,
-    since clocks may have been wrong."""
+    """Return the status in MLflow of a stage's last run: by attempt numbers if all are known, since clocks may have
+    been wrong."""
     runs = [run for run in read_json(folder / "results" / name / "tracked.json")["runs"] if run["stage"] == stage]
     numbers = {}
     for path in (folder / "results" / name / "journal" / stage).glob("attempt-*.jsonl"):
@@ -272,7 +272,7 @@ def _ended(folder: Path, name: str, stage: str) -> str:
 
 
 def sent_files(folder: Path, name: str) -> dict[Path, str]:
-    """The sha256 of each file that was sent to MLflow of an experiment; empty where that is not known now."""
+    """Return the sha256 of each file of an experiment that was sent to MLflow; nothing if that is unknown now."""
     found = {}
     try:
         for listing in read_json(folder / "results" / name / "tracked.json")["sent"]:
@@ -284,7 +284,7 @@ def sent_files(folder: Path, name: str) -> dict[Path, str]:
 
 
 def damaged_artifacts(folder: Path, name: str) -> list[str]:
-    """The files that MLflow shows of an experiment and that are not what was sent."""
+    """Return the artifacts of an experiment in MLflow that differ from the sent files."""
     wrong = [path for path, sha256 in sent_files(folder, name).items() if _sha256(path) != sha256]
     return [str(path.relative_to(folder)) for path in wrong]
 
@@ -294,8 +294,8 @@ def _sha256(path: Path) -> str | None:
 
 
 def _points(folder: Path, name: str, stage: str) -> list[tuple[str, int, float]]:
-    """The points of a stage's journal, timings left out, and of a training that was extended what it found at its end
-    of before."""
+    """Return the points of a stage's journal without timings, and without validations at the former end of an extended
+    training."""
     history = read_journal(folder / "results" / name / "journal" / stage)
     if history is None:
         return []
@@ -310,7 +310,7 @@ def _points(folder: Path, name: str, stage: str) -> list[tuple[str, int, float]]
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or a file, if it is there."""
+    """Remove a folder or a file, if it exists."""
     shutil.rmtree(path, ignore_errors=True)
     if path.is_file():
         path.unlink()

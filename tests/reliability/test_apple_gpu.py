@@ -1,4 +1,4 @@
-"""What a training needs of Apple's GPUs (MPS), read from PyTorch's own table of kernels: no machine has one here."""
+"""Operators that a training needs on Apple's GPUs (MPS), checked against PyTorch's table of kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def operators() -> dict[str, dict[str, Any]]:
 
 
 def has_kernel(operator: Any) -> bool:
-    """Return True if the operator has a kernel for MPS, or is made of others."""
+    """Return True if the operator has a kernel for MPS, or is composed of other operators."""
     name, overload = operator._schema.name.removeprefix("aten::"), operator._schema.overload_name
     entry = operators()[f"{name}.{overload}" if overload else name]
     entry = operators()[entry["structured_delegate"]] if "structured_delegate" in entry else entry
@@ -44,7 +44,7 @@ def has_kernel(operator: Any) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """The operators on the device, and the files of the package in which float64 is computed there."""
+    """Records the operators on the device, and the files of the package that compute in float64 there."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,8 +64,8 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("system", TINY)
-def test_a_step_lacks_no_operator_there_but_float64(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none for shapes alone
+def test_training_step_uses_operators_with_mps_kernels(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # autocast does not support the meta device
     with Watch() as watch:
         trainer = Trainer(SYSTEMS[system](SHAPES), config(), SHAPES)
         examples = next(trainer.batches(0))
@@ -81,6 +81,6 @@ def test_a_step_lacks_no_operator_there_but_float64(system: str, monkeypatch: py
     )
 
 
-def test_an_operator_without_a_kernel_there_is_seen() -> None:
+def test_operator_without_mps_kernel_is_detected() -> None:
     assert not has_kernel(torch.ops.aten.linalg_eig.default)
     assert has_kernel(torch.ops.aten.addmm.default)

@@ -1,4 +1,4 @@
-"""SIGKILL and a full disk at random instants of crop and encode: no half shard, and the same bytes in the end."""
+"""SIGKILL and a full disk at random instants of crop and encode: no partial shard, and the same bytes in the end."""
 
 import os
 import random
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "10"))
 SHARDS = 6
 
-# Encodes with a codec of two lines: what is tested is the writing. A short sleep a batch stretches the time to hit.
+# Encodes with a codec of two lines: only the writing is tested. A short sleep per batch lengthens the time to hit.
 ENCODE = """
 import sys, time
 from pathlib import Path
@@ -80,13 +80,13 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def started(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a command. Its output ends when the last process that works for it is gone."""
+    """Start a command. Its output ends when the last of its processes is gone."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def killed(command: list[str], output: Path, after_s: float) -> None:
-    """Start a command and kill it some time after it began to write; nothing of it runs any more when this returns."""
+    """Start a command and kill it some time after it began to write. Return when all of its processes are gone."""
     before = set(output.iterdir()) if output.exists() else set()
     process = started(command)
     while process.poll() is None and (not output.exists() or set(output.iterdir()) == before):
@@ -97,7 +97,7 @@ def killed(command: list[str], output: Path, after_s: float) -> None:
 
 
 def check_nothing_is_half(folder: Path) -> int:
-    """Every shard that has a record is the one the record describes; returns how many there are."""
+    """Check that every shard with a record matches it. Return the number of these shards."""
     whole = 0
     for shard in range(SHARDS):
         if record_path(folder, shard).exists():
@@ -109,7 +109,7 @@ def check_nothing_is_half(folder: Path) -> int:
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    """Everything but the note of what has been verified, which holds the times of files."""
+    """Return all files but the note of verified files, which contains times."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".verified.json"}
 
 
@@ -139,9 +139,7 @@ def test_crop_killed_anywhere_ends_with_the_same_bytes(images: Path, crops: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
-def test_a_part_of_crop_that_is_stopped_goes_on_after_its_last_shard(
-    images: Path, crops: Path, tmp_path: Path, number: int
-) -> None:
+def test_stopped_crop_part_resumes_after_its_last_shard(images: Path, crops: Path, tmp_path: Path, number: int) -> None:
     output, notes = tmp_path / "out", [tmp_path / f"out/part-{part}-of-2.json" for part in range(2)]
 
     def part(index: int) -> list[str]:
@@ -176,7 +174,7 @@ def test_encode_killed_anywhere_ends_with_the_same_bytes(encode_program: Path, c
 @pytest.mark.parametrize(
     ("stage", "limit"), [("crop", 1_000), ("crop", 40_000), ("crop", 300_000), ("encode", 40_000), ("encode", 700_000)]
 )
-def test_a_disk_that_fills_up_leaves_no_half_shard(
+def test_full_disk_leaves_no_partial_shard(
     images: Path, encode_program: Path, crops: Path, tmp_path: Path, stage: str, limit: int
 ) -> None:
     output = tmp_path / "out"
@@ -212,8 +210,8 @@ def test_a_disk_that_fills_up_leaves_no_half_shard(
         assert open_shards(output, "all", in_background=True).num_samples == 2000
 
 
-def test_the_processes_of_a_killed_crop_die_with_it(images: Path, tmp_path: Path) -> None:
-    """They hold the other end of its output, which is closed when the last of them is gone."""
+def test_processes_of_killed_crop_end_with_it(images: Path, tmp_path: Path) -> None:
+    """They hold the write end of its output, which is closed when the last of them is gone."""
     command = [*crop_command(images, tmp_path), "--processes", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         while not list(tmp_path.glob("shard-*")) and process.poll() is None:

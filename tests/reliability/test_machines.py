@@ -1,4 +1,4 @@
-"""A machine and a bucket: machines are killed with their disks, others go on, and the bytes are the same."""
+"""Machines with one bucket: they are killed with their disks, others resume, and the bytes are the same."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from warm import warm_server
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_permitted(), reason=NEEDED)]
 
 KILLS = int(os.environ.get("IMAGE_DIFFUSION_MACHINES", "5"))
-"""Machines to kill."""
+"""Number of machines to kill."""
 FAULTS = 20
-"""Faults of the store, at least."""
+"""Least number of faults of the store."""
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 @pytest.fixture(scope="module")
 def soak(store: Bucket, tmp_path_factory: pytest.TempPathFactory) -> MachinesSoak:
-    """Rounds of one small training, which a machine has done undisturbed."""
+    """Rounds of one small training, of which an undisturbed run is finished."""
     return MachinesSoak(Machines(warm_server(), tmp_path_factory.mktemp("machines"), ["rin"]), store, 1)
 
 
-def test_machines_are_killed_and_others_go_on_with_the_same_bytes(soak: MachinesSoak) -> None:
+def test_other_machines_resume_killed_ones_bit_exactly(soak: MachinesSoak) -> None:
     number = 0
     while soak.tally.kills.total() < KILLS:
         soak.round(number, lambda tally: tally.kills.total() >= KILLS)
@@ -45,7 +45,7 @@ def test_machines_are_killed_and_others_go_on_with_the_same_bytes(soak: Machines
     assert soak.tally.told.total() == soak.tally.silent.total() == 0
 
 
-def test_faults_of_the_store_are_healed_or_told(soak: MachinesSoak) -> None:
+def test_store_faults_are_healed_or_reported(soak: MachinesSoak) -> None:
     before = soak.tally.kills.total()
 
     def is_enough(tally: Tally) -> bool:
@@ -64,7 +64,7 @@ def wait_for_stage(machine: Machine, name: str) -> None:
         time.sleep(0.01)
 
 
-def test_the_second_of_two_machines_stops_with_a_line_before_it_writes(soak: MachinesSoak, store: Bucket) -> None:
+def test_second_machine_with_same_mirror_stops_before_writing(soak: MachinesSoak, store: Bucket) -> None:
     url = f"s3://{BUCKET}/two"
     with soak.machines.new(url) as one, soak.machines.new(url) as other:
         first = soak.machines.command(one, **store.settings)
@@ -78,15 +78,15 @@ def test_the_second_of_two_machines_stops_with_a_line_before_it_writes(soak: Mac
         assert soak.machines.found(one) == soak.expected
 
 
-def test_a_machine_that_was_stopped_for_longer_than_the_silence_stops(soak: MachinesSoak, store: Bucket) -> None:
+def test_machine_paused_longer_than_silence_s_ends_with_error(soak: MachinesSoak, store: Bucket) -> None:
     url = f"s3://{BUCKET}/stopped"
     with soak.machines.new(url) as one, soak.machines.new(url) as other:
         first = soak.machines.command(one, **store.settings)
-        wait_for_stage(one, "crop")  # seconds before its end
+        wait_for_stage(one, "crop")  # seconds before the stage ends
         one.stop()
         second = soak.machines.command(other, **store.settings)
         until = time.monotonic() + 60
-        while not other.running()[1:]:  # a stage runs: the mirror is its own
+        while not other.running()[1:]:  # a stage runs: it holds the mirror
             assert time.monotonic() < until and second.poll() is None, second.said()
             time.sleep(0.05)
         time.sleep(SILENCE_S / 4)

@@ -1,4 +1,4 @@
-"""The prior on any number of processes, killed and not: the same bytes as on one, with a fixed order of additions."""
+"""The prior on any number of processes, killed or not: the same bytes as on one, in strict mode."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from comparison import points, results
 pytestmark = pytest.mark.slow
 
 
-def test_the_number_of_processes_is_no_part_of_the_result(attempts: Attempts, tmp_path: Path) -> None:
-    """53 pairs in batches of 12: the numbers of processes change in the middle of epochs."""
+def test_prior_training_is_independent_of_number_of_processes(attempts: Attempts, tmp_path: Path) -> None:
+    """53 pairs in batches of 12: the number of processes changes in the middle of epochs."""
     expected: tuple[object, object] | None = None
     for name, worlds in (("steady", [1, 1, 1, 1]), ("elastic", [1, 3, 2, 1])):
         folder = tmp_path / name

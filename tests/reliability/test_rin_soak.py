@@ -1,4 +1,4 @@
-"""RIN is known to degenerate late in training: the shipped recipe, on a tiny network, stays finite for 20,000 steps."""
+"""RIN is known to diverge late in training: the shipped recipe, on a tiny network, stays finite for 20,000 steps."""
 
 from __future__ import annotations
 

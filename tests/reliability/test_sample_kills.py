@@ -1,4 +1,4 @@
-"""The stage that writes a prior's embeddings, killed anywhere: the same command ends with the same bytes."""
+"""The stage that writes a prior's embeddings, killed at any instant: the same command ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def written(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder but what the processes printed."""
+    """Return every file of a folder but the output of processes."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("output-"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -26,7 +26,7 @@ def written(folder: Path) -> dict[str, bytes]:
 def test_embeddings_killed_at_random_instants_end_with_the_same_bytes(
     attempts: Attempts, kills: int, tmp_path: Path, num_parts: int
 ) -> None:
-    """Into an empty folder, and over the embeddings of an older run, of which there are more files."""
+    """In an empty folder, and over the embeddings of an older run with more files."""
     write_prior(tmp_path / "prior")
     settings = {"system": "embeddings", "changes": {"num_parts": num_parts}}
     usual = finished(attempts, tmp_path / "undisturbed", **settings)

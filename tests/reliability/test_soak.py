@@ -1,4 +1,4 @@
-"""A few minutes of the soak: every stage is killed three times, and nothing is silent."""
+"""A few minutes of the soak: every stage is killed three times, and no fault is silent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_S = 1800.0
 
 
 @pytest.mark.slow
-def test_every_stage_is_killed_three_times_and_nothing_is_silent(tmp_path: Path) -> None:
+def test_no_fault_is_silent_if_every_stage_is_killed_three_times(tmp_path: Path) -> None:
     until = time.monotonic() + LONGEST_S
 
     def is_enough(tally: Tally) -> bool:
@@ -30,7 +30,7 @@ def test_every_stage_is_killed_three_times_and_nothing_is_silent(tmp_path: Path)
     assert sum(tally.healed.values()) + sum(tally.told.values()) == sum(tally.injected.values())
 
 
-def test_previews_of_another_length_are_no_difference_and_damage_is(tmp_path: Path) -> None:
+def test_comparison_ignores_previews_of_other_lengths_but_not_damage(tmp_path: Path) -> None:
     write_json(tmp_path / "train/model.json", {"train": {"steps": 8, "grid_every_steps": 4}})
 
     def told(*steps: int, sha256: str = "a") -> bytes:
@@ -42,7 +42,7 @@ def test_previews_of_another_length_are_no_difference_and_damage_is(tmp_path: Pa
     assert told(0, 4, 8, sha256="b") != told(0, 4, 8) != told(0, 8)
 
 
-def test_what_is_damaged_may_be_removed_meanwhile_by_what_a_kill_has_left_running(tmp_path: Path) -> None:
+def test_damage_tolerates_files_removed_by_leftover_processes(tmp_path: Path) -> None:
     run = Soak(tmp_path, Warm(tmp_path / "warm", ROOT / "src"), 0, ["dit"])
     state = run.project / "results" / "dit" / "train" / "state"
     state.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Stages that are stopped in the middle go on where they were: the bytes of an undisturbed run, and no batch twice."""
+"""Stages that are interrupted resume where they stopped: the bytes of an undisturbed run, and no batch twice."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ pytestmark = pytest.mark.slow
 
 
 def calls(folder: Path) -> int:
-    """How often a batch was begun for a folder, in all starts."""
+    """Return how often a batch was begun for a folder, in all starts."""
     noted = folder.with_suffix(".calls")
     return len(noted.read_text()) if noted.exists() else 0
 
 
 def of_images(folder: Path) -> Path:
-    """The name under which batches of images are counted that are made to be looked at."""
+    """Return the name under which batches of images drawn for an evaluation are counted."""
     return folder.with_name(f"{folder.name}-made")
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that the stages read."""
+    """A folder with all inputs of the stages."""
     folder = tmp_path_factory.mktemp("stages")
     write_diffusion(folder / "model")
     write_data(folder / "data")
@@ -77,10 +77,10 @@ def test_no_batch_is_made_twice(
     ],
     ids=["reference", "a part of reference", "evaluate", "evaluate what is not stored"],
 )
-def test_nothing_is_looked_at_twice(
+def test_no_batch_passes_detector_twice(
     attempts: Attempts, work: Path, system: str, changes: dict[str, Any], output: str, number: int
 ) -> None:
-    """But for a batch that had no file yet: two make one here."""
+    """Except for a batch that had no file yet: two batches share one here."""
     name = digest([system, changes, number])[:8]
     undisturbed, folder = work / f"undisturbed-{name}", work / f"stopped-{name}"
     finished(attempts, undisturbed, system=system, changes=changes)
@@ -103,9 +103,7 @@ def test_nothing_is_looked_at_twice(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
-def test_embed_goes_on_with_what_it_has_learnt_and_after_its_last_shard(
-    attempts: Attempts, work: Path, number: int
-) -> None:
+def test_embed_resumes_its_training_and_its_shards(attempts: Attempts, work: Path, number: int) -> None:
     undisturbed, folder = work / f"undisturbed-pairs-{number}", work / f"stopped-pairs-{number}"
     finished(attempts, undisturbed, system="pairs")
     steps, embedded = calls(undisturbed), calls(of_images(undisturbed))

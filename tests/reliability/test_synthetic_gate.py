@@ -1,5 +1,5 @@
-"""Models that are really trained, on few images and on many: the requirement of a synthetic data set stops those that
-memorise, and lets the others pass."""
+"""The requirement of a synthetic data set stops models trained on few images, which memorise, and lets those trained on
+many pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HELD_OUT, FEW, MANY, MADE = 500, 50, 1297, 300
 
 @cache
 def small_digits() -> Tensor:
-    """The digits as uint8 [N, 1, 16, 16]."""
+    """Return the digits as uint8 [N, 1, 16, 16]."""
     pixels, _ = digits()
     return ((F.avg_pool2d(pixels, 2) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
@@ -69,7 +69,7 @@ def images_of_a_model(train: Tensor, seed: int, steps: int, batch_size: int = 32
 
 
 def faults_of(count: int, seed: int, steps: int) -> list[str]:
-    """Return the conditions that a model of so many images breaks."""
+    """Return the conditions that a model trained on this many images violates."""
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(small_digits())))
     held_out, train = small_digits()[order[:HELD_OUT]], small_digits()[order[HELD_OUT : HELD_OUT + count]]
     synthetic = as_samples(images_of_a_model(train, seed, steps))
@@ -80,7 +80,7 @@ def faults_of(count: int, seed: int, steps: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_requirement_stops_models_that_memorise_and_lets_honest_ones_pass(request: pytest.FixtureRequest) -> None:
+def test_requirement_rejects_memorising_models_and_accepts_others(request: pytest.FixtureRequest) -> None:
     seeds = 20 if request.config.getoption("--soak") else 1
     stopped = sum(bool(faults_of(FEW, seed, steps=600)) for seed in range(seeds))
     passed = sum(not faults_of(MANY, seed, steps=600) for seed in range(seeds))

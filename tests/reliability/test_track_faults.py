@@ -1,4 +1,4 @@
-"""Tracking loses nothing and doubles nothing: replays, SIGKILL at any instant, many at once."""
+"""Tracking loses and duplicates nothing: replays, SIGKILL at any instant, many processes at once."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_everything_arrives_once_and_a_replay_adds_nothing(finished: Path, sent:
     check_same(contents(database), held)
 
 
-def test_a_replay_sends_no_point_that_a_run_has(
+def test_replay_sends_no_point_again(
     finished: Path, sent: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLflow looks for one point that it has among all of its batch: 45,000 took 80 seconds to send again."""
+    """MLflow searches its points for one of a batch that it already has: 45,000 took 80 seconds to send again."""
 
-    from mlflow import MlflowClient  # seconds, which collecting the tests should not take
+    from mlflow import MlflowClient  # takes seconds, which collecting the tests should not
 
     batches = []
     log_batch = MlflowClient.log_batch
@@ -59,10 +59,10 @@ def test_a_replay_sends_no_point_that_a_run_has(
     assert None not in about_models
 
 
-def test_who_stays_logs_no_model_and_whoever_comes_after_does(
+def test_live_tracking_logs_no_model_and_final_call_does(
     finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
 ) -> None:
-    """Scores that were sent before there was a model are then its own."""
+    """Scores that were sent before there was a model then belong to it."""
 
     database = tmp_path / "mlflow.db"
     shutil.copy(empty, database)
@@ -76,10 +76,10 @@ def test_who_stays_logs_no_model_and_whoever_comes_after_does(
 
 
 @pytest.mark.parametrize("kind", ["cut", "zeroed", "emptied", "removed", "folder removed", "one bit flipped"])
-def test_a_journal_that_lost_records_makes_a_finished_run_that_is_tagged_incomplete(
+def test_journal_with_lost_records_gives_finished_run_tagged_incomplete(
     empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A new store is filled from the journals, as on another machine or when the old one was damaged."""
+    """A new store is filled from the journals, as on another machine or after damage to the old one."""
     experiment, database = make_experiment(tmp_path / "demo", steps=12), tmp_path / "mlflow.db"
     shutil.copy(empty, database)
     for attempt in (experiment / "journal" / "train").glob("attempt-*.jsonl"):
@@ -110,10 +110,10 @@ def test_a_journal_that_lost_records_makes_a_finished_run_that_is_tagged_incompl
     assert "records of attempt" in said or "is damaged and left out" in said
 
 
-def test_damage_to_what_mlflow_shows_is_seen_and_sent_again(
+def test_damaged_artifacts_are_detected_and_sent_again(
     empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every file of every run and model, in one way each; a file of somebody else stays as it is."""
+    """Every file of every run and model, in one way each; a file that somebody else added is left unchanged."""
     monkeypatch.chdir(tmp_path)
     experiment, database = make_experiment(tmp_path / "demo", steps=12), tmp_path / "mlflow.db"
     shutil.copy(empty, database)
@@ -159,12 +159,12 @@ def test_damage_to_what_mlflow_shows_is_seen_and_sent_again(
     check_same(contents(database), whole)
 
 
-def test_a_copied_or_moved_store_uses_the_files_beside_it(empty: Path, tmp_path: Path) -> None:
-    """The store names its files by absolute paths: a copy would replace the files of the original."""
+def test_copied_or_moved_store_uses_its_own_artifacts(empty: Path, tmp_path: Path) -> None:
+    """The store refers to its files by absolute paths: a copy would replace the files of the original."""
     from mlflow import MlflowClient  # as above
 
     def track_apart(folder: Path) -> None:
-        """As a command does: within a process, MLflow remembers where the files of a run are."""
+        """Track in a new process, as a command does: MLflow caches the location of a run's files in a process."""
         assert status_of(forked(lambda: track(f"sqlite:///{folder}/mlflow.db", folder / "demo"))) == 0
 
     def files_of(folder: Path) -> dict[str, bytes]:
@@ -210,7 +210,7 @@ def test_a_copied_or_moved_store_uses_the_files_beside_it(empty: Path, tmp_path:
     check_locations(moved)
 
 
-def test_an_experiment_whose_files_are_elsewhere_keeps_them_there(empty: Path, tmp_path: Path) -> None:
+def test_artifact_locations_outside_store_are_kept(empty: Path, tmp_path: Path) -> None:
     from mlflow import MlflowClient  # as above
 
     from image_diffusion.tracking.tracker import Tracker
@@ -224,7 +224,7 @@ def test_an_experiment_whose_files_are_elsewhere_keeps_them_there(empty: Path, t
         assert client.get_experiment_by_name(f"p{number}").artifact_location == location
 
 
-def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_damaged_store_is_reported_with_remedy(tmp_path: Path) -> None:
     from image_diffusion.tracking.connection import TrackingError
     from image_diffusion.tracking.tracker import Tracker
 
@@ -233,10 +233,10 @@ def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
         Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", "project")
 
 
-def test_killed_at_any_instant_it_is_made_whole_by_the_next_call(
+def test_tracking_killed_at_any_instant_is_completed_by_next_call(
     finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL from the creation of the database to the last tag; three stores, until each one was completed."""
+    """SIGKILL from the creation of the database to the last tag, for three stores, each until it was completed."""
     whole = contents(sent[0])
     rng, kills = random.Random(0), 0
     for trial in range(3):
@@ -252,12 +252,12 @@ def test_killed_at_any_instant_it_is_made_whole_by_the_next_call(
             if status_of(child) == 0:
                 break
             kills += 1
-            given_s *= 1.3  # at first it does not get far; in the end it gets through
+            given_s *= 1.3  # soon killed at first; in the end it gets through
         check_same(contents(database), whole)
     assert kills >= 20
 
 
-def test_eight_at_once_on_a_store_that_does_not_exist(tmp_path: Path) -> None:
+def test_eight_processes_fill_one_new_store(tmp_path: Path) -> None:
     experiments = [make_experiment(tmp_path / f"demo-{i}", steps=60) for i in range(8)]
     database = tmp_path / "mlflow.db"
     children = [
@@ -273,7 +273,7 @@ def test_eight_at_once_on_a_store_that_does_not_exist(tmp_path: Path) -> None:
     assert len(held["models"]) == 8 and held["versions"] == [(8,)] and held["aliases"] == [("faults.fid", "best")]
 
 
-def test_two_at_once_on_one_experiment(
+def test_two_processes_send_one_experiment(
     finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
 ) -> None:
     database = tmp_path / "mlflow.db"
@@ -297,7 +297,7 @@ database.execute("ROLLBACK")
 """
 
 
-def test_a_store_that_another_process_has_locked_is_waited_for(
+def test_tracking_waits_for_locked_store(
     finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
 ) -> None:
     database = tmp_path / "mlflow.db"
@@ -310,7 +310,7 @@ def test_a_store_that_another_process_has_locked_is_waited_for(
     check_same(contents(database), contents(sent[0]))
 
 
-def test_a_store_without_room_is_told_and_made_whole_later(
+def test_full_store_is_reported_and_completed_later(
     finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
 ) -> None:
     """No file may grow beyond a limit, as on a full disk or with a quota."""
@@ -332,7 +332,7 @@ def test_a_store_without_room_is_told_and_made_whole_later(
 
 
 def train_until_killed(folder: Path, pause_s: float) -> None:
-    """A stage in miniature: a checkpoint every ten steps, and the same numbers again after each restart."""
+    """Run a minimal stage: a checkpoint every ten steps, and the same numbers again after each restart."""
     checkpoint = folder / "checkpoint"
     start = int(checkpoint.read_text()) if checkpoint.exists() else 0
     with Journal.open(folder / "journal", "train", resume_step=start, tags={"fingerprint": "f"}) as journal:
@@ -343,8 +343,8 @@ def train_until_killed(folder: Path, pause_s: float) -> None:
                 write_text(checkpoint, str(step))
 
 
-def test_live_while_training_is_killed_and_killed_itself(tmp_path: Path, empty: Path) -> None:
-    """A dead attempt's points that were shown while it lived stay; the same steps of the next one are not added."""
+def test_killed_follower_and_killed_training_lose_no_point(tmp_path: Path, empty: Path) -> None:
+    """Points of a dead attempt that were shown while it lived are kept; the next one does not add the same steps."""
     rng, folder = random.Random(1), tmp_path / "live"
     database = tmp_path / "mlflow.db"
     shutil.copyfile(empty, database)

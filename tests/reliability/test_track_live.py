@@ -1,6 +1,6 @@
-"""Real trainings and the process that follows them, killed at random instants, before a server that dies and breaks.
+"""Real trainings and the process that follows them, killed at random instants, with a failing server.
 
-Afterwards MLflow holds every point exactly once, and the trainings' bytes are those of one that nobody followed.
+Afterwards MLflow has every point exactly once, and the trainings' bytes are those of one that nobody followed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "50"))
 WEATHER = ("fine", "broken", "500", "slow", "dead")
-"""What the server is like: answers; breaks 30 % of the requests; answers 500; takes 5 s; is not there."""
+"""State of the server: answers; breaks 30 % of the requests; answers 500; takes 5 s; is not running."""
 ARRIVAL_S = 120
 
 
 class Follower:
-    """The process that follows experiments; killed and started again at random instants by a thread."""
+    """The process that follows experiments; a thread kills and restarts it at random instants."""
 
     def __init__(self, proxy: str, folders: list[Path], draw: random.Random) -> None:
         self._proxy, self._folders, self._draw = proxy, folders, draw
@@ -63,7 +63,7 @@ class Follower:
 
 
 def change_weather(weather: str, server: Server) -> None:
-    """Make the server so."""
+    """Put the server into this state."""
     BreakingProxy.broken = {"broken": 0.3, "500": 1.0, "slow": 1.0}.get(weather, 0.0)
     BreakingProxy.names = ("500",) if weather == "500" else ("slow",) if weather == "slow" else BreakingProxy.all_names
     BreakingProxy.delay_s = 5.0 if weather == "slow" else 0.3
@@ -74,7 +74,7 @@ def change_weather(weather: str, server: Server) -> None:
 
 
 def in_mlflow(database: Path, experiment: str) -> Counter[tuple[str, int]]:
-    """How often every (metric, step) of a training is in MLflow."""
+    """Return how often every (metric, step) of a training is in MLflow."""
     query = """
         SELECT metrics.key, step FROM metrics JOIN tags USING (run_uuid) JOIN runs USING (run_uuid)
         WHERE tags.key = 'experiment' AND tags.value = ? AND lifecycle_stage = 'active'
@@ -91,7 +91,7 @@ def wait_for_arrival(database: Path, experiment: str) -> None:
         time.sleep(0.1)
 
 
-def test_killed_with_a_server_that_dies_and_breaks(
+def test_killed_followers_and_failing_server_lose_and_duplicate_no_point(
     attempts: Attempts, server: Server, proxy: str, tmp_path: Path, empty: Path
 ) -> None:
     from image_diffusion.tracking.tracker import Tracker
@@ -120,7 +120,7 @@ def test_killed_with_a_server_that_dies_and_breaks(
 
 
 def all_points(folder: Path) -> set[tuple[str, int]]:
-    """(metric, step) of everything that the run of an undisturbed training shows."""
+    """Return (metric, step) of all points that the run of an undisturbed training shows."""
     (attempt,) = (folder / "journal" / "train").glob("attempt-*.jsonl")
     found = []
     for line in attempt.read_text().splitlines():

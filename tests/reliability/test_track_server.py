@@ -1,4 +1,4 @@
-"""Tracking loses nothing and doubles nothing, through a proxy that breaks requests and a server that dies."""
+"""Tracking loses and duplicates nothing with a proxy that breaks requests and a server that is killed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from tiny_models import write_model
 pytestmark = pytest.mark.slow
 
 
-def test_a_server_that_breaks_requests_and_dies_loses_and_doubles_nothing(
-    finished: Path, server: Server, proxy: str
-) -> None:
+def test_failing_server_loses_and_duplicates_nothing(finished: Path, server: Server, proxy: str) -> None:
     BreakingProxy.broken = 0.25
     rng, passes = random.Random(3), 0
     for passes in range(1, 200):
@@ -39,7 +37,7 @@ def test_a_server_that_breaks_requests_and_dies_loses_and_doubles_nothing(
         if status_of(child) == 0:
             break
     BreakingProxy.broken = 0.0
-    track(proxy, finished)  # healthy again: what lost answers left behind is put right
+    track(proxy, finished)  # without faults: the effects of lost answers are corrected
     assert passes > 5 and all(BreakingProxy.faults[name] for name in ("500", "503", "reset", "lost", "slow"))
     held = contents(server.database)
     check_whole(held, finished)
@@ -47,7 +45,7 @@ def test_a_server_that_breaks_requests_and_dies_loses_and_doubles_nothing(
     check_same(contents(server.database), held)
 
 
-def test_lost_answers_leave_no_twins(
+def test_lost_answers_create_no_duplicates(
     server: Server, proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from image_diffusion.tracking.connection import Connection
@@ -81,7 +79,7 @@ def test_lost_answers_leave_no_twins(
     assert len(client.search_model_versions("name = 'twins'")) == 1
 
 
-def test_a_server_that_is_down_is_told_in_one_line_and_everything_is_kept(finished: Path, tmp_path: Path) -> None:
+def test_unreachable_server_is_one_line_error_and_history_is_kept(finished: Path, tmp_path: Path) -> None:
     uri = f"http://someone:s3cr3t@127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "image_diffusion", "track", "--store", uri, "--project", "faults"]
     command += ["--experiment", str(finished), "--output", str(tmp_path / "tracked.json")]
@@ -95,7 +93,7 @@ def test_a_server_that_is_down_is_told_in_one_line_and_everything_is_kept(finish
     check_whole(contents(database), finished)
 
 
-def test_a_follower_outlives_a_dead_server_and_sends_all_in_the_end(
+def test_follower_survives_failing_server_and_sends_everything_later(
     finished: Path, server: Server, proxy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from image_diffusion.tracking.connection import Connection

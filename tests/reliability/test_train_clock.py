@@ -1,4 +1,4 @@
-"""Checkpoints by the clock: processes agree on them, and they change no byte of what a training ends with."""
+"""Checkpoints by the clock: processes agree on them, and they change no byte of a training's results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from comparison import points
 pytestmark = pytest.mark.slow
 
 
-def test_processes_save_together_when_the_clock_of_one_asks(attempts: Attempts, tmp_path: Path) -> None:
+def test_processes_save_together_by_clock(attempts: Attempts, tmp_path: Path) -> None:
     found = []
     for name, checkpoint in (("steps", {"every_steps": 4}), ("clock", {"every_steps": 100, "every_seconds": 1e-9})):
         changes = {"checkpoint": checkpoint | {"keep_last": 100}}

@@ -1,4 +1,4 @@
-"""Compiled by block: no graph breaks, nothing compiled after the first step, and gradients that come one by one."""
+"""Compiled by block: no graph breaks, nothing compiled after the first step, and gradients that complete one by one."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _fresh() -> Any:
 
 
 def compiled_with(patch: pytest.MonkeyPatch, backend: Any) -> None:
-    """torch.compile uses this backend instead of inductor, which takes a minute for each system and alone has modes."""
+    """Let torch.compile use this backend instead of inductor, which takes a minute per system and alone has modes."""
     whole, modes = nn.Module.compile, {} if backend == "inductor" else {"mode": None}
     patch.setattr(nn.Module, "compile", lambda module, **options: whole(module, backend=backend, **options | modes))
 
 
 def previewed(task: Task) -> Task:
-    """The same task, tried out on the way on seven samples."""
+    """Return the task with previews on seven samples."""
 
     def grid(network: nn.Module, step: int, folder: Path) -> dict[str, float]:
         rows = np.arange(7)
@@ -103,7 +103,7 @@ def test_equal_blocks_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def to_come(compiled: bool) -> list[int]:
-    """The matrix products of a backward pass that are still to come when each gradient is complete, in that order."""
+    """Return how many matrix products of a backward pass remain when each gradient is complete, in that order."""
     torch.manual_seed(0)
     spec = DataSpec(channels=4, resolution=8, num_classes=10)
     network = DiTConfig(depth=4, width=64, num_heads=4, patch=2).build(spec)
@@ -130,8 +130,8 @@ def _mark(_: Tensor) -> None:
         pass
 
 
-def test_gradients_come_while_the_backward_pass_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled as a whole, all of them would come after it: 0 products left for any."""
+def test_gradients_are_complete_during_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the network were compiled as a whole, all gradients would come at the end: 0 products left for any."""
     compiled_with(monkeypatch, "aot_eager")
     eager, compiled = to_come(False), to_come(True)
     assert len(compiled) == len(eager)
@@ -150,8 +150,8 @@ def test_every_trainable_block_is_compiled(system: str, monkeypatch: pytest.Monk
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All systems through inductor where a test may take minutes (--soak); otherwise the smallest, which has dropout,
-    and another through inductor's front end."""
+    """Parametrize over all systems with inductor if a test may take minutes (--soak); otherwise over the smallest,
+    which has dropout, and another one with inductor's front end."""
     soak = metafunc.config.getoption("--soak")
     if "recorded" in metafunc.fixturenames:
         metafunc.parametrize("recorded", SYSTEMS if soak else ["mlp", "vector_dvae", "adversarial"])
@@ -188,10 +188,10 @@ def test_compiled_steps_give_the_losses_of_eager_ones(
 
 @pytest.mark.parametrize("how", [True, "cuda_graphs"])
 @pytest.mark.parametrize("mode", ["run", "strict"])
-def test_graphs_are_recorded_where_that_is_asked_and_each_step_may_overwrite_the_one_before(
+def test_cuda_graphs_are_recorded_on_request_with_one_mark_per_step(
     how: bool | str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was computed in a step stays there until its end, however many microbatches it has."""
+    """Outputs of a step stay valid until its end, for any number of microbatches."""
     asked: list[Any] = []
     happened: list[str] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: asked.append(options["mode"]))
@@ -217,7 +217,7 @@ def test_graphs_are_recorded_where_that_is_asked_and_each_step_may_overwrite_the
 
 
 class Overwritten:
-    """Compiles as CUDA graphs behave: what compiled code gave is overwritten when the next step begins."""
+    """Compiles like CUDA graphs: outputs of compiled code are overwritten when the next step begins."""
 
     def __init__(self) -> None:
         self._given: list[Tensor] = []
@@ -246,8 +246,8 @@ class Overwritten:
         self._given.clear()
 
 
-def test_nothing_that_a_step_computed_is_read_in_the_next(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Microbatches hand over to the end of a step what the codebook of a quantiser learns from."""
+def test_no_step_reads_compiled_outputs_of_earlier_step(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches pass to the end of a step the values from which a quantiser's codebook learns."""
     compiled = Overwritten()
     compiled_with(monkeypatch, compiled)
     losses = {}

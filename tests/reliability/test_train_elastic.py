@@ -1,4 +1,4 @@
-"""The number of processes is no part of the result: the same samples, the same noise, the same loss."""
+"""Results are independent of the number of processes: the same samples, the same noise, the same loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tiny_runs import TINY
 pytestmark = pytest.mark.slow
 
 WORLDS = [1, 2, 4, 3, 1]
-"""Processes of one start after the other, four steps each; 53 samples in batches of 12: always within an epoch."""
+"""Number of processes of successive starts, four steps each; 53 samples in batches of 12: always within an epoch."""
 
 
 def trained(attempts: Attempts, folder: Path, worlds: list[int], deterministic: str) -> list[str]:
-    """Train 20 steps, split evenly over the starts. Returns what was drawn, a line a sample."""
+    """Train 20 steps, split evenly over the starts. Return the drawn random numbers, a line per sample."""
     folder.mkdir()
     drawn = []
     inject = "no dropout" if deterministic == "off" else None
@@ -54,7 +54,7 @@ def test_any_number_of_processes_mid_epoch(attempts: Attempts, tmp_path: Path, d
             assert value == pytest.approx(other, rel=1e-6), (key, step)
 
 
-def test_strict_goes_on_with_more_processes_than_it_has_work_for(attempts: Attempts, tmp_path: Path) -> None:
+def test_strict_mode_runs_with_more_processes_than_chunks(attempts: Attempts, tmp_path: Path) -> None:
     changes = {"deterministic": "strict", "strict_chunk": 6}
     for name, worlds in {"elastic": [4, 3, 1], "steady": [1, 1, 1]}.items():
         for i, processes in enumerate(worlds, start=1):
@@ -63,7 +63,7 @@ def test_strict_goes_on_with_more_processes_than_it_has_work_for(attempts: Attem
     assert results(tmp_path / "elastic") == results(tmp_path / "steady")
 
 
-def test_a_warm_start_begins_alike_in_every_process(attempts: Attempts, tmp_path: Path) -> None:
+def test_warm_start_is_identical_in_every_process(attempts: Attempts, tmp_path: Path) -> None:
     """Averages too: all processes validate with them."""
     finished(attempts, tmp_path / "given", changes={"seed": 1})
     changes = {
@@ -78,8 +78,8 @@ def test_a_warm_start_begins_alike_in_every_process(attempts: Attempts, tmp_path
     assert points(tmp_path / "2") == points(tmp_path / "1")
 
 
-def test_every_file_of_strict_is_that_of_one_process(attempts: Attempts, tmp_path: Path) -> None:
-    """The running means in a checkpoint, too, which a resumed training would hide."""
+def test_strict_mode_writes_same_files_as_one_process(attempts: Attempts, tmp_path: Path) -> None:
+    """Including the running means in a checkpoint, which a resumed training would hide."""
     changes = {"steps": 3, "deterministic": "strict", "log_every_steps": 2}
     for processes in (1, 2):
         finished(attempts, tmp_path / str(processes), processes=processes, changes=changes)
@@ -87,9 +87,7 @@ def test_every_file_of_strict_is_that_of_one_process(attempts: Attempts, tmp_pat
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "lion"])
-def test_every_optimizer_ends_alike_on_any_number_of_processes(
-    attempts: Attempts, tmp_path: Path, optimizer: str
-) -> None:
+def test_optimizers_are_independent_of_number_of_processes(attempts: Attempts, tmp_path: Path, optimizer: str) -> None:
     changes = {
         "schedule": {"type": "power", "constant_steps": 2},
         "optimizer": {"type": optimizer, "lr": 1e-3},
@@ -107,7 +105,7 @@ def test_every_optimizer_ends_alike_on_any_number_of_processes(
 def test_a_codebook_follows_the_encodings_of_all_processes(
     attempts: Attempts, tmp_path: Path, deterministic: str
 ) -> None:
-    """Of 5 processes, too, which share a batch of 12 unevenly; and codes begin anew on the same encodings."""
+    """Also of 5 processes, which share a batch of 12 unevenly; unused codes restart at the same encodings."""
     changes = {"deterministic": deterministic, "strict_chunk": 2, "validate_every_steps": 6}
     for name, worlds in {"elastic": [5, 1], "steady": [1, 1]}.items():
         for i, processes in enumerate(worlds, start=1):
@@ -122,8 +120,8 @@ def test_a_codebook_follows_the_encodings_of_all_processes(
 
 
 @pytest.mark.parametrize("system", TINY)
-def test_every_system_ends_alike_on_any_number_of_processes(attempts: Attempts, tmp_path: Path, system: str) -> None:
-    """The averages too: D-37, in RIN's original they are updated in the first process only, on their own count."""
+def test_systems_are_independent_of_number_of_processes(attempts: Attempts, tmp_path: Path, system: str) -> None:
+    """Averages too (D-37): RIN's original updates them in the first process only, by that process's count."""
     changes = {
         "schedule": {"type": "constant", "warmup_steps": 3},
         "deterministic": "strict",

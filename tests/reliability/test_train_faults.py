@@ -1,4 +1,4 @@
-"""Signals, numbers that are not finite, dead processes, full disks, clocks that jump: told, and recovered from."""
+"""Signals, non-finite losses, dead processes, full disks, clock jumps: each is reported and recovered from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def expected(attempts: Attempts, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """The results of undisturbed runs, by number of processes."""
+    """Results of undisturbed runs, by number of processes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     for processes in (1, 2):
         finished(attempts, folder / str(processes), processes=processes)
@@ -26,7 +26,7 @@ def expected(attempts: Attempts, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_in_a_long_validation_saves_and_the_next_start_goes_on(
+def test_signal_in_long_validation_saves_and_next_start_resumes(
     attempts: Attempts,
     tmp_path: Path,
     expected: dict[int, dict[str, str]],
@@ -47,7 +47,7 @@ def test_a_signal_in_a_long_validation_saves_and_the_next_start_goes_on(
     assert history is not None and len(history.damaged) == 1, "what the first attempt logged is missed"
 
 
-def test_all_processes_stop_at_the_step_when_one_is_asked(
+def test_all_processes_stop_when_one_gets_signal(
     attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
 ) -> None:
     outcome = attempts(
@@ -80,7 +80,7 @@ def test_max_hours_stops_in_time(attempts: Attempts, tmp_path: Path) -> None:
     [(1, {"deterministic": "off"}), (2, {"deterministic": "off"}), (1, {"deterministic": "strict"}),
      (2, {"deterministic": "strict"}), (2, {"sharding": "full"})],
 )  # fmt: skip
-def test_a_loss_that_is_not_finite_stops_with_what_is_known(
+def test_nonfinite_loss_stops_with_last_finite_loss_and_kept_state(
     attempts: Attempts, tmp_path: Path, processes: int, changes: dict[str, str]
 ) -> None:
     settings: dict[str, Any] = {"processes": processes, "changes": changes}
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_stops_with_what_is_known(
     assert results(tmp_path / "ill") == results(tmp_path / "well")
 
 
-def test_a_dead_process_ends_the_others_and_the_next_start_goes_on(
+def test_dead_process_ends_others_and_next_start_resumes(
     attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
 ) -> None:
     dead = Attempt(str(tmp_path), processes=2, inject="slow validation", since="waiting", kill_after_s=0.1, victim=1)
@@ -106,13 +106,13 @@ def test_a_dead_process_ends_the_others_and_the_next_start_goes_on(
     assert results(tmp_path) == expected[2]
 
 
-def test_a_preview_may_take_longer_than_a_process_waits_for_another(attempts: Attempts, tmp_path: Path) -> None:
+def test_preview_may_take_longer_than_hang_s(attempts: Attempts, tmp_path: Path) -> None:
     outcome = attempts(Attempt(str(tmp_path), processes=2, changes={"grid_every_steps": 10}, inject="slow previews"))
     assert outcome.codes == [0, 0], outcome.output
 
 
 @pytest.mark.parametrize(("processes", "sharding"), [(1, "none"), (2, "full")])
-def test_a_full_disk_is_told_and_the_next_start_goes_on(
+def test_full_disk_is_reported_and_next_start_resumes(
     attempts: Attempts, tmp_path: Path, processes: int, sharding: str
 ) -> None:
     settings: dict[str, Any] = {"processes": processes, "changes": {"sharding": sharding}}

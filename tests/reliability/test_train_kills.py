@@ -1,4 +1,4 @@
-"""A training that is killed anywhere, any number of times, ends with the same bytes."""
+"""A training killed at any instants, any number of times, ends with the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that nobody waits for any more writes nothing once another has begun in its place."""
+"""An orphaned training writes nothing once another has taken its place."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OTHER = {"optimizer": {"type": "adamw", "lr": 3e-3}}
 
 @pytest.fixture(scope="module")
 def others() -> Iterator[Attempts]:
-    """Starts trainings beside those of `attempts`."""
+    """A second server, which starts trainings in parallel with those of `attempts`."""
     with Attempts() as server:
         yield server
 
 
 def held_at(point: str, folder: Path, attempts: Attempts, **changes: Any) -> Future[Outcome]:
-    """Start a training that waits at a point for the file `go`; returns once it has got there."""
+    """Start a training that waits at a point for the file `go`. Return when it has reached the point."""
     attempt = Attempt(str(folder), inject=point, changes=changes)
     outcome = ThreadPoolExecutor(1).submit(attempts, attempt)
     until = time.monotonic() + 120
@@ -37,7 +37,7 @@ def held_at(point: str, folder: Path, attempts: Attempts, **changes: Any) -> Fut
 
 @pytest.mark.parametrize("change", [OTHER, {"steps": 7}, {}], ids=["another rate", "fewer steps", "nothing"])
 @pytest.mark.parametrize("point", ["held before the weights", "held before a checkpoint", "held before a picture"])
-def test_an_orphan_leaves_what_its_successor_wrote(
+def test_orphaned_training_does_not_overwrite_its_successor(
     attempts: Attempts, others: Attempts, tmp_path: Path, point: str, change: dict[str, Any]
 ) -> None:
     finished(attempts, tmp_path / "undisturbed", changes=change, inject="previews")
@@ -54,14 +54,12 @@ def test_an_orphan_leaves_what_its_successor_wrote(
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    """Every file of a training but the journals, of which each attempt has its own."""
+    """Return every file of a training but the journals, of which each attempt has its own."""
     return {str(path): path.read_bytes() for path in (folder / "train").rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("steps", [8, 9, 3])
-def test_fewer_steps_than_were_trained_give_the_weights_of_those_steps(
-    attempts: Attempts, tmp_path: Path, steps: int
-) -> None:
+def test_shortened_training_gives_weights_of_its_steps(attempts: Attempts, tmp_path: Path, steps: int) -> None:
     constant = {"schedule": {"type": "constant"}}
     finished(attempts, tmp_path / "undisturbed", changes={"steps": steps, **constant})
     finished(attempts, tmp_path / "longer", changes={"steps": 13, **constant})

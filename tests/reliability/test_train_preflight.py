@@ -1,4 +1,4 @@
-"""Before the first step every process shows that it computes rightly and how fast; while training, who is slowest."""
+"""Before the first step, every process's results and speed are checked; during training, the slowest is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from image_diffusion.core.journal.reader import read_journal
 pytestmark = pytest.mark.slow
 
 
-def test_what_trains_is_told_where_there_are_several(attempts: Attempts, tmp_path: Path) -> None:
+def test_processes_and_nodes_are_printed_if_there_are_several(attempts: Attempts, tmp_path: Path) -> None:
     alone = finished(attempts, tmp_path / "1", changes={"steps": 1}).output
     assert "Training with" not in alone[0]
     two = finished(attempts, tmp_path / "2", processes=2, inject="two hosts", changes={"steps": 1}).output
@@ -22,7 +22,7 @@ def test_what_trains_is_told_where_there_are_several(attempts: Attempts, tmp_pat
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_who_computes_wrongly_is_named_and_nothing_is_trained(
+def test_process_with_wrong_product_is_named_and_nothing_is_trained(
     attempts: Attempts, tmp_path: Path, precision: str
 ) -> None:
     changes = {"precision": precision}
@@ -35,7 +35,7 @@ def test_who_computes_wrongly_is_named_and_nothing_is_trained(
     assert not (tmp_path / "train").exists()
 
 
-def test_a_wrong_sum_is_told(attempts: Attempts, tmp_path: Path) -> None:
+def test_wrong_sum_over_processes_is_an_error(attempts: Attempts, tmp_path: Path) -> None:
     outcome = attempts(Attempt(str(tmp_path), processes=2, inject="wrong sum"))
     assert set(outcome.codes) == {1}, outcome.output
     assert outcome.output[0].startswith(
@@ -43,7 +43,7 @@ def test_a_wrong_sum_is_told(attempts: Attempts, tmp_path: Path) -> None:
     )
 
 
-def test_who_is_slow_is_named_and_trains(attempts: Attempts, tmp_path: Path) -> None:
+def test_slow_process_is_named_and_training_continues(attempts: Attempts, tmp_path: Path) -> None:
     outcome = finished(attempts, tmp_path, processes=2, inject="slow product", changes={"steps": 1})
     (warning,) = (line for line in outcome.output[0].splitlines() if line.startswith("warning: A product"))
     assert warning.endswith(
@@ -68,7 +68,7 @@ def test_the_log_names_the_process_that_the_others_wait_for(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_no_byte_of_a_training_depends_on_it(attempts: Attempts, tmp_path: Path, processes: int) -> None:
+def test_preflight_changes_no_result(attempts: Attempts, tmp_path: Path, processes: int) -> None:
     found = []
     for inject in (None, "no preflight"):
         folder = tmp_path / str(inject)
@@ -77,7 +77,7 @@ def test_no_byte_of_a_training_depends_on_it(attempts: Attempts, tmp_path: Path,
     assert found[0] == found[1]
 
 
-def test_alone_nobody_is_slowest(attempts: Attempts, tmp_path: Path) -> None:
+def test_single_process_logs_no_slowest_process(attempts: Attempts, tmp_path: Path) -> None:
     assert "slowest" not in finished(attempts, tmp_path).output[0]
     history = read_journal(tmp_path / "journal/train")
     assert history is not None and not any("slowest" in point.key for point in history.points)

@@ -1,4 +1,4 @@
-"""Sharding is no part of the result: the same numbers, the same checkpoints, for any number of processes."""
+"""Results are independent of sharding: the same numbers and checkpoints for any number of processes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ STEADY = {"schedule": {"type": "constant", "warmup_steps": 3}, "optimizer": {"ty
 FULL = {"sharding": "full"}
 
 STARTS = [("full", 2), ("none", 1), ("optimizer", 3), ("full", 3), ("none", 2), ("optimizer", 4), ("optimizer", 2)]
-"""Sharding and processes of one start after the other, two steps each."""
+"""Sharding and number of processes of successive starts, two steps each."""
 
 
 def tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
-    """The newest checkpoint, by group."""
+    """Return the newest checkpoint, by group."""
     newest = max(folder.glob("train/state/*/step-*"))
     return read_checkpoint(newest)[0].groups
 
 
 def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e-5) -> None:
-    """The same losses, relatively, and the same tensors in the newest checkpoint, absolutely."""
+    """Check for equal losses, relatively, and equal tensors in the newest checkpoint, absolutely."""
     assert [point[:2] for point in points(ours)] == [point[:2] for point in points(theirs)]
     for (key, step, value), (_, _, other) in zip(points(ours), points(theirs), strict=True):
         assert value == pytest.approx(other, rel=loss), (key, step)
@@ -46,7 +46,7 @@ def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e
 
 
 @pytest.mark.parametrize(("system", "microbatch"), [("mlp", None), ("dit", None), ("dit", 2)])
-def test_a_sharded_run_gives_the_numbers_of_a_whole_one(
+def test_sharded_run_gives_numbers_of_unsharded_one(
     attempts: Attempts, tmp_path: Path, system: str, microbatch: int | None
 ) -> None:
     changes = STEADY | {"steps": 8, "log_every_steps": 1, "microbatch": microbatch}
@@ -58,10 +58,10 @@ def test_a_sharded_run_gives_the_numbers_of_a_whole_one(
 
 
 @pytest.mark.parametrize("system", ["mlp", "dit"])
-def test_slices_of_any_number_of_processes_give_the_bytes_of_one_in_strict(
+def test_sharded_optimizer_is_bit_exact_in_strict_mode_on_any_number_of_processes(
     attempts: Attempts, tmp_path: Path, system: str
 ) -> None:
-    """With an average, the best of it, a limit of the norm, rates of their own: all that is done to slices."""
+    """With an average, its best state, a limit of the norm and rates by parameter: all operations on shards."""
     changes = {"schedule": {"type": "constant"}, "deterministic": "strict", "lr_factors": {"*.bias": 2.0}}
     changes |= {"ema": {"type": "power"}, "grad_clip": 0.1}
     for name, worlds in {"slices": [3, 2, 4, 1], "steady": [1] * 4}.items():
@@ -72,10 +72,8 @@ def test_slices_of_any_number_of_processes_give_the_bytes_of_one_in_strict(
     assert results(tmp_path / "slices") == results(tmp_path / "steady")
 
 
-def test_two_machines_that_share_within_each_give_the_numbers_of_one_process(
-    attempts: Attempts, tmp_path: Path
-) -> None:
-    """Shared by all four it goes on, and by two that are one machine; after a kill, with the same bytes."""
+def test_sharding_within_each_of_two_machines_gives_numbers_of_one_process(attempts: Attempts, tmp_path: Path) -> None:
+    """Sharded by all four processes it resumes, and by two on one machine; after a kill, with the same bytes."""
     changes = STEADY | {"log_every_steps": 1, "validate_every_steps": 2, "optimizer": MUON}
     machine = {"processes": 4, "inject": "two machines", "system": "dit"}
     starts = [("machine", machine), ("full", machine), ("machine", {"processes": 2, "system": "dit"})]
@@ -97,11 +95,11 @@ def test_two_machines_that_share_within_each_give_the_numbers_of_one_process(
     ("divided", "precision", "system"),
     [("optimizer", "bf16", "dit"), ("optimizer", "fp16", "dit"), ("full", "bf16", "dit"), ("full", "bf16", "rin")],
 )
-def test_weights_that_were_rounded_once_give_the_numbers_of_autocast(
+def test_weights_rounded_once_give_numbers_of_autocast(
     attempts: Attempts, tmp_path: Path, divided: str, precision: str, system: str
 ) -> None:
-    """Without a limit of the norm, whose last bits would be other ones. RIN first passes without gradient, and what was
-    rounded then takes no gradient."""
+    """Without a limit of the norm, whose last bits would differ. RIN's first pass is without gradient, and weights that
+    were rounded in it get no gradient."""
     changes = STEADY | {"steps": 6, "precision": precision, "grad_clip": None}
     for sharding in ("none", divided):
         settings = changes | {"sharding": sharding}
@@ -119,7 +117,7 @@ def test_sums_in_bf16_give_nearly_the_same_numbers(attempts: Attempts, tmp_path:
     assert [value for *_, value in ours] == pytest.approx([value for *_, value in exact], rel=1e-2)
 
 
-def test_an_overflow_in_one_slice_is_one_of_all(attempts: Attempts, tmp_path: Path) -> None:
+def test_overflow_in_one_shard_skips_step_in_all_processes(attempts: Attempts, tmp_path: Path) -> None:
     """In fp16 the first steps overflow, here in the last weight alone: no process takes them."""
     changes = STEADY | {"steps": 8, "log_every_steps": 1, "precision": "fp16"}
     for sharding in ("none", "optimizer"):
@@ -133,8 +131,8 @@ def test_an_overflow_in_one_slice_is_one_of_all(attempts: Attempts, tmp_path: Pa
 MUON = {"type": "muon", "lr": 1e-4, "weight_decay": 0.1, "adamw": {"lr": 1e-3}}
 
 
-def test_matrices_that_are_spread_move_as_whole_ones(attempts: Attempts, tmp_path: Path) -> None:
-    """By Muon, of which each process takes its rows of what all work out; three, so that rows are not shared evenly."""
+def test_muon_updates_sharded_matrices_as_whole_ones(attempts: Attempts, tmp_path: Path) -> None:
+    """Each process applies its rows of Muon's update, which all compute; three, so that rows are not divided evenly."""
     changes = STEADY | {"steps": 6, "log_every_steps": 1, "optimizer": MUON}
     for sharding in ("none", "full"):
         settings = changes | {"sharding": sharding}
@@ -144,8 +142,8 @@ def test_matrices_that_are_spread_move_as_whole_ones(attempts: Attempts, tmp_pat
 
 @pytest.mark.parametrize("system", TINY)
 def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, system: str) -> None:
-    """Three processes, among which no number of rows is shared evenly. What has layers of an objective's own is not
-    spread as a whole: test_alignment.py."""
+    """Three processes, among which no number of rows is divided evenly. Objectives with layers of their own are not
+    fully sharded: test_alignment.py."""
     changes = STEADY | {"steps": 6, "log_every_steps": 1, "optimizer": {"type": "adamw", "lr": 1e-3, "eps": 1e-3}}
     values = ["none", "optimizer", "full"][: 2 if system in {"aligned", "adversarial"} else 3]
     for sharding in values:
@@ -155,7 +153,7 @@ def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, system:
         assert_same(tmp_path / sharding, tmp_path / "none", loss=1e-5)
 
 
-def test_checkpoints_go_on_with_or_without_sharding_on_any_number_of_processes(
+def test_checkpoints_resume_with_or_without_sharding_on_any_number_of_processes(
     attempts: Attempts, tmp_path: Path
 ) -> None:
     for name, starts in {"changing": STARTS, "steady": [("none", 1)] * len(STARTS)}.items():
@@ -167,10 +165,10 @@ def test_checkpoints_go_on_with_or_without_sharding_on_any_number_of_processes(
 
 
 @pytest.mark.parametrize("lower", [{}, {"precision": "bf16", "grad_clip": None}], ids=["float32", "bf16"])
-def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(
+def test_first_process_alone_draws_previews_of_warm_start(
     attempts: Attempts, tmp_path: Path, lower: dict[str, str]
 ) -> None:
-    """With weights in float32, whatever a step computes in."""
+    """With weights in float32, whatever precision a step computes in."""
     finished(attempts, tmp_path / "given", changes={"seed": 1})
     changes = STEADY | {"steps": 8, "grid_every_steps": 3, "init_from": str(tmp_path / "given/train"), **lower}
     for sharding in ("none", "full", "optimizer"):
@@ -187,7 +185,7 @@ def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(
     [("full", 2, {}), ("optimizer", 3, {}), ("none", 3, {"reduce": "bf16"}), ("full", 2, {"reduce": "bf16"}),
      ("optimizer", 3, {"reduce": "bf16", "precision": "bf16"})],
 )  # fmt: skip
-def test_a_sharded_run_that_was_killed_or_stopped_ends_with_the_same_bytes(
+def test_sharded_run_killed_or_stopped_resumes_bit_exactly(
     attempts: Attempts, tmp_path: Path, sharding: str, processes: int, lower: dict[str, str]
 ) -> None:
     settings: dict[str, Any] = {"processes": processes, "changes": {"sharding": sharding, **lower}}
@@ -203,8 +201,8 @@ def test_a_sharded_run_that_was_killed_or_stopped_ends_with_the_same_bytes(
     assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
 
 
-def test_a_process_that_dies_at_its_part_of_a_checkpoint_loses_nothing(attempts: Attempts, tmp_path: Path) -> None:
-    """The second of two, at several of its operations on files: whatever checkpoint there is then is whole."""
+def test_process_killed_during_checkpoint_loses_nothing(attempts: Attempts, tmp_path: Path) -> None:
+    """The second of two, at several of its file operations: every checkpoint that exists then is complete."""
     settings: dict[str, Any] = {"processes": 2, "changes": FULL}
     finished(attempts, tmp_path / "undisturbed", **settings)
     for operation in (2, 5, 8, 13, 17):
@@ -218,14 +216,14 @@ def test_a_process_that_dies_at_its_part_of_a_checkpoint_loses_nothing(attempts:
     assert not list((tmp_path / "killed").glob("train/state/*/.*"))
 
 
-def test_one_process_has_nothing_to_share(attempts: Attempts, tmp_path: Path) -> None:
+def test_sharding_on_one_process_changes_no_result(attempts: Attempts, tmp_path: Path) -> None:
     finished(attempts, tmp_path / "none")
     for sharding in ("full", "optimizer"):
         finished(attempts, tmp_path / sharding, changes={"sharding": sharding})
         assert results(tmp_path / sharding, but=["sharding"]) == results(tmp_path / "none", but=["sharding"])
 
 
-def test_an_uneven_share_is_refused(attempts: Attempts, tmp_path: Path) -> None:
+def test_global_batch_not_divisible_by_processes_is_refused(attempts: Attempts, tmp_path: Path) -> None:
     outcome = attempts(Attempt(str(tmp_path), processes=2, changes=FULL | {"global_batch": 13}))
     assert 0 not in outcome.codes
     assert "2 processes cannot share a global batch of 13 evenly" in outcome.output[0]

@@ -1,6 +1,6 @@
 """Trainings of a fraction of a second, for tests that train hundreds of times.
 
-A system under test is a name in `SYSTEMS` and a function that builds what to train.
+A system under test is a name in `SYSTEMS` and a function that builds the task to train.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from image_diffusion.training.trainer import Task, Trainer
 
 
 class Latents:
-    """Samples in memory, read as shards are. 53 is a prime: no batch divides an epoch."""
+    """Samples in memory, with the interface of shards. 53 is a prime: no batch divides an epoch."""
 
     def __init__(self, num_samples: int = 53, seed: int = 0) -> None:
         ids = torch.arange(num_samples)
@@ -91,7 +91,7 @@ class Latents:
 
 
 class Denoiser(nn.Module):
-    """Two layers, a table of classes, and dropout, which draws from PyTorch's own generator."""
+    """Two layers, an embedding table of classes, and dropout, which draws from PyTorch's own generator."""
 
     def __init__(self, size: int = 256, hidden: int = 24) -> None:
         super().__init__()
@@ -151,12 +151,12 @@ def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
 
 
 def mlp(world: World) -> Task:
-    """A denoiser of two layers, with everything that a task can have."""
+    """A denoiser of two layers, with every feature that a task can have."""
     return Task(Denoiser(), Eps(), prepare, Latents(), Latents(29, seed=1))  # type: ignore[arg-type]
 
 
 def _nan_loss(rank: int) -> None:
-    """The loss of one sample is not a number."""
+    """Make the loss of one sample NaN."""
     whole = Eps.__call__
 
     def call(self: Eps, network: Network, batch: Batch) -> Losses:
@@ -168,25 +168,25 @@ def _nan_loss(rank: int) -> None:
 
 
 def _full_disk(rank: int) -> None:
-    """No file may grow past 20,000 bytes."""
+    """Limit files to 20,000 bytes, as a full disk would."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def _clock_jumps(rank: int) -> None:
-    """The clock on the wall jumps by days, back and forth."""
+    """Let the wall clock jump by days, back and forth."""
     real, draw = time.time, random.Random(rank)
     time.time = lambda: real() + draw.uniform(-1e6, 1e6)  # type: ignore[assignment]
     time.time_ns = lambda: int(time.time() * 1e9)  # type: ignore[assignment]
 
 
 def _a_minute() -> None:
-    """Wait, and tell that by a file `waiting` in the folder of the run."""
+    """Wait a minute, and signal that by a file `waiting` in the folder of the run."""
     Path(os.environ["RUN"], "waiting").touch()
     time.sleep(60)
 
 
 def _slow_step(rank: int) -> None:
-    """Every step takes a minute."""
+    """Let every step take a minute."""
     whole = Eps.__call__
 
     def call(self: Eps, network: Network, batch: Batch) -> Losses:
@@ -197,7 +197,7 @@ def _slow_step(rank: int) -> None:
 
 
 def _slow_validation(rank: int) -> None:
-    """A validation takes a minute."""
+    """Let a validation take a minute."""
     whole = Latents.gather
 
     def gather(self: Latents, *arguments: Any, **options: Any) -> Tensor:
@@ -209,12 +209,12 @@ def _slow_validation(rank: int) -> None:
 
 
 def _no_dropout(rank: int) -> None:
-    """Dropout, whose masks belong to a process, is off."""
+    """Switch dropout off: its masks depend on the process."""
     nn.Dropout.forward = lambda self, x: x  # type: ignore[method-assign]
 
 
 def _previews(rank: int) -> None:
-    """The network is tried out on the way, in the first process, on more samples than a process is given."""
+    """Draw previews in the first process, of more samples than a process is given."""
 
     def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
         assert rank == 0
@@ -228,7 +228,7 @@ def _previews(rank: int) -> None:
 
 
 def _slow_previews(rank: int) -> None:
-    """The first preview takes longer than a process waits for another."""
+    """Let the first preview take longer than `hang_s`."""
     global run
 
     def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
@@ -241,7 +241,7 @@ def _slow_previews(rank: int) -> None:
 
 
 def _held(where: Any, name: str, is_last: Callable[..., bool]) -> Callable[[int], None]:
-    """Something is done for the last time only when there is a file `go` in the folder of the run."""
+    """Delay the last call of a function until there is a file `go` in the folder of the run."""
 
     def inject(rank: int) -> None:
         _previews(rank)
@@ -260,8 +260,8 @@ def _held(where: Any, name: str, is_last: Callable[..., bool]) -> Callable[[int]
 
 
 def _half(rank: int) -> None:
-    """It is an error if a process keeps more than half of an average, of what is laid out like it, or of the weights
-    where those are shared as well."""
+    """Raise an error if a process keeps more than half of an average, of tensors with the same layout, or of the
+    weights if those are sharded as well."""
     whole = Trainer.update
 
     def update(self: Trainer, step: int) -> None:
@@ -277,7 +277,7 @@ def _half(rank: int) -> None:
 
 
 def _overflow(rank: int) -> None:
-    """The second process's last gradient is infinite in the first two steps."""
+    """Make the second process's last gradient infinite in the first two steps."""
     left = [2]
 
     def of(whole: Callable[..., Work]) -> Callable[..., Work]:
@@ -294,7 +294,7 @@ def _overflow(rank: int) -> None:
 
 
 def _two_machines(rank: int) -> None:
-    """Each has two of four processes, which share everything where `machine` shares it."""
+    """Simulate two machines with two of four processes each; `machine` shares a machine's state between its two."""
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
     whole = Trainer.update
 
@@ -308,7 +308,7 @@ def _two_machines(rank: int) -> None:
 
 
 def _one_gpu(rank: int) -> None:
-    """All processes share the first GPU, and add up through gloo: NCCL wants a GPU for each."""
+    """Let all processes share the first GPU, and reduce through gloo: NCCL requires a GPU for each."""
     whole = dist.init_process_group
 
     def init(backend: str, **options: Any) -> None:
@@ -320,7 +320,7 @@ def _one_gpu(rank: int) -> None:
 
 
 def _on_two_machines(change: Callable[[], None]) -> Callable[[int], None]:
-    """Each process is on a machine of its own; something is changed on the second."""
+    """Simulate a machine for each process, and change something on the second."""
 
     def inject(rank: int) -> None:
         os.environ["SLURMD_NODENAME"] = f"node{rank}"
@@ -331,7 +331,7 @@ def _on_two_machines(change: Callable[[], None]) -> Callable[[int], None]:
 
 
 def _wrong_product() -> None:
-    """One number of a product is wrong."""
+    """Make one number of a product wrong."""
     whole = preflight.linear
 
     def linear(*given: Any) -> Tensor:
@@ -343,7 +343,7 @@ def _wrong_product() -> None:
 
 
 def _slow_product() -> None:
-    """A product takes 20 ms."""
+    """Let a product take 20 ms."""
     whole = preflight.linear
 
     def linear(*given: Any) -> Tensor:
@@ -354,7 +354,7 @@ def _slow_product() -> None:
 
 
 def _wrong_sum() -> None:
-    """A number of a sum over all processes arrives changed."""
+    """Change a number of a sum over all processes."""
 
     def check(*given: Any) -> None:
         with patch.object(dist, "all_reduce", all_reduce):
@@ -368,12 +368,12 @@ def _wrong_sum() -> None:
 
 
 def _no_preflight(rank: int) -> None:
-    """Nothing is computed before the first step."""
+    """Skip all checks before the first step."""
     preflight.check = lambda *given: None
 
 
 def _late() -> None:
-    """Each loss takes 50 ms longer."""
+    """Let each loss take 50 ms longer."""
     whole = Eps.__call__
 
     def call(self: Eps, network: Network, batch: Batch) -> Losses:
@@ -406,7 +406,7 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "wrong sum": _on_two_machines(_wrong_sum),
     "late": _on_two_machines(_late),
 }
-"""What can be different in a process, by name: a function of its rank that makes it so."""
+"""Injected faults and settings by name: functions of a process's rank."""
 
 TINY: dict[str, dict[str, Any]] = {
     "dit": {"network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}},
@@ -502,7 +502,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def _small(kind: str) -> Callable[[World], Task]:
-    """A system of the product, as small as it gets."""
+    """Build a tiny system of the package."""
 
     def build(world: World) -> Task:
         system = parse(AnySystem, {"type": kind, **TINY[kind]}, kind)
@@ -533,7 +533,7 @@ def _small(kind: str) -> Callable[[World], Task]:
 
 
 def _small_prior(system: PriorSystem) -> Task:
-    """A prior of pairs: the 32 rows of 8 numbers are an image, its caption, and the caption's tokens."""
+    """Build a tiny prior: the 32 rows of 8 numbers are an image, its caption, and the caption's tokens."""
 
     spec = DataSpec(channels=8, resolution=1)
 
@@ -550,7 +550,7 @@ def _small_prior(system: PriorSystem) -> Task:
 
 
 def _small_tokens(system: TokensSystem) -> Task:
-    """Four tokens, by the signs of two channels."""
+    """Build a tiny token system: four tokens, by the signs of two channels."""
     spec = DataSpec(channels=4, resolution=8, num_classes=3)
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -570,7 +570,7 @@ KINDS = [kind.model_fields["type"].default for kind in SYSTEMS]
 
 assert set(KINDS) <= set(TINY), "a system has no tiny settings"
 SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp, **{kind: _small(kind) for kind in TINY}}
-"""What is trained, by name: a stand-in that has everything a task can have, and every system there is."""
+"""Tasks to train, by name: a stand-in with every feature of a task, and every system of the package."""
 
 MODEL = {
     "system": {"type": "mlp"},
@@ -581,7 +581,7 @@ MODEL = {
 
 
 def config(**changes: Any) -> TrainConfig:
-    """A short training with checkpoints, log lines and validations that do not fall together."""
+    """Return a short training whose checkpoints, log lines and validations do not coincide."""
     settings: dict[str, Any] = {
         "steps": 13,
         "global_batch": 12,
@@ -604,7 +604,7 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def start(folder: Path, system: str = "mlp", **changes: Any) -> None:
-    """One start of a training in a folder, or of another name in `STAGES`."""
+    """Start a training in a folder, or another job of `STAGES`."""
     if system in STAGES:
         STAGES[system](folder, **changes)
     else:
@@ -612,7 +612,7 @@ def start(folder: Path, system: str = "mlp", **changes: Any) -> None:
 
 
 def write_prior(folder: Path) -> None:
-    """A prior that was never trained, and how `sample` makes embeddings by it."""
+    """Write an untrained prior, and the settings with which `sample` makes embeddings by it."""
     torch.manual_seed(0)
     system, spec = parse(PriorSystem, {"type": "prior", **TINY["prior"]}, "prior"), DataSpec(channels=8, resolution=1)
     described = {
@@ -631,7 +631,8 @@ def write_prior(folder: Path) -> None:
 
 
 def write_embeddings(folder: Path, num_samples: int = 23, num_parts: int = 0) -> None:
-    """The stage `sample` of the prior in the folder beside, ten rows a file. num_parts: jobs, which are then joined."""
+    """Run the stage `sample` of the folder `prior` next to this one, ten rows a file. num_parts: jobs, joined at the
+    end."""
     making._ROWS = 10
     prior = folder.parent / "prior"
     given = ["--config", prior / "sample.yaml", "--weights", prior / "weights.safetensors"]
@@ -645,8 +646,8 @@ def write_embeddings(folder: Path, num_samples: int = 23, num_parts: int = 0) ->
 
 
 def counted(kind: Any, name: str, folder: Path, stop_at: int | None, number: int) -> None:
-    """Note each call of a method, with a dot in a file beside the folder; before the so many-th of this start, end the
-    process by a signal."""
+    """Record each call of a method by a dot in a file next to the folder; before this start's call of the given number,
+    end the process by a signal."""
     original, done = getattr(kind, name), [0]
 
     def call(*given: Any, **named: Any) -> Any:
@@ -661,7 +662,7 @@ def counted(kind: Any, name: str, folder: Path, stop_at: int | None, number: int
 
 
 def write_diffusion(folder: Path) -> None:
-    """A DiT that was never trained, and how `sample` makes images by it."""
+    """Write an untrained DiT, and the settings with which `sample` makes images by it."""
     torch.manual_seed(0)
     system, spec = parse(DiTSystem, {"type": "dit", **TINY["dit"]}, "system"), DataSpec(channels=3, resolution=8)
     codec = {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None}
@@ -675,7 +676,7 @@ def write_diffusion(folder: Path) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Crops of 90 pictures, and the detector that has been trained on them."""
+    """Write crops of 90 pictures, and a detector trained on them."""
     draw = np.random.default_rng(0)
     for number in range(90):
         low = 100 * (number % 2)
@@ -691,7 +692,7 @@ def write_data(folder: Path) -> None:
 
 
 def _looking(folder: Path, stop_at: int | None, number: int) -> list[str]:
-    """Two batches that a detector has looked at are kept together, and its looks are counted."""
+    """Keep two detector batches together, and count the detector's calls."""
     features._KEPT_TOGETHER = 2 * features.AT_ONCE
     counted(InPipeDetector, "__call__", folder, stop_at, number)
     data = folder.parent / "data"
@@ -699,14 +700,14 @@ def _looking(folder: Path, stop_at: int | None, number: int) -> list[str]:
 
 
 def write_reference(folder: Path, part: str = "", stop_at: int | None = None, number: int = 0) -> None:
-    """The stage `reference` of the data in the folder beside, or of a part of them."""
+    """Run the stage `reference` of the data in the folder next to this one, or of a part of them."""
     given = ["--config", str(folder.parent / "data" / "reference.yaml"), *_looking(folder, stop_at, number)]
     given += ["--part", part, "--output", str(folder / "part.npz")] if part else ["--output", str(folder)]
     _command(reference.main, given)
 
 
 def write_metrics(folder: Path, keep: bool = True, stop_at: int | None = None, number: int = 0) -> None:
-    """The stage `evaluate` of images that are there, or made as they are looked at. The network's batches count too."""
+    """Run the stage `evaluate` of stored images, or of images that it draws. The network's batches count too."""
     model, name = folder.parent / "model", "stored" if keep else "not-stored"
     samples = folder.parent / name / "samples.npz"
     with_model = ["--config", str(model / "sample.yaml"), "--weights", str(model / "weights.safetensors")]
@@ -724,8 +725,8 @@ def write_metrics(folder: Path, keep: bool = True, stop_at: int | None = None, n
 
 
 def write_pairs(folder: Path, stop_at: int | None = None, number: int = 0, of: str = "steps") -> None:
-    """The stage `embed` of painted digits: a small CLIP is trained on them, and then embeds them in two shards. Steps
-    are counted, or the batches that are embedded, beside `folder`-shards; either may end the process."""
+    """Run the stage `embed` of painted digits: train a small CLIP on them, then embed them in two shards. Steps are
+    counted, or embedded batches, next to `folder`-shards; either may end the process."""
     data = folder.parent / "painted"
     source = PaintedDigits(num_images=120)
     if not data.exists():
@@ -753,7 +754,7 @@ def _command(main: Callable[[], None], given: list[str]) -> None:
 
 
 def write_images(folder: Path, part: str = "", stop_at: int | None = None, number: int = 0) -> None:
-    """The stage `sample` of the model in the folder beside, six batches, or those of a part alone."""
+    """Run the stage `sample` of the model in the folder next to this one, six batches, or those of a part alone."""
     counted(ImageMaker, "__call__", folder, stop_at, number)
     model = folder.parent / "model"
     given = ["--config", model / "sample.yaml", "--weights", model / "weights.safetensors"]
@@ -768,4 +769,4 @@ STAGES: dict[str, Callable[..., None]] = {
     "metrics": write_metrics,
     "pairs": write_pairs,
 }
-"""What else is started and killed, by name."""
+"""Other jobs that are started and killed, by name."""

@@ -1,6 +1,6 @@
-"""What the tests of tracking share: an experiment to send, and what MLflow should hold of it and holds.
+"""Shared parts of the tests of tracking: an experiment to send, and the expected and actual content of MLflow.
 
-What MLflow should hold is worked out from what was logged; what it holds is read from its database and folders.
+The expected content follows from the logged values; the actual content is read from MLflow's database and folders.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tiny_models import write_model
 
 STEPS = 360
 UPLOADING = ".artifact.uploading."
-"""How MLflow calls a file that it has not yet whole, and shows to nobody: a SIGKILL in the midst leaves it."""
+"""MLflow's name for a file that is not complete, and not shown: a SIGKILL during an upload leaves it."""
 
 
 def make_experiment(folder: Path, steps: int = STEPS) -> Path:
-    """An experiment as the stages leave it: three stages, two attempts of the first, pictures, weights, a plot."""
+    """Write an experiment as stages leave it: three stages, two attempts of the first, pictures, weights, a plot."""
     rng = np.random.default_rng(0)
     picture = folder / "picture.png"
     folder.mkdir(parents=True)
@@ -57,7 +57,7 @@ def track(store: str, experiment: Path) -> dict[str, Any]:
 
 
 def contents(database: Path) -> dict[str, Any]:
-    """Everything active in an MLflow database and its folder of files, ids and times of sending left out."""
+    """Return all active content of an MLflow database and its folder of files, without ids and times of sending."""
     with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
 
         def rows(query: str) -> list[tuple[Any, ...]]:
@@ -111,7 +111,7 @@ def contents(database: Path) -> dict[str, Any]:
 
 
 def expected_points(experiment: Path) -> dict[str, Counter[tuple[str, int]]]:
-    """(metric, step) of every run, from the journals as they were written, without the reader under test."""
+    """Return (metric, step) of every run, read from the written journals without the reader under test."""
     steps = range(1, STEPS + 1)
     train = Counter({(key, step): 1 for key in ("loss", "odd", "examples_seen") for step in steps})
     return {
@@ -153,7 +153,7 @@ def check_whole(held: dict[str, Any], experiment: Path) -> None:
 
 
 def check_same(held: dict[str, Any], other: dict[str, Any]) -> None:
-    """Fails with what only one of them has, long bytes by their ends."""
+    """Fail with the differences of both; long bytes by their ends."""
     for kind, mine in other.items():
         one, two = (
             Counter(map(_short, each.elements() if isinstance(each, Counter) else each)) for each in (held[kind], mine)
@@ -173,10 +173,8 @@ def _short(item: Any) -> str:
 
 
 def forked(work: Callable[[], object], says: Path = Path(os.devnull)) -> int:
-    """Run `work` in a child process, which has everything imported already; returns its process id.
-
-    says: a file for what it prints.
-    """
+    """Run `work` in a forked process, which has all imports already; return its process id. says: file for its
+    output."""
     child = os.fork()
     if child == 0:
         status = 1

@@ -1,4 +1,4 @@
-"""The local Slurm of the tests, and Snakemake sending jobs to it."""
+"""The local Slurm cluster of the tests, and Snakemake runs that submit jobs to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from projects import ROOT, Project, made_once, make_project
 
 CROPS = "results/datasets/dots-16/crops/manifest.json"
 WATCHFUL = Path(__file__).with_name("watchful_snakemake.py")
-# A small queue answers sooner than a site's: look after two seconds, on files that are there at once.
+# A small queue answers sooner than a site's: poll after two seconds, and expect files at once.
 SLURM = ["--profile", "slurm", "--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "5"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What local_slurm.sh keeps in a folder."""
+    """The cluster that local_slurm.sh keeps in a folder."""
 
     folder: Path
     port: int
@@ -35,12 +35,12 @@ class Cluster:
         subprocess.run([script, command], env=os.environ | settings, check=True, stdout=subprocess.DEVNULL)
 
     def environment(self) -> dict[str, str]:
-        """What a process needs in order to use it."""
+        """Return the environment that a process needs to use the cluster."""
         clients = self.folder / "bin"
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{clients}{os.pathsep}{os.environ['PATH']}"}
 
     def jobs(self, *states: str) -> list[str]:
-        """The jobs in the queue, by id and rule."""
+        """Return the jobs in the queue, by id and rule."""
         wanted = [f"--states={','.join(states)}"] if states else []
         listed = subprocess.run(
             ["squeue", "--noheader", "--format=%A %k", *wanted], check=True, capture_output=True, text=True
@@ -48,12 +48,12 @@ class Cluster:
         return listed.stdout.splitlines()
 
     def job_of(self, rule: str) -> str | None:
-        """The id of the running job of a rule."""
+        """Return the id of the running job of a rule."""
         running = [line.split()[0] for line in self.jobs("RUNNING") if f"rule_{rule}" in line]
         return running[0] if running else None
 
     def has(self, job: str) -> bool:
-        """Whether a job is in the queue, in whatever state."""
+        """Return whether a job is in the queue, in any state."""
         return any(line.startswith(f"{job} ") for line in self.jobs())
 
     def kill_daemon(self, name: str) -> None:
@@ -65,11 +65,11 @@ class Cluster:
             assert select.select([process], [], [], 10)[0], f"{name} outlives SIGKILL"
         finally:
             os.close(process)
-        pid_file.unlink()  # the number of a dead daemon can become another's
+        pid_file.unlink()  # the process id of a dead daemon can be reused
 
     @contextmanager
     def hiding(self, folder: Path) -> Iterator[None]:
-        """Nodes that do not see a folder, as when it is not on a shared file system. Takes root."""
+        """Hide a folder from the nodes, as if it were not on a shared file system. Requires root."""
         hide = 'mount -t tmpfs none "$0" && exec slurmd -N "$1"'
         path = os.environ["PATH"] + ":/usr/sbin"
         nodes = [pid.stem.removeprefix("slurmd-") for pid in (self.folder / "run").glob("slurmd-*.pid")]
@@ -93,7 +93,7 @@ class Cluster:
 
 @contextmanager
 def snakemake(project: Project, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Snakemake at work, with what it prints in printed.log; killed if it still runs in the end."""
+    """Run Snakemake, with its output in printed.log; kill it if it still runs at the end."""
     python, _, _, *options = project.command()
     command = [python, str(WATCHFUL), *options, *SLURM, *arguments]
     with (
@@ -107,22 +107,22 @@ def snakemake(project: Project, *arguments: str) -> Iterator[subprocess.Popen[by
 
 
 def slurm_project(folder: Path) -> Project:
-    """The project of the workflow tests, with the profile where the literal command finds it. Snakemake begins at once;
-    the processes of a job begin as they do for a user."""
+    """Create a project of the workflow tests, with the profile where the literal command finds it. Snakemake runs in a
+    warm process; the processes of a job start as they do for a user."""
     project = make_project(folder)
     (folder / "slurm").symlink_to(ROOT / "slurm", target_is_directory=True)
     return project
 
 
 def cropped_project(factory: pytest.TempPathFactory, folder: Path) -> Project:
-    """A fresh project whose crops have been made on this machine, once for all tests."""
+    """Return a new project with crops that were made on this machine, once for all tests."""
     cropped = made_once(factory, "cropped", lambda empty: slurm_project(empty).run(CROPS))
     subprocess.run(["cp", "--archive", cropped, folder], check=True)
     return Project(folder)
 
 
 def finish(project: Project, *arguments: str) -> None:
-    """Run Snakemake on the cluster to a good end."""
+    """Run Snakemake on the cluster; it must succeed."""
     with snakemake(project, *arguments) as running:
         code = running.wait(900)
     assert code == 0, (project / "printed.log").read_text()[-5000:]
@@ -136,6 +136,6 @@ def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
 
 
 def steps_saved(project: Project) -> int:
-    """The last step of which training has a whole checkpoint."""
+    """Return the step of the last complete checkpoint of the training."""
     saved = (project / "results/micro/train/state").glob("*/step-*")
     return max((int(path.name.split("-")[1].split(".")[0]) for path in saved), default=0)

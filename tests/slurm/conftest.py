@@ -1,4 +1,4 @@
-"""A real Slurm on this machine for the session, with a port and a folder of its own."""
+"""A real Slurm on this machine for the session, with its own port and folder."""
 
 import os
 import signal
@@ -17,19 +17,19 @@ from projects import Project
 
 from image_diffusion.core.devices import REQUESTED
 
-# Whoever runs the tests in the background may have had interrupts ignored, and each child would inherit that.
+# A shell that runs the tests in the background may ignore interrupts, and each child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes of four cores and two fake GPUs each."""
+    """Two nodes of four cores and two simulated GPUs each."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
-        Path(folder).chmod(0o755)  # munge wants its folders open to all
+        Path(folder).chmod(0o755)  # munge requires readable parent folders
         started = Cluster(Path(folder) / "cluster", port=10000 + 8 * (os.getpid() % 1000))
         try:
             started.script("up")
-            os.environ.update(started.environment() | {REQUESTED: ""})  # the CPU stands in for the GPUs
+            os.environ.update(started.environment() | {REQUESTED: ""})  # the CPU replaces the GPUs
             yield started
         finally:
             started.script("down")
@@ -37,6 +37,6 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def project(cluster: Cluster, tmp_path: Path) -> Iterator[Project]:
-    """A fresh project; nothing of it is in the queue when the test ends."""
+    """A new project. None of its jobs is in the queue when the test ends."""
     yield slurm_project(tmp_path / "project")
     cluster.cancel_all()

@@ -1,4 +1,4 @@
-"""Faults of a cluster, done for real: each run ends with the bytes of an undisturbed one, and with an empty queue."""
+"""Real faults of a cluster: each run ends with the bytes of an undisturbed one, and with an empty queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 1200
 
 
 def long_training(project: Project, steps: int, save_every: int = 50) -> None:
-    """Training that lasts; saving does not change its result."""
+    """Make the training long; saving does not change its result."""
     project.edit(
         lambda experiment: experiment["train"].update(
             steps=steps, checkpoint={"every_steps": save_every}, validate_every_steps=None, log_every_steps=50
@@ -32,7 +32,7 @@ def long_training(project: Project, steps: int, save_every: int = 50) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights of a run on this machine that nothing disturbs."""
+    """The weights of an undisturbed run on this machine."""
 
     def run(folder: Path) -> None:
         project = slurm_project(folder)
@@ -44,7 +44,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def training(cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A project with crops; nothing of it is in the queue when the test ends."""
+    """A project with crops. None of its jobs is in the queue when the test ends."""
     project = cropped_project(tmp_path_factory, tmp_path / "project")
     long_training(project, STEPS)
     yield project
@@ -53,12 +53,12 @@ def training(cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def cold_training(training: Project) -> Project:
-    """The same; its Snakemake begins as it does for a user, who may kill it."""
+    """The same project without warm processes: its Snakemake starts as for a user, who may kill it."""
     return replace(training, cold=True)
 
 
 def wait_for_training(cluster: Cluster, project: Project, steps: int) -> str:
-    """The job that trains, once it has come further than `steps`."""
+    """Return the job of the training, once it has saved more than `steps` steps."""
     wait_until(lambda: steps_saved(project) > steps and cluster.job_of("train"), 300)
     job = cluster.job_of("train")
     assert job is not None
@@ -74,7 +74,7 @@ def test_a_cancelled_job_is_sent_again(cluster: Cluster, training: Project, undi
     assert not cluster.jobs()
 
 
-def test_daemons_that_die_lose_nothing(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
+def test_killed_daemons_lose_nothing(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
     with snakemake(training, WEIGHTS) as running:
         wait_for_training(cluster, training, 0)
         for daemon in ("slurmd-n1", "slurmd-n2", "slurmctld"):
@@ -101,15 +101,15 @@ def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, cold_training:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another login node"])
-def test_a_killed_snakemake_is_followed_by_the_same_command(
+def test_command_after_killed_snakemake_waits_for_its_job(
     cluster: Cluster, cold_training: Project, undisturbed: bytes, elsewhere: bool
 ) -> None:
     with snakemake(cold_training, WEIGHTS) as running:
         orphan = wait_for_training(cluster, cold_training, 0)
         running.kill()
-    subprocess.run(["scancel", "--signal=STOP", orphan], check=True)  # so that it is still there when we have looked
+    subprocess.run(["scancel", "--signal=STOP", orphan], check=True)  # so that it still runs after the checks
     if elsewhere:
-        (cold_training / ".snakemake/owner").write_text("login2")  # where it began, for all that is known here
+        (cold_training / ".snakemake/owner").write_text("login2")  # the host where it started, as far as this one knows
     cold_training.run("--profile", "slurm", "--dry-run", WEIGHTS)
     cold_training.run("--list-rules")
     assert cluster.has(orphan), "who only looks cancels nothing"
@@ -126,7 +126,7 @@ def test_a_killed_snakemake_is_followed_by_the_same_command(
     assert "Cancelling" not in printed(cold_training) and not cluster.jobs()
 
 
-def test_what_a_killed_snakemake_left_is_cancelled_where_something_else_is_wanted(
+def test_job_of_killed_snakemake_is_cancelled_if_configuration_changed(
     cluster: Cluster, cold_training: Project
 ) -> None:
     with snakemake(cold_training, WEIGHTS) as running:
@@ -139,7 +139,7 @@ def test_what_a_killed_snakemake_left_is_cancelled_where_something_else_is_wante
     assert json.loads((cold_training / WEIGHTS).with_name("model.json").read_text())["step"] == 8
 
 
-def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
+def test_job_out_of_time_twice_resumes(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
     limits = ["--set-resources", "train:runtime=1", "train:slurm_extra=None"]
     with snakemake(training, WEIGHTS, *limits) as running:
         for _ in range(2):
@@ -157,7 +157,7 @@ def submissions(project: Project, rule: str) -> int:
     return len(re.findall(rf"has been submitted with SLURM jobid .*/rule_{rule}/", printed(project)))
 
 
-def test_a_mistake_is_sent_as_often_as_retries_say_and_is_one_line(project: Project) -> None:
+def test_mistake_is_retried_as_configured_and_is_one_line(project: Project) -> None:
     project.edit(lambda experiment: experiment["train"].update(optimizer={"type": "adamw", "lr": 10}))
     with snakemake(project, WEIGHTS, "--retries", "1") as running:
         assert running.wait(300) == 1
@@ -168,9 +168,7 @@ def test_a_mistake_is_sent_as_often_as_retries_say_and_is_one_line(project: Proj
     assert len(told) == 1
 
 
-def test_what_runs_out_of_memory_is_sent_again_with_more(
-    cluster: Cluster, training: Project, undisturbed: bytes
-) -> None:
+def test_job_out_of_memory_is_sent_again_with_more(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
     training.edit(lambda experiment: experiment["resources"].update(memory_mb=800))
     finish(training, WEIGHTS)
     assert (training / WEIGHTS).read_bytes() == undisturbed
@@ -191,14 +189,14 @@ def printed(project: Project) -> str:
         ("crop:runtime=100000", "Requested time limit is invalid"),
     ],
 )
-def test_what_the_cluster_refuses_is_told(project: Project, asked: str, message: str) -> None:
+def test_refusal_by_cluster_is_printed(project: Project, asked: str, message: str) -> None:
     with snakemake(project, "results/datasets/dots-16/crops/manifest.json", "--set-resources", asked) as running:
         assert running.wait(120) == 1
     assert message in printed(project)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="hiding a folder from a node takes root")
-def test_a_node_that_does_not_see_the_folder_is_named(cluster: Cluster, project: Project) -> None:
+def test_folder_missing_on_node_is_named(cluster: Cluster, project: Project) -> None:
     with cluster.hiding(project.folder), snakemake(project, "results/datasets/dots-16/crops/manifest.json") as running:
         assert running.wait(300) == 1
     (line,) = re.findall(r"^error: .*", printed(project), re.MULTILINE)

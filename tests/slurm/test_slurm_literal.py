@@ -24,7 +24,7 @@ RESULTS = [
 
 
 def clone(folder: Path) -> Project:
-    """The files a clone has, with the experiments and images of a small project in place of its own."""
+    """Create the files of a clone, with the experiments and images of a small project instead of its own."""
     project = slurm_project(folder)
     for name in ("Snakefile", "profiles", "workflow", "src", "envs"):
         (folder / name).symlink_to(ROOT / name)
@@ -35,7 +35,7 @@ def clone(folder: Path) -> Project:
 
 @pytest.fixture(scope="module")
 def on_slurm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """Everything made on the cluster, by the literal command."""
+    """A project finished on the cluster by the literal command."""
     project = clone(tmp_path_factory.mktemp("slurm") / "project")
     command = [str(Path(sys.executable).with_name("snakemake")), "--cores", "all", "--profile", "slurm"]
     with (project / "printed.log").open("w") as printed:
@@ -45,7 +45,7 @@ def on_slurm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proj
 
 
 def with_python() -> dict[str, str]:
-    """This environment, activated."""
+    """Return the environment variables of the active virtual environment."""
     return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
@@ -69,20 +69,20 @@ def test_training_read_copies_of_the_shards(on_slurm: Project) -> None:
     }
 
 
-def test_this_machine_alone_makes_the_same_bytes(on_slurm: Project, tmp_path: Path) -> None:
+def test_local_run_gives_same_bytes_as_slurm(on_slurm: Project, tmp_path: Path) -> None:
     alone = clone(tmp_path / "project")
     alone.run(*RESULTS)
     for result in RESULTS:
         assert (alone / result).read_bytes() == (on_slurm / result).read_bytes(), result
 
 
-def test_a_second_time_there_is_nothing_to_do_here_or_there(on_slurm: Project) -> None:
+def test_second_run_has_nothing_to_do_locally_or_on_slurm(on_slurm: Project) -> None:
     assert on_slurm.planned() == set()
     assert on_slurm.planned("--profile", "slurm") == set()
 
 
-def test_the_head_can_be_a_job_of_its_own(cluster: Cluster, on_slurm: Project) -> None:
-    """The recipe of `make submit`, for a stage that is missing."""
+def test_snakemake_itself_can_run_as_slurm_job(cluster: Cluster, on_slurm: Project) -> None:
+    """The recipe of `make submit`, for a missing stage."""
     metrics = on_slurm / "results/micro/metrics.json"
     before = metrics.read_bytes()
     metrics.unlink()
@@ -95,13 +95,13 @@ def test_the_head_can_be_a_job_of_its_own(cluster: Cluster, on_slurm: Project) -
     assert "Asked of the queue" in log.read_text()
 
 
-def test_a_dry_run_shows_what_would_be_asked_for(on_slurm: Project) -> None:
+def test_dry_run_shows_requested_resources(on_slurm: Project) -> None:
     shown = on_slurm.run("--profile", "slurm", "--dry-run", "--forcerun", "train")
     for asked in ("nodes=2", "tasks=2", "gres=gpu:2", "cpus_per_task=2", "runtime=10", "slurm_extra=--signal=TERM@120"):
         assert asked in shown, asked
 
 
-def test_the_site_is_set_in_one_place(on_slurm: Project, tmp_path: Path) -> None:
+def test_site_settings_apply_to_all_jobs(on_slurm: Project, tmp_path: Path) -> None:
     project = clone(tmp_path / "project")
     path = project / "config/config.yaml"
     path.write_text(

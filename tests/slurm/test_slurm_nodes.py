@@ -1,4 +1,4 @@
-"""Faults of training on two nodes, and the end of a job's time as Slurm tells it: each run ends with the bytes of an
+"""Faults of training on two nodes, and Slurm's warning before the time limit: each run ends with the bytes of an
 undisturbed one."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0"]
 
 
 def long_training(project: Project) -> None:
-    """Training that lasts, the same for any number of processes."""
+    """Make the training long, with the same result for any number of processes."""
     project.edit(
         lambda experiment: experiment["train"].update(
             steps=240,
@@ -37,7 +37,7 @@ def long_training(project: Project) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights of a run on this machine that nothing disturbs."""
+    """The weights of an undisturbed run on this machine."""
 
     def run(folder: Path) -> None:
         project = slurm_project(folder)
@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def training(cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A project with crops; nothing of it is in the queue when the test ends."""
+    """A project with crops. None of its jobs is in the queue when the test ends."""
     project = cropped_project(tmp_path_factory, tmp_path / "project")
     long_training(project)
     yield project
@@ -57,13 +57,13 @@ def training(cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPath
 
 
 def starts(project: Project) -> int:
-    """How often training began or went on."""
+    """Return how often training started or resumed."""
     history = read_journal(project / "results/micro/journal/train")
     return 0 if history is None else len(history.starts)
 
 
 def trainings(project: Project, node: str | None = None) -> Iterator[int]:
-    """The processes that train in a project, or those of one node."""
+    """Yield the processes that train in a project, or those of one node."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
@@ -81,19 +81,19 @@ def kill_rank(cluster: Cluster, project: Project) -> None:
 
 
 def lose_node(cluster: Cluster, project: Project) -> None:
-    """Its daemon and all that trains there, as when the power fails; it is back later."""
+    """Kill the node's daemon and its trainings, as a power failure does; it comes back later."""
     cluster.kill_daemon("slurmd-n2")
     kill_rank(cluster, project)
 
 
 def stop_rank(cluster: Cluster, project: Project) -> None:
-    """It hangs; the others wait for it as long as they are told to."""
+    """Let a process hang; the others wait for it until `hang_s`."""
     for pid in trainings(project, "n2"):
         os.kill(pid, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("fault", [kill_rank, lose_node, stop_rank])
-def test_training_on_two_nodes_goes_on_after(
+def test_training_on_two_nodes_resumes_after(
     cluster: Cluster, training: Project, undisturbed: bytes, fault: Callable[[Cluster, Project], None]
 ) -> None:
     with snakemake(training, WEIGHTS, *TWO_NODES) as running:
@@ -101,7 +101,7 @@ def test_training_on_two_nodes_goes_on_after(
         job = cluster.job_of("train")
         assert job is not None and [*trainings(training, "n1")] and [*trainings(training, "n2")]
         fault(cluster, training)
-        # The job of a node that is lost stays in the queue until that is back.
+        # The job of a lost node stays in the queue until the node is back.
         wait_until(lambda: not cluster.has(job) or not [*trainings(training)], 240)
         cluster.script("up")
         assert running.wait(600) == 0
@@ -110,7 +110,7 @@ def test_training_on_two_nodes_goes_on_after(
 
 
 def is_told(pid: int) -> bool:
-    """Whether SIGTERM waits for a process that is stopped, or has ended it."""
+    """Return whether SIGTERM is pending for a stopped process, or has ended it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -119,11 +119,11 @@ def is_told(pid: int) -> bool:
     return any(mask >> (signal.SIGTERM - 1) & 1 for mask in pending)
 
 
-def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
+def test_training_saves_on_slurm_warning_before_time_limit(
     cluster: Cluster, training: Project, undisturbed: bytes
 ) -> None:
-    """Four minutes, of which the profile's `--signal=TERM@120` leaves two, or one where Slurm is early. Training is
-    stopped until then, so that it is not ready before."""
+    """Of four minutes, the profile's `--signal=TERM@120` leaves two, or one if Slurm is early. Training is stopped
+    until then, so that it does not finish before."""
     with snakemake(training, WEIGHTS, "--set-resources", "train:runtime=4") as running:
         wait_until(lambda: steps_saved(training) > 0 and cluster.job_of("train"), 300)
         job = cluster.job_of("train")

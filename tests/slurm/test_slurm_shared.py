@@ -20,7 +20,8 @@ ASKED = {"one_job": True, "gpus_per_node": 0, "cpus_per_process": 1, "memory_mb"
 
 
 def small(folder: Path) -> Project:
-    """Both experiments of the literal command, on CPUs, a job each; the second trains long enough to be stopped."""
+    """Create both experiments of the literal command, on CPUs, a job each; the second runs long enough to be
+    stopped."""
     project = slurm_project(folder)
     for name in ("micro", "micro_codec"):
         path = folder / "config/experiments" / f"{name}.yaml"
@@ -32,15 +33,13 @@ def small(folder: Path) -> Project:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """Everything made on this machine, undisturbed."""
+    """A project finished on this machine, undisturbed."""
     project = small(tmp_path_factory.mktemp("alone") / "project")
     project.run(*RESULTS)
     return project
 
 
-def test_three_jobs_are_enough_and_one_that_is_cancelled_goes_on(
-    cluster: Cluster, tmp_path: Path, alone: Project
-) -> None:
+def test_three_jobs_are_enough_and_cancelled_one_resumes(cluster: Cluster, tmp_path: Path, alone: Project) -> None:
     project = small(tmp_path / "project")
     with snakemake(project) as running:
         wait_until(lambda: steps_saved(project) > 20, 300)

@@ -1,4 +1,4 @@
-"""A user without rights, whom Slurm's own user is not: sends jobs, which run as that user and own what they write."""
+"""An unprivileged user, who is not Slurm's own, submits jobs; they run as that user, who owns their files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WEIGHTS = "results/micro/train/weights.safetensors"
 
 
 def as_nobody(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the project as nobody, with a system's Python of this version and the packages of this one: what
-    lies in the home of whoever runs the tests is not for others."""
+    """Run a command in the project as nobody, with a system Python of this version and the packages of this one: other
+    users cannot read the home folder of the tests' user."""
     drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     site = {"HOME": str(home), "PYTHONPATH": sysconfig.get_paths()["purelib"], "PYTHONDONTWRITEBYTECODE": "1"}
     environment = os.environ | site | {"PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
@@ -38,7 +38,7 @@ def as_nobody(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def home(cluster: Cluster) -> Iterator[Path]:
-    """A folder of nobody's, with `python` and a project in it."""
+    """A folder owned by nobody, with `python` and a project in it."""
     version = f"python3.{sys.version_info.minor}"
     python = shutil.which(version, path="/usr/local/bin:/usr/bin")
     if os.geteuid() != 0 or python is None:
@@ -59,7 +59,7 @@ def home(cluster: Cluster) -> Iterator[Path]:
         cluster.cancel_all()
 
 
-def test_a_user_who_is_not_slurms_has_jobs_of_its_own(home: Path, tmp_path: Path) -> None:
+def test_unprivileged_user_runs_and_owns_jobs(home: Path, tmp_path: Path) -> None:
     project = home / "project"
     done = as_nobody(home, "python", "-m", "snakemake", "--cores", "2", *SLURM)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]

@@ -1,7 +1,7 @@
-"""Snakemake that looks at its Slurm jobs every two seconds.
+"""Snakemake that checks its Slurm jobs every two seconds.
 
-The executor waits 10 seconds longer after each look at which no job has ended, so that most of the time of a small
-pipeline would be spent waiting. What it does at each look is not changed. Takes Snakemake's own arguments.
+The executor waits 10 seconds longer after each check in which no job has ended, so that a small pipeline would spend
+most of its time waiting. The check itself is not changed. Takes Snakemake's own arguments.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Headless Chromium, for the tests that look at pages."""
+"""Headless Chromium for tests of pages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Browser:
         self.call("Page.addScriptToEvaluateOnNewDocument", source=closed)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol, and its result."""
+        """Send one command of the protocol and return its result."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params}
         if self._session:
@@ -69,7 +69,7 @@ class Browser:
                 return result
 
     def _listen(self, event: dict[str, Any]) -> None:
-        """Keep what the page complains about: errors on the console, exceptions, requests that failed."""
+        """Record errors of the page: on the console, exceptions, failed requests."""
         method, params = event.get("method"), event.get("params", {})
         if (
             method == "Runtime.exceptionThrown"
@@ -80,7 +80,7 @@ class Browser:
             self.complaints.append(json.dumps(params))
 
     def cut_off(self) -> None:
-        """No network from now on."""
+        """Disconnect the page from the network."""
         self.call("Network.enable")
         self.call(
             "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
@@ -92,11 +92,11 @@ class Browser:
     def open(self, address: str) -> None:
         self.call("Page.navigate", url="about:blank")
         while self.evaluate("location.href + document.readyState") != "about:blankcomplete":
-            time.sleep(0.05)  # one that follows while the first goes on is sometimes never answered
+            time.sleep(0.05)  # a second navigation during the first is sometimes never answered
         self.call("Page.navigate", url=address)
 
     def wait_for(self, *texts: str, pictures: int = 0, timeout_s: float = 120) -> str:
-        """The visible text of the page, once its scripts are loaded and it holds all of `texts` and so many pictures of
+        """Return the visible text of the page once it is loaded and contains all of `texts` and as many pictures of
         500 pixels."""
         seen = "Array.from(document.images).filter(i => i.complete && i.naturalWidth >= 500).length"
         until = time.monotonic() + timeout_s
@@ -110,8 +110,8 @@ class Browser:
             time.sleep(0.2)
 
     def click(self, text: str) -> None:
-        """Click the first link, tab or button that begins with this text, once it stays in its place: what is loaded
-        above it later moves it away."""
+        """Click the first link, tab or button that begins with this text, once its position is stable: content loaded
+        above it moves it."""
         found = (
             "(() => { const all = [...document.querySelectorAll('a, button, [role=tab], [role=button]')];"
             f"const it = all.find(e => e.innerText && e.innerText.trim().startsWith({json.dumps(text)}));"
@@ -131,7 +131,7 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def slide_to_end(self) -> None:
-        """Click the right end of the first slider on the page: it goes to its last step."""
+        """Click the right end of the first slider on the page, which selects its last step."""
         root = "document.querySelector('[role=slider]').parentElement.parentElement.getBoundingClientRect()"
         box = json.loads(self.evaluate(f"JSON.stringify({root})"))
         self._press(box["right"] - 2, box["y"] + box["height"] / 2)

@@ -1,8 +1,8 @@
-"""A notebook's cells, run one after the other: what they print and draw goes under them.
+"""Run the cells of a notebook in order and store their outputs.
 
     python tests/workflow/notebooks.py docs/notebooks/sample.ipynb FOLDER
 
-runs one in a folder with results, and writes the file anew. Nothing of Jupyter is needed for that.
+runs a notebook in a folder with results, and rewrites the file. Jupyter is not needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def executed(path: Path, folder: Path, changes: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The notebook at `path` after a run in `folder`; an error in a cell is raised. changes: of its text."""
+    """Return the notebook at `path` after a run in `folder`. Errors are raised. changes: replacements in its code."""
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     names: dict[str, Any] = {"__name__": "__main__"}
     count = 0
@@ -37,7 +37,7 @@ def executed(path: Path, folder: Path, changes: Mapping[str, str] | None = None)
 
 
 def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Run a cell. What it printed, and what its last line is worth."""
+    """Run a cell. Return its printed text and the value of its last expression as outputs."""
     body = ast.parse(source).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     printed = io.StringIO()
@@ -56,7 +56,7 @@ def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]
 
 
 def _small(picture: Any) -> bytes:
-    """A picture as a PNG of 96 colours."""
+    """Return a picture as a PNG of 96 colours."""
     buffer = io.BytesIO()
     picture.convert("RGB").quantize(96, dither=0).save(buffer, "png", optimize=True)
     return buffer.getvalue()

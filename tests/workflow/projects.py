@@ -1,4 +1,4 @@
-"""A project of a few images in a folder of its own, and Snakemake run in it with this repository's rules."""
+"""A project of a few images in a new folder, in which Snakemake runs with this repository's rules."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Project:
-    """A folder with a configuration, as a user has it. Its experiment is called `micro`."""
+    """A user's folder with a configuration. Its experiment is called `micro`."""
 
     folder: Path
     snakefile: Path = ROOT / "Snakefile"
     cold: bool = False
-    """Whether processes begin as they do for a user: where it matters which there are, or for another package."""
+    """Whether to start new processes, as for a user: for tests of processes, or of another copy of the package."""
 
     def snakemake(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Snakemake on two cores; what it printed is in stdout, errors included."""
+        """Run Snakemake on two cores. Its stdout includes stderr."""
         return subprocess.run(
             [*self.command(), *arguments],
             cwd=self.folder,
@@ -54,13 +54,13 @@ class Project:
         return done.stdout
 
     def planned(self, *arguments: str) -> set[str]:
-        """The rules that Snakemake would run now."""
+        """Return the rules that Snakemake would run now."""
         done = self.snakemake("--dry-run", *arguments)
         assert done.returncode == 0, done.stdout
         return set(re.findall(r"^(?:local)?rule (\w+):", done.stdout, re.MULTILINE)) - {"all"}
 
     def weights_after_resuming(self, *names: str) -> tuple[list[bytes], list[bytes]]:
-        """Return the weights of experiments, and those of the trainings that go on from their first checkpoints."""
+        """Return the weights of experiments before and after resuming their trainings from the first checkpoints."""
         weights = [self / f"results/{name}/train/weights.safetensors" for name in names]
         before = [path.read_bytes() for path in weights]
         for path in weights:
@@ -72,7 +72,7 @@ class Project:
         return before, [path.read_bytes() for path in weights]
 
     def edit(self, change: Callable[[dict[str, Any]], object], experiment: str = "micro") -> None:
-        """Change the experiment's file through its plain data."""
+        """Change an experiment's file by a function of its parsed YAML."""
         path = self.folder / "config" / "experiments" / f"{experiment}.yaml"
         data = yaml.safe_load(path.read_text())
         change(data)
@@ -83,7 +83,7 @@ class Project:
 
 
 def make_project(folder: Path, images: int = 64) -> Project:
-    """A fresh project with a folder of images in two classes."""
+    """Create a project with a folder of images in two classes."""
     shutil.copytree(ROOT / "config", folder / "config", ignore=shutil.ignore_patterns("*.yaml"))
     settings = (ROOT / "config" / "config.yaml").read_text()
     settings = settings.replace("experiments: [demo]", "experiments: [micro]").replace("every_s: 10", "every_s:")
@@ -99,7 +99,7 @@ def make_project(folder: Path, images: int = 64) -> Project:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder as `make` fills it: the first of the test processes to ask fills it for all of them."""
+    """Return a folder that `make` has filled: once, by the first of the parallel test processes that needs it."""
     base = factory.getbasetemp()
     shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
     with (shared / f"{name}.lock").open("w") as lock:

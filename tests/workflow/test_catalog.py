@@ -1,4 +1,4 @@
-"""What Snakemake's catalog and its users look for: a standard layout, described rules, a page on configuration."""
+"""Requirements of Snakemake's workflow catalog: standard layout, described rules, a page on configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from image_diffusion.experiments.experiment import parse_experiment
 from warm import warm_python
 
 
-def test_every_rule_says_what_it_makes() -> None:
+def test_every_rule_has_description() -> None:
     described = re.compile(r'^rule (\w+):\n    "(.+)"$', re.MULTILINE)
     for path in (ROOT / "Snakefile", ROOT / "workflow/Snakefile", *(ROOT / "workflow/rules").glob("*.smk")):
         text = path.read_text()
         assert re.findall(r"^rule (\w+):", text, re.MULTILINE) == [name for name, _ in described.findall(text)], path
 
 
-def test_the_page_on_configuration_names_every_key() -> None:
+def test_configuration_page_names_every_key() -> None:
     page = (ROOT / "config/README.md").read_text()
     schema = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text())
     for key in schema["properties"]:
@@ -32,7 +32,7 @@ def test_the_page_on_configuration_names_every_key() -> None:
     parse_experiment(yaml.safe_load(shown), "config/README.md")
 
 
-def test_what_the_catalog_reads_is_there() -> None:
+def test_files_for_snakemake_catalog_exist() -> None:
     usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
     assert usage["mandatory-flags"].keys() == {"desc", "flags"}
     assert usage["software-stack-deployment"]["conda"] is True and usage["report"] is True
@@ -42,7 +42,7 @@ def test_what_the_catalog_reads_is_there() -> None:
 
 @pytest.mark.slow
 def test_both_snakefiles_plan_the_smallest_run(tmp_path: Path) -> None:
-    """By the default profile beside workflow/Snakefile, without any option."""
+    """With the default profile next to workflow/Snakefile, without any option."""
     shutil.copytree(ROOT / ".test/config", tmp_path / "config")
     by_root = Project(tmp_path).planned()
     assert {"crop", "train", "sample", "evaluate", "report", "track"} <= by_root

@@ -1,7 +1,7 @@
-"""Every command that README and docs show is run as it stands, in a small project, or held to what can be checked here.
+"""Every command in README and docs is run unchanged in a small project, or checked as far as this machine allows.
 
-Code blocks and the commands inside sentences both count. What a reader replaces by something of his own is replaced
-here by the experiment `micro`. A command that cannot run has a line in one of the tables, with the reason.
+Both code blocks and commands inside sentences are run. Names that a reader replaces by his own are replaced here by
+the experiment `micro`. A command that cannot run has an entry in one of the tables, with the reason.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OF_OTHERS = {
     "podman": "needs a builder and a registry; tests/unit/test_cloud.py reads the recipe",
     "kubectl": "needs a cluster; tests/unit/test_cloud.py reads the pod",
 }
-"""Programs of a code block that are not ours, and why they are not run."""
+"""Programs in code blocks that are not part of this package, and why they are not run."""
 
 ELSEWHERE = {
     "snakemake --cores all gallery.html": ("tests/workflow/test_workflow_elsewhere.py", "gallery.html"),
@@ -93,14 +93,14 @@ ELSEWHERE = {
     "tests/slurm/local_slurm.sh up": ("tests/slurm/local_slurm.sh", "up)"),
     "tests/slurm/local_slurm.sh down": ("tests/slurm/local_slurm.sh", "down)"),
 }
-"""Commands that another file of the tests runs, and what has to stand in that file."""
+"""Commands that another test file runs, and the text that this file must contain."""
 
 PLANNED = {
     "snakemake --cores all --profile slurm": "needs Slurm; tests/slurm/test_slurm_literal.py runs it",
     "snakemake --cores all --forcerun sample": "makes again what test_workflow_reruns.py makes again",
     "snakemake --cores all --config 'experiments=[mine]' results=/scratch/me": "makes everything a second time",
 }
-"""Commands of which a dry run is enough, and why."""
+"""Commands for which a dry run is enough, and why."""
 
 REFUSED = {
     "image-diffusion mirror": "No mirror is set",
@@ -109,11 +109,11 @@ REFUSED = {
         "error: prior_aes_finetune.pth does not exist"
     ),
 }
-"""Commands on what nobody has here, a bucket or files of others: what they say then. Their options are understood."""
+"""Commands that need a bucket or files from elsewhere, and the error they end with here. Their options are parsed."""
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a page, one line each."""
+    """Return the commands of a page, one line each."""
     found = []
     for language, body in FENCE.findall(text):
         lines = body.replace("\\\n", " ").splitlines() if language in SHELL else []
@@ -127,7 +127,7 @@ SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(pag
 
 
 def standing_in(command: str) -> str:
-    """The same command about what is here: the experiment of a reader is `micro`, and he has two cores."""
+    """Return the command with names that exist here: the reader's experiment is `micro`, the machine has two cores."""
     mine = rf"experiments=\[(?!({'|'.join(SHIPPED)})\])[\w-]+\]"
     command = re.sub(mine, "experiments=[micro]", command)
     command = re.sub(r"^(snakemake --cores all|image-diffusion sample) mine\b", r"\1 micro", command)
@@ -148,7 +148,7 @@ def standing_in(command: str) -> str:
 
 
 def started(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with this Python and this workflow; what it printed is in stdout, errors included."""
+    """Run a command with this Python and this workflow. Its stdout includes stderr."""
     program, *arguments = [*shlex.split(standing_in(command)), *more]
     if program == "snakemake" and "--snakefile" not in arguments and not (folder / "Snakefile").exists():
         arguments = ["--snakefile", str(ROOT / "Snakefile"), *arguments]
@@ -168,7 +168,7 @@ def started(command: str, folder: Path, *more: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def project(made: Project, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project in which everything has been made, with the files that commands name."""
+    """A finished project with the files that commands name."""
     folder = tmp_path_factory.mktemp("commands") / "project"
     subprocess.run(["cp", "--archive", made.folder, folder], check=True)
     (folder / "slurm").symlink_to(ROOT / "workflow/profiles/slurm")
@@ -195,7 +195,7 @@ def project(made: Project, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """What a dry run of every shipped experiment that a command names would do; one run for all of them."""
+    """Output of one dry run of all shipped experiments that commands name."""
     folder = tmp_path_factory.mktemp("shipped")
     shutil.copytree(ROOT / "config", folder / "config")
     named = sorted({name for command in SHOWN for name in re.findall(r"experiments=\[(\w+)\]", command)} & SHIPPED)
@@ -205,12 +205,12 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("command", SHOWN)
-def test_a_command_that_is_shown_works(command: str, request: pytest.FixtureRequest) -> None:
+def test_documented_command_works(command: str, request: pytest.FixtureRequest) -> None:
     program = command.split()[0]
     if program in OF_OTHERS:
         return
     assert program in PROGRAMS, f"{command}: neither a program of ours nor one of OF_OTHERS"
-    if program == "make":  # each of them is a part of .ci/run, or needs a GPU, a cluster or hours
+    if program == "make":  # each target is a part of .ci/run, or needs a GPU, a cluster or hours
         asked = subprocess.run(
             [*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False
         )
@@ -221,11 +221,11 @@ def test_a_command_that_is_shown_works(command: str, request: pytest.FixtureRequ
         assert text in (ROOT / file).read_text()
         return
     named = re.findall(r"experiments=\[(\w+)\]", command)
-    if set(named) & SHIPPED:  # making it takes minutes: its file says how many
+    if set(named) & SHIPPED:  # a run takes minutes: the experiment's file states how many
         assert f"results/{named[0]}/" in request.getfixturevalue("shipped")(named[0])
         return
     project: Path = request.getfixturevalue("project")
-    if command == "snakemake":  # what stands below `image-diffusion init mine`: the demo
+    if command == "snakemake":  # shown after `image-diffusion init mine`: runs the demo
         assert started("image-diffusion init begun", project).returncode == 0
         done = started(command, project / "begun", "--cores", "2", "--dry-run")
         assert done.returncode == 0, done.stdout
@@ -240,16 +240,16 @@ def test_a_command_that_is_shown_works(command: str, request: pytest.FixtureRequ
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_code_block_names_its_language(page: Path) -> None:
-    """Write bash, yaml, python or text: what is bash is run."""
+    """The language is bash, yaml, python or text. Blocks of bash are run."""
     assert [body for language, body in FENCE.findall(page.read_text()) if not language] == []
 
 
-def test_the_tables_name_what_is_shown() -> None:
+def test_tables_name_only_documented_commands() -> None:
     assert not [command for table in (ELSEWHERE, PLANNED, REFUSED) for command in table if command not in SHOWN]
     assert not OF_OTHERS.keys() - {command.split()[0] for command in SHOWN}
 
 
-def test_the_list_of_commands_needs_no_unicode_and_no_reader() -> None:
+def test_help_works_without_unicode_and_without_reader() -> None:
     """As in `PYTHONIOENCODING=ascii image-diffusion --help | true`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -262,7 +262,7 @@ def test_the_list_of_commands_needs_no_unicode_and_no_reader() -> None:
     assert done.stdout.startswith(b"usage: image-diffusion COMMAND ...") and b"\n  train " in done.stdout
 
 
-def test_make_bench_runs_what_needs_no_arguments() -> None:
+def test_make_bench_runs_benchmarks_without_required_arguments() -> None:
     line = re.search(r"^with_arguments := .*,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     needs = r"add_argument\(\"[a-z]|required=True"
     files = {path.stem for path in ROOT.glob("tests/bench/bench_*.py") if re.search(needs, path.read_text())}

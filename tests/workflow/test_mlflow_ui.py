@@ -1,6 +1,6 @@
-"""What a reviewer sees in MLflow's user interface, looked at with headless Chromium.
+"""Pages of MLflow's user interface, rendered in headless Chromium.
 
-Screenshots are kept in the test's temporary folder, or where IMAGE_DIFFUSION_SCREENSHOTS says.
+Screenshots are written to the test's temporary folder, or to the folder in IMAGE_DIFFUSION_SCREENSHOTS.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def make_experiment(results: Path, name: str, decay: float) -> Path:
-    """An experiment with curves, grids that get clearer, machine readings, weights and an evaluation."""
+    """Write an experiment with curves, grids with less and less noise, system metrics, weights and an evaluation."""
     experiment, rng = results / name, np.random.default_rng(0)
     (experiment / "train").mkdir(parents=True)
     with Journal.open(experiment / "journal", "train", tags={"manifest_digest": content_digest(MANIFEST)}) as journal:
@@ -128,7 +128,7 @@ def test_runs_table(address: str, browser: Browser, shots: Path) -> None:
     browser.screenshot(shots / "1-runs.png")
 
 
-def test_the_view_that_is_shipped_has_a_column_for_the_headline(address: str, browser: Browser, shots: Path) -> None:
+def test_shipped_view_has_column_for_headline_metric(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/runs{run_table.LINK}")
     browser.wait_for("shapes", "small", "large", "evaluate/fid", "train.steps", "250", "500")
     browser.screenshot(shots / "1-view.png")
@@ -161,10 +161,8 @@ def test_run_page(address: str, browser: Browser, shots: Path) -> None:
     browser.screenshot(shots / "6-run-files.png")
 
 
-def test_the_best_run_its_samples_by_step_and_its_data_are_three_clicks_away(
-    address: str, browser: Browser, shots: Path
-) -> None:
-    """From the link that `make ui` prints: the smaller distance in the table is that of `large`."""
+def test_best_run_with_its_samples_and_data_is_three_clicks_away(address: str, browser: Browser, shots: Path) -> None:
+    """Starting from the link that `make ui` prints. The smaller distance in the table is that of `large`."""
     browser.open(f"{address}/#/experiments/1/runs{run_table.LINK}")
     seen = browser.wait_for("small", "large", "evaluate/fid", "250", "500", "shapes-64")
     assert seen.index("evaluate/fid") < seen.index("250"), "a column that says which is better"
@@ -180,7 +178,7 @@ def test_the_best_run_its_samples_by_step_and_its_data_are_three_clicks_away(
     browser.wait_for("samples/ema", pictures=1)
 
 
-def test_models_and_the_best_one(address: str, browser: Browser, shots: Path) -> None:
+def test_model_pages_mark_best_version(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/models?workflowType=machine_learning")
     browser.wait_for("small", "large", "fid", "250", "500", "shapes.shapes-64.fid", "image_diffusion.stages.train")
     browser.screenshot(shots / "7-models.png")

@@ -1,4 +1,4 @@
-"""What is installed is whole: built as others build it, installed beside nothing else, begun by its own command."""
+"""The package, built as a distributor builds it and installed without its clone, is complete and creates a project."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package in a folder of its own: a source distribution of what git knows, the wheel of that, and no clone. Its
+    """Folder with the package, installed from a source distribution of the files tracked by git, without a clone. The
     tag is v1.2.3."""
     folder = tmp_path_factory.mktemp("package")
     known = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -45,7 +45,7 @@ def run(installed: Path, command: list[str], folder: Path) -> subprocess.Complet
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_project_is_begun_and_planned(installed: Path, tmp_path: Path) -> None:
+def test_init_creates_project_that_snakemake_plans(installed: Path, tmp_path: Path) -> None:
     done = run(installed, ["image-diffusion", "init", "mine"], tmp_path)
     assert done.returncode == 0 and "cd mine && snakemake." in done.stdout, done.stderr
     again = run(installed, ["image-diffusion", "init", "mine"], tmp_path)
@@ -58,7 +58,7 @@ def test_a_project_is_begun_and_planned(installed: Path, tmp_path: Path) -> None
     for stage in ("crop", "train", "sample", "evaluate", "track"):
         assert f"image_diffusion {stage}" in planned.stdout
     assert (tmp_path / "mine" / "slurm" / "profile.v9+.yaml").is_file(), "for --profile slurm"
-    # A stage takes the package from where the rules are, and both are the installed ones.
+    # A stage imports the package next to the rules; both are the installed ones.
     images = ["results/datasets/digits-32/crops/manifest.json"]
     made = run(installed, [sys.executable, "-m", "snakemake", *images], tmp_path / "mine")
     assert made.returncode == 0, made.stderr
@@ -73,12 +73,12 @@ def test_a_project_is_begun_and_planned(installed: Path, tmp_path: Path) -> None
     ]
 
 
-def test_the_version_is_that_of_the_tag(installed: Path, tmp_path: Path) -> None:
+def test_version_is_that_of_git_tag(installed: Path, tmp_path: Path) -> None:
     told = "import image_diffusion; print(image_diffusion.__version__)"
     assert run(installed, [sys.executable, "-c", told], tmp_path).stdout == "1.2.3\n"
 
 
-def test_commands_have_one_name(installed: Path, tmp_path: Path) -> None:
+def test_commands_are_listed_and_unknown_ones_rejected(installed: Path, tmp_path: Path) -> None:
     listed = run(installed, ["image-diffusion"], tmp_path).stdout
     assert "  train      Train a model on shards. It can be killed at any moment; the same command resumes.\n" in listed
     assert "usage: image-diffusion sample" in run(installed, ["image-diffusion", "sample", "-h"], tmp_path).stdout
@@ -86,7 +86,7 @@ def test_commands_have_one_name(installed: Path, tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr) == (1, "error: unknown command 'sampel'. Did you mean 'sample'?\n")
 
 
-def test_types_and_rules_come_along(installed: Path) -> None:
+def test_package_contains_types_and_workflow_files(installed: Path) -> None:
     package = installed / "image_diffusion"
     assert (package / "py.typed").is_file()
     compiler = shutil.which(sysconfig.get_config_var("CC").split()[0])

@@ -1,4 +1,4 @@
-"""One graph from images through features of a teacher to a network that was aligned with them."""
+"""Workflow from images through features of a teacher to a network aligned with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_diffusion.data.shards.reader import open_shards
 pytestmark = pytest.mark.slow
 
 
-def test_features_are_encoded_once_and_no_stage_after_the_training_knows_of_them(fresh: Project) -> None:
+def test_features_are_encoded_once_and_used_by_training_only(fresh: Project) -> None:
     def align(data: dict[str, object], weight: float) -> None:
         data["pairs"] = {"type": "features"}
         data["system"] |= {"alignment": {"block": 1, "weight": weight}}  # type: ignore[operator]

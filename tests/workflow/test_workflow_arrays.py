@@ -1,5 +1,5 @@
-"""A stranger's folder of OME-TIFFs through every stage: three systems learn five channels of 12 bits, and samples come
-back as counts of the same channels."""
+"""A folder of OME-TIFFs through every stage: three systems learn five channels of 12 bits, and samples are counts of
+the same channels."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_other_systems_learn_arrays_too(project: Project, system: str) -> None:
     assert np.load(project / f"results/{system}/samples/samples.npz")["arr_0"].dtype == np.uint16
 
 
-def test_latents_and_tokens_of_a_trained_codec_are_those_of_arrays(project: Project) -> None:
+def test_trained_codec_encodes_arrays_as_latents_and_tokens(project: Project) -> None:
     names = ("micro_dvae", "micro_latent", "micro_tokens")
     for name in names:
         experiment = yaml.safe_load((ROOT / "tests" / "workflow" / f"{name}.yaml").read_text())
@@ -135,12 +135,12 @@ def test_latents_and_tokens_of_a_trained_codec_are_those_of_arrays(project: Proj
     assert (decoded.dtype, decoded.shape) == (np.uint16, images.shape)
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(project: Project) -> None:
+def test_array_training_resumes_bit_exactly(project: Project) -> None:
     before, after = project.weights_after_resuming("micro")
     assert after == before
 
 
-def test_another_range_trains_again_and_crops_nothing_again(project: Project) -> None:
+def test_changed_range_reruns_training_but_not_crops(project: Project) -> None:
     shards = project / "results/datasets/cells-16/crops"
     before = {path.name: path.stat().st_mtime_ns for path in shards.glob("*.tar")}
     project.edit(lambda experiment: experiment["data"].update(range=[0, 4095]))

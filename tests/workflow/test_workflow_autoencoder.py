@@ -1,4 +1,4 @@
-"""An autoencoder in a folder of diffusers' layout as the codec, and others that take its place."""
+"""An autoencoder in diffusers' folder layout as the codec, and its replacement by other weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MADE_OF_LATENTS = {"encode", "train", "sample"}
 
 
 @pytest.mark.parametrize("codec", ["stability_vae", "diffusers"])
-def test_weights_that_are_replaced_are_noticed(tmp_path: Path, codec: str) -> None:
-    """By older ones too, as a copy that keeps times leaves them."""
+def test_replaced_codec_weights_rerun_later_stages(tmp_path: Path, codec: str) -> None:
+    """Also if the new files are older, as after a copy that preserves times."""
     project = make_project(tmp_path / "project")
     for folder in ("vae", "decoder"):
         write_autoencoder("sd", project / folder)

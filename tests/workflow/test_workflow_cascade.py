@@ -1,4 +1,4 @@
-"""A cascade as one graph: small images from one experiment, enlarged by another; and what an edit of the first does."""
+"""A cascade in one workflow: small images of one experiment, enlarged by another; and an edit of the first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def described(resolution: int, condition: list[dict[str, Any]], **sample: Any) -
 
 @pytest.fixture(scope="module")
 def cascade(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project in which the images of `base` have been enlarged by `upsampler`. Its tests leave it as it is."""
+    """Project in which `upsampler` has enlarged the images of `base`. Tests restore what they change."""
     project = make_project(tmp_path_factory.mktemp("cascade") / "project")
     sections = {
         "base": described(8, [{"type": "label"}]),
@@ -72,7 +72,7 @@ def test_editing_the_base_enlarges_its_new_images(cascade: Project) -> None:
         assert cascade.planned(UPSAMPLED) == set()
 
 
-def test_held_out_images_are_a_source_too(cascade: Project) -> None:
+def test_held_out_images_can_be_enlarged(cascade: Project) -> None:
     path: Path = cascade / "config/experiments/upsampler.yaml"
     before = path.read_text()
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint is sampled beside the Snakemake that trains, by a target, and neither is disturbed."""
+"""A second Snakemake samples a checkpoint, by a target, while the first one trains. Neither disturbs the other."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from projects import ROOT, Project
 pytestmark = pytest.mark.slow
 
 
-def test_nothing_but_checkpoints_is_asked_for(fresh: Project) -> None:
-    """Whatever else Snakemake would have to make is locked while another one makes it: here, the codec."""
+def test_checkpoint_target_runs_checkpoint_rules_only(fresh: Project) -> None:
+    """Other files, here those of the codec, are locked while another Snakemake makes them."""
     for name in ("micro_dvae", "micro_latent"):
         shutil.copy(ROOT / "tests/workflow" / f"{name}.yaml", fresh / "config/experiments")
     settings = fresh / "config/config.yaml"
@@ -66,7 +66,9 @@ def test_a_checkpoint_is_sampled_while_training_runs(fresh: Project) -> None:
             os.killpg(running.pid, signal.SIGKILL)
     assert "Traceback" not in (fresh / "logs/micro/train.log").read_text()
 
-    fresh.edit(lambda experiment: experiment["train"].update(steps=40))  # what was trained has room for it
+    fresh.edit(
+        lambda experiment: experiment["train"].update(steps=40)
+    )  # so that training ends at an existing checkpoint
     fresh.edit(lambda experiment: experiment["sample"].update(num_samples=6))
     fresh.run("results/micro/samples/samples.npz")
     with np.load(peeked / "40/samples.npz") as arrays:

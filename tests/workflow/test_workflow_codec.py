@@ -1,4 +1,4 @@
-"""One graph from images through a discrete VAE to what its latents and its tokens are for, each of them evaluated."""
+"""Workflow from images through a discrete VAE to models of its latents and of its tokens, each of them evaluated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FROM_THE_CODEC_ON = {"train", "evaluate", "encode", "sample", "track", "report",
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project in which `micro_latent`, `micro_tokens`, and the `micro_dvae` that both need, have been made."""
+    """Project with finished `micro_latent`, `micro_tokens`, and the `micro_dvae` that both need."""
     project = make_project(tmp_path_factory.mktemp("latent") / "project")
     for name in ("micro_dvae", "micro_latent", "micro_tokens"):
         shutil.copy(ROOT / "tests" / "workflow" / f"{name}.yaml", project / "config/experiments")
@@ -29,7 +29,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-def test_every_stage_of_both_was_made_and_nothing_is_left_to_do(latent: Project) -> None:
+def test_codec_and_diffusion_results_exist_and_nothing_is_left_to_do(latent: Project) -> None:
     codec, diffusion = latent / "results/micro_dvae", latent / "results/micro_latent"
     assert (latent / "results/datasets/dots-16/micro_dvae/manifest.json").is_file()
     for path in (codec / "metrics.json", diffusion / "metrics.json", diffusion / "samples/samples.npz"):
@@ -38,14 +38,14 @@ def test_every_stage_of_both_was_made_and_nothing_is_left_to_do(latent: Project)
     assert latent.planned() == set()
 
 
-def test_the_codec_has_written_its_data_set_as_tokens(latent: Project) -> None:
+def test_codec_encodes_data_set_as_tokens(latent: Project) -> None:
     tokens = open_shards(latent / "results/datasets/dots-16/micro_dvae-tokens", "all", in_background=True)
     assert tokens.manifest["kind"] == "tokens" and tokens.manifest["num_tokens"] == 8
     assert tokens.shape == (4, 4) and tokens.num_samples == 64 and tokens.classes == ["dark", "light"]
     assert sum(tokens.manifest["token_counts"]) == 2 * 64 * 16
 
 
-def test_a_transformer_over_those_tokens_makes_images_and_tells_their_bits(latent: Project) -> None:
+def test_token_transformer_draws_images_and_reports_bits_per_token(latent: Project) -> None:
     made = latent / "results/micro_tokens"
     metrics = json.loads((made / "metrics.json").read_text())
     assert metrics["metrics"]["bits_per_token"]["value"] == pytest.approx(3, abs=0.5), "of 8 tokens, hardly trained"
@@ -55,7 +55,7 @@ def test_a_transformer_over_those_tokens_makes_images_and_tells_their_bits(laten
     assert (made / "samples/steps.png").is_file() and (made / "tracked.json").is_file()
 
 
-def test_the_codec_is_judged_by_its_reconstructions(latent: Project) -> None:
+def test_codec_is_evaluated_by_its_reconstructions(latent: Project) -> None:
     result = json.loads((latent / "results/micro_dvae/metrics.json").read_text())
     for name in ("psnr_hard", "ssim_soft", "inpipe_reconstruction_fd_hard", "codebook_perplexity", "dead_codes"):
         assert result["metrics"][name]["value"] is not None
@@ -63,7 +63,7 @@ def test_the_codec_is_judged_by_its_reconstructions(latent: Project) -> None:
     assert result["protocol"]["weights"] == {"sha256": model["sha256"], "step": 4, "system": "dvae"}
 
 
-def test_its_page_and_the_report_of_the_graph_show_the_reconstructions(latent: Project, tmp_path: Path) -> None:
+def test_codec_page_and_snakemake_report_show_reconstructions(latent: Project, tmp_path: Path) -> None:
     page = (latent / "results/micro_dvae/report/index.html").read_text()
     for shown in ("The worst reconstructions", "Use of the codebook", "inpipe_reconstruction_fd_hard"):
         assert shown in page
@@ -71,7 +71,7 @@ def test_its_page_and_the_report_of_the_graph_show_the_reconstructions(latent: P
     assert "evaluation/worst.png" in (tmp_path / "report.html").read_text()
 
 
-def test_editing_the_codec_makes_everything_after_it_again(latent: Project) -> None:
+def test_editing_codec_reruns_all_later_stages(latent: Project) -> None:
     path = latent / "config/experiments/micro_dvae.yaml"
     before = path.read_text()
     try:

@@ -1,4 +1,4 @@
-"""An experiment as an RO-Crate: held to what its profiles ask for, and to the files that it describes."""
+"""An experiment as an RO-Crate: checked against its profiles and against the files that it describes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CRATE = "results/micro/ro-crate-metadata.json"
 
 
 def references(value: Any) -> list[str]:
-    """The ids that a property refers to."""
+    """Return the ids that a property refers to."""
     if isinstance(value, list):
         return [name for each in value for name in references(each)]
     return [value["@id"]] if isinstance(value, dict) else []
 
 
 def test_a_run_becomes_a_workflow_run_crate(finished: Project) -> None:
-    """The musts of Workflow Run Crate 0.5, and of the profiles that it extends."""
+    """The requirements (MUST) of Workflow Run Crate 0.5 and of the profiles that it extends."""
     assert finished.planned(CRATE) == {"crate"}
     finished.run(CRATE)
     metadata = json.loads((finished / CRATE).read_text())

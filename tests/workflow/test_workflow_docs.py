@@ -1,4 +1,4 @@
-"""The notebooks of the documentation run on a project of a few images; the picture of the rules is Snakemake's."""
+"""The documentation's notebooks run on a project of a few images; its picture of the rules is Snakemake's graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ edge [color="#8a94a3"];
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_was_committed_with_what_it_prints(made: Project, path: Path, tmp_path: Path) -> None:
+def test_notebook_runs_with_committed_kinds_of_outputs(made: Project, path: Path, tmp_path: Path) -> None:
     for here, there in {"shapes": "micro", "datasets/shapes-32": "datasets/dots-16"}.items():
         (tmp_path / "results" / here).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "results" / here).symlink_to(made / "results" / there)
@@ -40,7 +40,7 @@ def test_a_notebook_runs_and_was_committed_with_what_it_prints(made: Project, pa
             assert names[0] == names[1], RUN
 
 
-def test_the_picture_of_the_rules_is_snakemakes(tmp_path: Path) -> None:
+def test_picture_of_rules_matches_snakemake_rulegraph(tmp_path: Path) -> None:
     done = subprocess.run(
         [*make_project(tmp_path / "project").command(), "--config", "experiments=[demo]", "--rulegraph"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The forecast of an experiment as a rule: made on request, before any training."""
+"""The rule `doctor` forecasts an experiment on request, before any training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from image_diffusion.core.texts import duration
 pytestmark = pytest.mark.slow
 
 
-def test_what_does_not_fit_is_refused_and_what_fits_is_told(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_refuses_too_large_experiment_and_forecasts_fitting_one(
+    fresh: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fresh.edit(lambda experiment: experiment.setdefault("resources", {}).update(memory_mb=1))
     refused = fresh.snakemake("results/micro/doctor.json")
     assert refused.returncode != 0

@@ -1,4 +1,4 @@
-"""The rules used from another folder: as a module of somebody's own workflow, and with `snakemake --directory`."""
+"""The rules used from another folder: as a module of another workflow, and with `snakemake --directory`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.slow
 
 
 def documented() -> str:
-    """The Snakefile of docs/module.md."""
+    """Return the Snakefile in docs/module.md."""
     page = (ROOT / "docs/module.md").read_text()
     return page.split("```python\n")[1].split("```")[0]
 
 
 def write_own_workflow(folder: Path, **changes: str) -> Project:
-    """A folder whose own Snakefile is the documented one but for changes, with images and experiments of its own."""
+    """Write a folder with images, experiments and the documented Snakefile, with changes to its text."""
     project = make_project(folder)
     tracking = {"uri": "sqlite:///mlflow.db", "project": "mine"}
     config = {"diffusion": {"experiments": ["micro_latent"], "results": "models", "tracking": tracking}}
@@ -47,7 +47,7 @@ def test_as_a_module_of_another_workflow(tmp_path: Path) -> None:
     assert "inpipe_fd" in json.loads((models / "micro_latent/metrics.json").read_text())["metrics"]
     assert json.loads((models / "micro_latent/tracked.json").read_text())["project"] == "mine"
     assert not (own / "results").exists()
-    # Its own rule ran as ever, both commands of it; and whose folder it is, is not our business.
+    # Its own rule ran both of its commands, and the package wrote no owner file for a folder that is not its own.
     image = "<img src=models/micro_latent/samples/grid.png>"
     assert (own / "gallery.html").read_text() == f"<h1>Flowers</h1>\n{image}\n"
     assert not (own / ".snakemake/owner").exists()
@@ -74,7 +74,7 @@ def test_a_prefix_of_paths_is_refused_with_one_line(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("error: The module has a prefix, which does not reach")
 
 
-def test_rules_without_the_package_beside_them_say_so(tmp_path: Path) -> None:
+def test_rules_without_package_end_with_error(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project")
     shutil.copy(ROOT / "Snakefile", tmp_path)
     shutil.copytree(ROOT / "workflow", tmp_path / "workflow")
@@ -85,7 +85,7 @@ def test_rules_without_the_package_beside_them_say_so(tmp_path: Path) -> None:
     ]
 
 
-def test_in_another_folder_by_name(finished: Project, made: Project, tmp_path: Path) -> None:
+def test_directory_option_runs_in_another_folder(finished: Project, made: Project, tmp_path: Path) -> None:
     shutil.rmtree(finished / "results/micro/samples")
     (tmp_path / "cwd").mkdir()
     done = subprocess.run(

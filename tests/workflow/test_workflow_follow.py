@@ -1,4 +1,4 @@
-"""What stages log is in MLflow while they run, and nothing of it outlives Snakemake."""
+"""MLflow shows the metrics of stages while they run; the process that sends them ends with Snakemake."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ WHERE tags.key = 'stage' AND tags.value = 'train' AND metrics.key = 'train/loss'
 
 @pytest.fixture
 def fresh(fresh: Project) -> Project:
-    """Its processes are those that a user has."""
+    """Project without warm processes, as for a user."""
     return replace(fresh, cold=True)
 
 
 @pytest.fixture
 def finished(finished: Project) -> Project:
-    """The same."""
+    """Project without warm processes, as for a user."""
     return replace(finished, cold=True)
 
 
 def points(project: Project, status: str) -> int:
-    """How many losses MLflow holds of trainings with this status."""
+    """Return the number of losses in MLflow of trainings with this status."""
     database = project / "mlflow.db"
     if not database.exists():
         return 0
@@ -52,7 +52,7 @@ def points(project: Project, status: str) -> int:
 
 
 def followers(project: Project) -> list[int]:
-    """The processes that follow this project."""
+    """Return the process ids of `track --follow` for this project."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -75,7 +75,7 @@ def wait_until(what: str, condition: object, running: subprocess.Popen[bytes] | 
 
 @contextmanager
 def user_interface(project: Project) -> Iterator[Callable[[], list[str]]]:
-    """`make ui` for a project; what it says of each run, as text."""
+    """Run `make ui` for a project; yield a function that returns its runs as JSON texts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -91,7 +91,7 @@ def user_interface(project: Project) -> Iterator[Callable[[], list[str]]]:
         try:
             with urllib.request.urlopen(request, timeout=20) as answer:
                 return [json.dumps(run) for run in json.load(answer).get("runs", [])]
-        except OSError:  # it has not begun to listen
+        except OSError:  # the server does not listen yet
             return []
 
     try:
@@ -101,9 +101,9 @@ def user_interface(project: Project) -> Iterator[Callable[[], list[str]]]:
         server.wait()
 
 
-def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) -> None:
-    """`make ui` shows a training that runs and does not stop it. Snakemake is then killed; of another training only the
-    follower is, and what it would have sent is sent at the end."""
+def test_curves_reach_mlflow_during_training_and_no_process_is_left(fresh: Project) -> None:
+    """`make ui` shows a running training without stopping it, then Snakemake is killed. In a second training only the
+    follower is killed; its metrics are sent at the end."""
     settings = fresh / "config/config.yaml"
     settings.write_text(settings.read_text().replace("every_s:", "every_s: 1"))
     fresh.edit(lambda experiment: experiment["train"].update(steps=100_000))
@@ -132,7 +132,7 @@ def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) 
     assert points(fresh, "FINISHED") > 0 and points(fresh, "RUNNING") == 0, said
 
 
-def test_a_store_that_is_down_stops_nothing_and_changes_no_byte(fresh: Project, made: Project) -> None:
+def test_unreachable_store_changes_no_result(fresh: Project, made: Project) -> None:
     settings = fresh / "config/config.yaml"
     text = settings.read_text().replace("every_s:", "every_s: 1")
     settings.write_text(text.replace("sqlite:///mlflow.db", "http://127.0.0.1:9"))
@@ -145,7 +145,7 @@ def test_a_store_that_is_down_stops_nothing_and_changes_no_byte(fresh: Project, 
 
 
 def test_a_password_is_in_no_command_line_and_in_no_file(finished: Project) -> None:
-    """The store refuses everything, so that whoever writes something about it does so now."""
+    """The store refuses every request, so that every error message that could contain the password is written."""
     seen: list[bytes] = []
     with HTTPServer(("127.0.0.1", 0), Refuses) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -169,7 +169,7 @@ def test_a_password_is_in_no_command_line_and_in_no_file(finished: Project) -> N
 
 
 class Refuses(BaseHTTPRequestHandler):
-    """A store that grants nothing to anybody, and remembers who asked."""
+    """MLflow server that answers every request with 401 and records the Authorization headers."""
 
     asked: ClassVar[set[str | None]] = set()
 

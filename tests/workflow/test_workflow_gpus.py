@@ -1,4 +1,4 @@
-"""Several GPUs of a machine without a queue work at once. CUDA_VISIBLE_DEVICES names them; PyTorch here has none."""
+"""Jobs use several GPUs of a machine without a queue at once. CUDA_VISIBLE_DEVICES names them; none is needed."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if sys.orig_argv[1:4] == ["-m", "image_diffusion", "sample"]:
     Path(sys.orig_argv[sys.orig_argv.index("--output") + 1]).write_text(begun.name)
     os._exit(0)
 """
-"""Python begins with this. It takes the place of `sample`: waits until eight are alive, and writes its device."""
+"""Run by Python at start-up instead of `sample`: waits until eight such processes run, and writes its device."""
 
 
 @pytest.fixture
 def shared(finished: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Project:
-    """A project in which everything has been made, one job after the other; from now on it asks for a GPU."""
+    """A finished project, made by one job after the other, that requests a GPU from now on."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(REQUESTED, "")  # the CPU stands in
@@ -47,7 +47,7 @@ def shared(finished: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     return finished
 
 
-def test_eight_parts_of_samples_are_made_at_once_each_on_a_gpu_of_its_own(
+def test_eight_sample_jobs_run_at_once_on_one_gpu_each(
     shared: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shared.edit(lambda experiment: experiment["sample"].update(batch_size=2))
@@ -59,7 +59,7 @@ def test_eight_parts_of_samples_are_made_at_once_each_on_a_gpu_of_its_own(
     assert {(shared / part).read_text() for part in parts} == set(EIGHT.split(","))
 
 
-def test_the_number_of_gpus_changes_no_result_and_makes_none_again(
+def test_number_of_gpus_changes_no_result_and_reruns_nothing(
     shared: Project, made: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shared.planned() == set()
@@ -73,9 +73,7 @@ def test_the_number_of_gpus_changes_no_result_and_makes_none_again(
     assert "Nothing to be done" in shared.run(), "one job would make them now"
 
 
-def test_a_training_that_needs_more_gpus_is_refused_in_one_line_before_any_work(
-    fresh: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_with_too_few_gpus_is_refused_before_any_work(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh.edit(lambda experiment: experiment["resources"].update(gpus_per_node=8, processes_per_node=8))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", EIGHT)
     assert "train" in fresh.planned()
@@ -89,7 +87,7 @@ def test_a_training_that_needs_more_gpus_is_refused_in_one_line_before_any_work(
     assert not (fresh / "results/datasets/dots-16/crops").exists()
 
 
-def test_latents_that_several_gpus_encode_are_those_of_one_and_are_not_made_again(
+def test_latents_encoded_by_several_gpus_equal_those_of_one_and_are_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

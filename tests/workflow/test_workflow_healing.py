@@ -1,4 +1,4 @@
-"""What is damaged or removed behind Snakemake is made again by the same command, and ends as it was."""
+"""Files that were damaged or removed outside Snakemake are made again by the same command, with the same bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERYTHING = {"crop", "datasheet", "detect", "reference", *AFTER_TRAIN}
 
 
 def flip(path: Path) -> None:
-    """Flip a bit in the middle of a file, and set its times back as far as one can."""
+    """Flip a bit in the middle of a file, and restore its access and modification times."""
     before = path.stat()
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -44,7 +44,7 @@ def forget_runs(path: Path) -> None:
 
 
 def of_other_weights(path: Path) -> None:
-    """Put the file of another experiment in its place, as far as it can be read."""
+    """Replace a file by one of other weights, if it can be read, and restore its times."""
     before = path.stat()
     with suppress(ValueError):
         content = read_json(path)
@@ -54,7 +54,7 @@ def of_other_weights(path: Path) -> None:
 
 
 def in_an_hour(path: Path) -> None:
-    """Date a file as one that was written while the clock was wrong."""
+    """Date a file one hour ahead, as if written while the clock was wrong."""
     os.utime(path, (time.time() + 3600,) * 2)
 
 
@@ -94,12 +94,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], set[str]]] = {
     "how a reference is made": ("datasets/dots-16/config/reference-inpipe.yaml", flip, set()),
     "what was resolved": (".resolved.json", flip, set()),
     "metrics from the future": ("micro/metrics.json", in_an_hour, AFTER_SAMPLE - {"sample"}),
-    "a configuration from the future": ("micro/config/train.yaml", in_an_hour, set()),  # it says the same
+    "a configuration from the future": ("micro/config/train.yaml", in_an_hour, set()),  # its content is unchanged
     "the note of the source": ("datasets/dots-16/source.json", cut, set()),
 }
 
 
-def test_each_damage_is_seen(finished: Project) -> None:
+def test_each_damage_reruns_its_stages(finished: Project) -> None:
     for what, (name, damage, expected) in DAMAGES.items():
         path = finished / "results" / name
         before, times = path.read_bytes(), path.stat()
@@ -112,7 +112,7 @@ def test_each_damage_is_seen(finished: Project) -> None:
 
 
 @pytest.mark.smoke
-def test_everything_damaged_at_once_ends_as_it_was(finished: Project, made: Project) -> None:
+def test_results_damaged_at_once_are_restored(finished: Project, made: Project) -> None:
     cut(finished / "results/datasets/dots-16/.source-cache.json")
     for name, damage, _ in DAMAGES.values():
         path = finished / "results" / name
@@ -130,7 +130,7 @@ def test_everything_damaged_at_once_ends_as_it_was(finished: Project, made: Proj
 
 
 def results(project: Project) -> dict[str, bytes]:
-    """What the workflow promises to be the same: everything but what holds times, paths or runs of MLflow."""
+    """Return the contents that the workflow reproduces: all files but those with times, paths or runs of MLflow."""
     root = project / "results"
     told = {
         "journal",

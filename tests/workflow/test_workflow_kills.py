@@ -1,4 +1,4 @@
-"""Everything killed at once, Snakemake included: the same command goes on and ends with the same bytes."""
+"""All processes killed at once, Snakemake included: the same command resumes and ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESULTS = ["results/micro/train/weights.safetensors", "results/micro/samples/sam
 
 
 def started(project: Project, *arguments: str) -> subprocess.Popen[bytes]:
-    """Snakemake in a session of its own, and its processes as a user has them."""
+    """Start Snakemake in a new session, without warm processes."""
     silent = subprocess.DEVNULL
     return subprocess.Popen(
         [*replace(project, cold=True).command(), *arguments],
@@ -48,7 +48,7 @@ def wait_for(path: Path, running: subprocess.Popen[bytes]) -> None:
         pytest.param("results/micro/train/state", marks=pytest.mark.smoke),
     ],
 )
-def test_the_same_command_goes_on(fresh: Project, made: Project, instant: str) -> None:
+def test_killed_workflow_resumes_bit_exactly(fresh: Project, made: Project, instant: str) -> None:
     with started(fresh) as running:
         wait_for(fresh / instant, running)
         os.killpg(running.pid, signal.SIGKILL)
@@ -57,8 +57,8 @@ def test_the_same_command_goes_on(fresh: Project, made: Project, instant: str) -
         assert (fresh / result).read_bytes() == (made / result).read_bytes(), result
 
 
-def test_what_snakemake_has_started_ends_with_it_and_changes_nothing_later(fresh: Project, made: Project) -> None:
-    """Snakemake killed alone while it trains; then fewer steps, and the same command."""
+def test_jobs_end_with_killed_snakemake_and_change_no_later_result(fresh: Project, made: Project) -> None:
+    """Only Snakemake is killed during training; then the same command runs with fewer steps."""
     steps = yaml.safe_load((fresh / "config/experiments/micro.yaml").read_text())["train"]["steps"]
     fresh.edit(lambda experiment: experiment["train"].update(steps=10**6, checkpoint={"every_steps": 20}))
     with started(fresh) as running:
@@ -90,7 +90,7 @@ def test_weights_of_another_training_are_not_used(finished: Project) -> None:
 
 
 def processes_in(folder: Path) -> set[int]:
-    """The processes whose working directory is a folder."""
+    """Return the ids of processes whose working directory is the folder."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -100,7 +100,7 @@ def processes_in(folder: Path) -> set[int]:
 
 
 def signal_jobs(running: subprocess.Popen[bytes], folder: Path, number: int = signal.SIGKILL) -> None:
-    """Send a signal to the processes that Snakemake has started in a folder. Some end as soon as others have."""
+    """Send a signal to the processes that Snakemake has started in a folder. Some may end because others did."""
     for process in processes_in(folder) - {running.pid}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
@@ -123,10 +123,10 @@ def of_many_batches(made: Project, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     ("output", "files"), [("samples/samples.npz", 2), ("metrics.json", 1)], ids=["sample", "evaluate"]
 )
-def test_a_stage_that_fails_in_the_middle_goes_on_there(
+def test_interrupted_stage_reuses_finished_batches(
     of_many_batches: Project, tmp_path: Path, output: str, files: int, number: int
 ) -> None:
-    """Snakemake removes the output of the stage that failed, and not what the stage has made of it so far."""
+    """Snakemake removes the output of the failed stage but not its finished batches."""
     subprocess.run(["cp", "--archive", of_many_batches.folder, tmp_path / "project"], check=True)
     finished = Project(tmp_path / "project")
     path = finished / "results/micro" / output
@@ -149,7 +149,7 @@ def test_a_stage_that_fails_in_the_middle_goes_on_there(
     assert re.search(rf"{path.name}: {there} of \d+ batches are reused from an earlier run", logged)
 
 
-def test_a_second_snakemake_is_told_to_wait(fresh: Project) -> None:
+def test_second_snakemake_is_refused_by_lock(fresh: Project) -> None:
     with started(fresh) as running:
         wait_for(fresh / "logs/datasets/dots-16/crop.log", running)
         second = fresh.snakemake()
@@ -158,8 +158,8 @@ def test_a_second_snakemake_is_told_to_wait(fresh: Project) -> None:
     assert "Directory cannot be locked" in second.stdout
 
 
-def test_a_second_snakemake_from_another_clone_leaves_the_results_alone(fresh: Project, tmp_path: Path) -> None:
-    """Two clones whose config.yaml names one folder of results: a dry run writes configurations, too."""
+def test_second_snakemake_from_another_clone_is_refused(fresh: Project, tmp_path: Path) -> None:
+    """Two clones whose config.yaml names the same folder of results. A dry run is refused: it writes configurations."""
     shared = tmp_path / "results"
     clone = make_project(tmp_path / "clone")
     with started(fresh, "--config", f"results={shared}") as running:
@@ -174,7 +174,7 @@ def test_a_second_snakemake_from_another_clone_leaves_the_results_alone(fresh: P
 
 
 def test_crops_and_two_processes_need_no_shared_memory(fresh: Project) -> None:
-    """/dev/shm where nothing can be written, as in some containers: seen in a mount namespace of our own."""
+    """In a mount namespace in which /dev/shm is read-only, as in some containers."""
     hide = 'mount -t tmpfs -o ro none /dev/shm && exec "$@"'
     inside = ["unshare", "--mount", "sh", "-c", hide, "sh"]
     if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:

@@ -1,4 +1,4 @@
-"""From latents that others have encoded to images: the whole graph, without one image to begin with."""
+"""The whole workflow from latents that other tools have encoded, without any training image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES = {"encode", "train", "sample", "evaluate", "track", "report", "summary"}
 
 
 def write_project(folder: Path, kind: str) -> Project:
-    """A project whose experiment `micro` learns from the latents of one tool, and is compared with a file."""
+    """Write a project whose experiment `micro` trains on latents of one tool and is evaluated against a file."""
     from torchvision import models
 
     project = make_project(folder, images=0)
@@ -53,7 +53,7 @@ def write_project(folder: Path, kind: str) -> Project:
 
 
 @pytest.mark.parametrize("kind", ["edm2", "lightningdit", "fastdit"])
-def test_latents_of_others_become_a_model_and_its_images(kind: str, tmp_path: Path) -> None:
+def test_external_latents_are_trained_sampled_and_evaluated(kind: str, tmp_path: Path) -> None:
     project = write_project(tmp_path / "project", kind)
     planned = project.planned()
     assert planned >= RULES and not planned & {"crop", "datasheet", "detect", "reference"}
@@ -73,7 +73,7 @@ def test_latents_of_others_become_a_model_and_its_images(kind: str, tmp_path: Pa
         assert "data.source.path: given does not exist" in told
 
 
-def test_without_a_file_to_compare_with_the_experiment_is_refused(tmp_path: Path) -> None:
+def test_latents_without_reference_file_are_refused(tmp_path: Path) -> None:
     project = write_project(tmp_path / "project", "fastdit")
     path = project / "config/experiments/micro.yaml"
     path.write_text(yaml.safe_dump({k: v for k, v in yaml.safe_load(path.read_text()).items() if k != "evaluate"}))

@@ -1,4 +1,4 @@
-"""One graph from masks and numbers beside the images to images of those, judged by a segmenter and exported."""
+"""Workflow from images with masks and numbers to samples of these, evaluated by a segmenter and exported."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 
 
 def mask_of(path: Path) -> Image.Image:
-    """Return which half of an image is the brighter one, of 0 and 255."""
+    """Return a mask of 0 and 255: the pixels of an image that are brighter than its median."""
     with Image.open(path) as image:
         middle = sorted(image.convert("L").getdata())[image.width * image.height // 2]
         return image.convert("L").point(lambda level: 255 * (level > middle))
 
 
 def write_masks(project: Project) -> tuple[list[Path], list[Path]]:
-    """Write a mask for each image but the last one. Returns the images, and the masks that they would have."""
+    """Write a mask for each image but the last one. Return the paths of all images and of their masks."""
     paths = sorted((project / "images").rglob("*.png"))
     masks = [project / "masks" / path.relative_to(project / "images").with_suffix(".bmp") for path in paths]
     for path, mask in list(zip(paths, masks, strict=True))[:-1]:
@@ -48,7 +48,7 @@ def masked(data: dict[str, Any]) -> None:
     data["export"] = {"format": "pipeline"}
 
 
-def test_masks_of_a_folder_and_numbers_of_a_table_lead_to_images_that_are_judged_by_them(fresh: Project) -> None:
+def test_masks_and_numbers_condition_samples_and_evaluation(fresh: Project) -> None:
     paths, masks = write_masks(fresh)
     numbered = [f"{path.relative_to(fresh / 'images')},{number}" for number, path in enumerate(paths)]
     (fresh / "numbers.csv").write_text("\n".join(["path,age", *numbered[1:]]))  # the first image has no number
@@ -121,7 +121,7 @@ def test_masks_of_a_folder_and_numbers_of_a_table_lead_to_images_that_are_judged
     assert fresh.planned() == set()
 
 
-def test_masks_beside_latents_lead_to_images_that_are_judged_by_them(fresh: Project) -> None:
+def test_masks_condition_samples_and_evaluation_of_latent_model(fresh: Project) -> None:
     diffusers = pytest.importorskip("diffusers")
     write_masks(fresh)
     write_autoencoder("kl4", fresh / "vae")

@@ -1,4 +1,4 @@
-"""A project whose machine is lost: another one with the same files and an empty disk goes on from the mirror."""
+"""A project whose machine is lost: another machine with the same files and an empty disk resumes from the mirror."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def mirrored(project: Project, bucket: Path) -> Project:
-    """The project with a mirror in a folder."""
+    """Give the project a mirror in a folder."""
     path = project / "config/config.yaml"
     section = f"mirror: {{url: 'file://{bucket}', every_s: 0.5, silence_s: 2}}"
     assert path.read_text().count("\nmirror:\n") == 1
@@ -22,7 +22,7 @@ def mirrored(project: Project, bucket: Path) -> Project:
 
 
 def results(project: Project) -> dict[str, bytes]:
-    """The bytes of all results but notes of the disk, pages, and the note of a store that each machine has."""
+    """Return the bytes of all results but pages and the files that each machine writes for its own disk and store."""
     folder = project / "results"
     names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     own = {
@@ -39,12 +39,12 @@ def results(project: Project) -> dict[str, bytes]:
 
 
 def mirror(project: Project, *options: str) -> str:
-    """What `image-diffusion mirror` prints."""
+    """Run `image-diffusion mirror` and return its output."""
     command = [project.command()[0], "-m", "image_diffusion", "mirror", *options]
     return subprocess.run(command, cwd=project.folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_fresh_disk_gets_everything_and_only_fills_its_own_store(finished: Project, tmp_path: Path) -> None:
+def test_empty_disk_is_restored_from_mirror_and_only_tracked_again(finished: Project, tmp_path: Path) -> None:
     bucket = tmp_path / "bucket"
     mirrored(finished, bucket)
     finished.run()

@@ -1,4 +1,4 @@
-"""A mistake of the user's is one clear line, told before any work begins."""
+"""A user's mistake is reported in one line before any work begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def told(project: Project, *arguments: str) -> str:
-    """The one line that Snakemake ends with."""
+    """Run Snakemake, which must fail with one line and no work done, and return this line."""
     done = project.snakemake(*arguments)
     assert done.returncode == 1
     usual = ("Config file config/config.yaml", "Using workflow specific profile ")
@@ -42,17 +42,17 @@ def told(project: Project, *arguments: str) -> str:
         ),
     ],
 )
-def test_an_experiment_that_cannot_work(fresh: Project, change: Callable[[dict[str, Any]], object], line: str) -> None:
+def test_invalid_experiment(fresh: Project, change: Callable[[dict[str, Any]], object], line: str) -> None:
     fresh.edit(change)
     assert told(fresh).startswith(line)
 
 
-def test_a_folder_of_images_that_is_missing(fresh: Project) -> None:
+def test_missing_folder_of_images(fresh: Project) -> None:
     shutil.rmtree(fresh / "images")
     assert "images" in told(fresh)
 
 
-def test_a_folder_without_images(fresh: Project) -> None:
+def test_folder_without_images(fresh: Project) -> None:
     shutil.rmtree(fresh / "images")
     (fresh / "images").mkdir()
     assert "holds no files" in told(fresh)
@@ -71,19 +71,19 @@ def test_fewer_images_than_a_batch(fresh: Project) -> None:
     assert "fewer than one batch of train.global_batch = 1000" in line
 
 
-def test_an_experiment_that_is_missing(fresh: Project) -> None:
+def test_missing_experiment(fresh: Project) -> None:
     line = told(fresh, "--config", "experiments=[macro]")
     assert line.startswith("error: config/experiments/macro.yaml does not exist. Did you mean micro?")
 
 
-def test_a_base_that_is_missing(fresh: Project) -> None:
+def test_missing_base(fresh: Project) -> None:
     (fresh / "config/experiments/mine.yaml").write_text("base: mikro\n")
     line = told(fresh, "mine")
     assert line.startswith("error: config/experiments/mine.yaml: base is mikro, but config/experiments/mikro.yaml does")
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "experiments/micro.yaml"])
-def test_a_key_that_stands_twice(fresh: Project, name: str) -> None:
+def test_duplicate_key(fresh: Project, name: str) -> None:
     path = fresh / "config" / name
     first = next(line for line in path.read_text().splitlines() if line and line[0].isalpha())
     path.write_text(f"{path.read_text()}\n{first}\n")
@@ -92,14 +92,14 @@ def test_a_key_that_stands_twice(fresh: Project, name: str) -> None:
     assert f"the key {key} occurs here and in line " in told(fresh, "--config", "results=elsewhere")
 
 
-def test_a_key_of_the_workflow_that_is_misspelt(fresh: Project) -> None:
+def test_misspelt_workflow_key(fresh: Project) -> None:
     line = told(fresh, "--config", "reslts=elsewhere")
     assert line == "error: config/config.yaml: reslts is not a known key. Did you mean results?"
 
 
 @pytest.mark.parametrize("is_dry", [True, False])
-def test_results_of_another_snakemake_keep_their_configuration(fresh: Project, is_dry: bool) -> None:
-    """Whoever works in the results from another folder goes on with what it read there."""
+def test_results_in_use_by_another_snakemake_keep_their_configuration(fresh: Project, is_dry: bool) -> None:
+    """A Snakemake that works in the results from another folder keeps the configuration that it has read."""
     fresh.planned()
     configuration = {path: path.read_bytes() for path in fresh.folder.glob("results/**/config/*")}
     assert configuration
@@ -113,7 +113,7 @@ def test_results_of_another_snakemake_keep_their_configuration(fresh: Project, i
     assert {path: path.read_bytes() for path in configuration} == configuration
 
 
-def test_a_dry_run_says_that_it_changes_what_a_snakemake_of_this_folder_reads(fresh: Project) -> None:
+def test_dry_run_warns_when_it_changes_configuration_of_running_snakemake(fresh: Project) -> None:
     said = "warning: Another Snakemake works in this folder, and its next stages read the configuration that has"
     fresh.planned()
     with (fresh / ".snakemake/owner").open() as other:
@@ -124,7 +124,7 @@ def test_a_dry_run_says_that_it_changes_what_a_snakemake_of_this_folder_reads(fr
         assert said not in fresh.run("--dry-run")
 
 
-def test_a_store_that_is_no_text(fresh: Project) -> None:
+def test_tracking_settings_of_wrong_type(fresh: Project) -> None:
     line = told(fresh, "--config", "tracking=x")
     assert line == "error: config/config.yaml: tracking: 'x' is not of type 'object'."
     path = fresh / "config/config.yaml"
@@ -132,7 +132,7 @@ def test_a_store_that_is_no_text(fresh: Project) -> None:
     assert told(fresh) == "error: config/config.yaml: tracking.uri: 5 is not of type 'string'."
 
 
-def test_the_mistake_corrected_goes_on(fresh: Project) -> None:
+def test_corrected_experiment_is_planned(fresh: Project) -> None:
     fresh.edit(lambda experiment: experiment["train"].update(stpes=3))
     told(fresh, "--dry-run")
     fresh.edit(lambda experiment: experiment["train"].pop("stpes"))

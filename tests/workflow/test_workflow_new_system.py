@@ -1,5 +1,5 @@
-"""A new kind of system is a page and a line: own network, batch, samples, judgement and headline; no verb knows. So
-are the parts of docs/extending.md, all of them in one experiment."""
+"""A new system with its own network, batch, samples, evaluation and headline metric needs one file and one changed
+line. The parts in docs/extending.md need as little; one experiment uses all of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PARTS = {
     "networks/mixer.py": None,
     "systems/mixer.py": ("MixerSystem", "DiTSystem"),
 }
-"""Files of docs/extending.md in its order; the class that each adds to a union, and one that is there."""
+"""Files of docs/extending.md in its order; the class that each adds to a union, and a class that is already in it."""
 OF_PARTS = EXPERIMENT | {
     "data": EXPERIMENT["data"] | {"name": "spots"},
     "codec": {"type": "grey"},
@@ -57,7 +57,7 @@ OF_PARTS = EXPERIMENT | {
 
 
 def with_the_page(folder: Path) -> None:
-    """The package and its workflow, with one page more and one line changed; and the parts of docs/extending.md."""
+    """Copy the package and its workflow, with one added file, one changed line and the parts in docs/extending.md."""
     for name in ("Snakefile", "workflow", "src", "envs"):
         source = ROOT / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
@@ -97,7 +97,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return copied
 
 
-def test_it_is_trained_sampled_judged_tracked_and_shown(made: Project) -> None:
+def test_new_system_runs_through_every_stage(made: Project) -> None:
     results = made / "results/micro"
     plan = json.loads((results / "config/plan.json").read_text())
     assert (plan["system"], plan["headline"], plan["makes_samples"], plan["detectors"]) == (
@@ -116,7 +116,7 @@ def test_it_is_trained_sampled_judged_tracked_and_shown(made: Project) -> None:
     assert (results / "tracked.json").is_file()
 
 
-def test_the_parts_that_the_page_shows_go_through_every_stage(made: Project) -> None:
+def test_parts_of_extending_page_run_through_every_stage(made: Project) -> None:
     results = made / "results/parts"
     model = json.loads((results / "train/model.json").read_text())
     assert model["system"]["objective"]["type"] == "absolute" and "grey" in json.dumps(model["codec"])

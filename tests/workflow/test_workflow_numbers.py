@@ -1,4 +1,4 @@
-"""One graph from a table of numbers to images of a class and numbers, with grids, metrics and an export."""
+"""Workflow from a table of numbers to images of a class and numbers, with grids, metrics and an export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyarrow import parquet
 pytestmark = pytest.mark.slow
 
 
-def test_numbers_of_a_table_lead_to_images_that_rows_ask_for(fresh: Project) -> None:
+def test_numbers_of_table_condition_samples_and_synthesized_data_set(fresh: Project) -> None:
     paths = sorted(path.relative_to(fresh / "images").as_posix() for path in (fresh / "images").rglob("*.png"))
     table = fresh / "numbers.csv"
     rows = [f"{path},{number % 17},{'' if number % 5 == 0 else number / 10}" for number, path in enumerate(paths)]

@@ -1,4 +1,4 @@
-"""Large data sets are shared by several jobs: Snakemake plans them, and what they make is what one job makes."""
+"""Several jobs share a large data set: Snakemake plans them, and their output equals that of one job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CROPS = "results/datasets/dots-16/crops"
 
 
 def test_a_very_large_set_is_cropped_by_several_jobs(fresh: Project) -> None:
-    """Files without content, of as many bytes as four million images take."""
+    """Sparse files with the size of four million images."""
     fresh.edit(lambda experiment: experiment["data"].update(num_shards=32))
     assert "crop_part" not in fresh.planned()
     for number in range(4):
@@ -30,9 +30,7 @@ def test_a_very_large_set_is_cropped_by_several_jobs(fresh: Project) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["time limit", "kill"])
-def test_parts_that_fail_in_the_middle_go_on_and_give_the_crops_of_one_job(
-    fresh: Project, made: Project, number: int
-) -> None:
+def test_interrupted_crop_jobs_resume_and_equal_one_job(fresh: Project, made: Project, number: int) -> None:
     parts = [f"{CROPS}/part-{part}-of-2.json" for part in range(2)]
     with started(fresh, "--jobs", "1", *parts) as running:
         while not list((fresh / CROPS).glob("shard-*.tar")):

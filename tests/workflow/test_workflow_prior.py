@@ -1,4 +1,4 @@
-"""One graph from images, or from the embeddings of others, to a judged prior."""
+"""Workflow from images, or from external embeddings, to an evaluated prior."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = {"crop", "datasheet", "detect", "embed", "train", "evaluate"}
 
 @pytest.fixture(scope="module")
 def prior(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project in which `micro_prior` has been made. Its tests leave it as it was."""
+    """Project with a finished `micro_prior`. Tests restore what they change."""
     project = make_project(tmp_path_factory.mktemp("prior") / "project")
     shutil.copy(ROOT / "tests" / "workflow" / "micro_prior.yaml", project / "config/experiments")
     config = project / "config/config.yaml"
@@ -29,7 +29,7 @@ def prior(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-def test_everything_was_made_and_nothing_is_left_to_do(prior: Project) -> None:
+def test_prior_results_exist_and_nothing_is_left_to_do(prior: Project) -> None:
     pairs = open_shards(prior / "results/datasets/dots-16/pairs-hashed", "all", in_background=True)
     assert pairs.num_samples == 64 and pairs.shape == (7, 128)
     assert (prior / "results/micro_prior/train/raw/weights.safetensors").is_file()
@@ -37,7 +37,7 @@ def test_everything_was_made_and_nothing_is_left_to_do(prior: Project) -> None:
     assert prior.planned() == set()
 
 
-def test_the_prior_is_judged_by_losses_and_similarities(prior: Project) -> None:
+def test_prior_is_evaluated_by_losses_and_similarities(prior: Project) -> None:
     result = json.loads((prior / "results/micro_prior/metrics.json").read_text())
     names = {"loss_train", "loss_validation", "loss_test", "loss_online_test", "baseline_similarity"}
     names |= {f"similarity_with_{what}_{n}" for what in ("image", "text", "unrelated_caption") for n in (2, 3)}
@@ -47,7 +47,7 @@ def test_the_prior_is_judged_by_losses_and_similarities(prior: Project) -> None:
     assert "similarity_with_image_3" in page and "Predicted and real image embeddings" in page
 
 
-def test_an_edit_makes_its_own_stage_and_those_after_it_again(prior: Project) -> None:
+def test_edit_reruns_its_stage_and_later_ones(prior: Project) -> None:
     path = prior / "config/experiments/micro_prior.yaml"
     before = path.read_text()
     try:
@@ -83,7 +83,7 @@ def test_captions_that_are_edited_in_place_are_embedded_again(prior: Project) ->
         prior.run(target)
 
 
-def test_embeddings_of_others_need_no_crops_and_a_changed_file_makes_them_again(prior: Project) -> None:
+def test_external_embeddings_need_no_crops_and_rerun_when_changed(prior: Project) -> None:
     folder, rows = prior / "embeddings", np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
     path, before = (
         prior / "config/experiments/micro_prior.yaml",
@@ -115,8 +115,8 @@ def test_embeddings_of_others_need_no_crops_and_a_changed_file_makes_them_again(
         prior.planned()
 
 
-def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> None:
-    """One graph from captions to enlarged images; an edit of the prior makes what follows again, and nothing else."""
+def test_decoder_draws_images_from_embeddings_of_prior(prior: Project) -> None:
+    """Workflow from captions to enlarged images; an edit of the prior reruns only the later stages."""
     path, decoder, upsampler = (
         prior / f"config/experiments/{name}.yaml" for name in ("micro_prior", "decoder", "upsampler")
     )

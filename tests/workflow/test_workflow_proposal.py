@@ -25,7 +25,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_folder_and_a_budget_are_enough(tmp_path: Path) -> None:
+def test_proposed_experiment_trains_samples_and_is_evaluated(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(48):
         path = tmp_path / "images" / ("light" if number % 2 else "dark") / f"{number:02}.png"
@@ -43,7 +43,7 @@ def test_a_folder_and_a_budget_are_enough(tmp_path: Path) -> None:
     path = tmp_path / "mine/config/experiments/mine.yaml"
     proposed = from_text(path.read_text())
     assert proposed["train"]["steps"] >= 200
-    # The speed of the machine decides how often each of the 48 images is seen, and with it whether copies are feared.
+    # The speed of the machine decides how often each of the 48 images is seen, and so the augmentation against copies.
     passes = proposed["train"]["steps"] * proposed["train"]["global_batch"] / 48
     augment = {"probability": 0.25, "until": 0.9} if passes >= 600 else {"probability": 0}
     assert proposed["train"]["augment"] == augment
@@ -52,7 +52,7 @@ def test_a_folder_and_a_budget_are_enough(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(f"steps: {proposed['train']['steps']}", "steps: 20", 1))
     done = run(tmp_path / "mine", "snakemake", "--cores", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    # As brief as in a clone: the project is the head of its workflow, not a user of its rules.
+    # Output as short as in a clone: the project runs the workflow itself, not as a module.
     assert "mine/train done in " in done.stderr and "localrule" not in done.stdout + done.stderr
     results = tmp_path / "mine/results/mine"
     assert (results / "report/index.html").is_file()

@@ -1,4 +1,4 @@
-"""Failed jobs of a queue, with stand-ins for the commands of Slurm: sbatch accepts every job and each of them fails."""
+"""Failed jobs of a queue, with stand-ins for the commands of Slurm: sbatch accepts every job and every job fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from projects import Project
 JOBS = 20
 HANGS_S = 25
 STAND_INS = {
-    # The job's note, as `logged` begins it on a node and as a stage that finds a mistake ends it.
+    # The job's note: the first line as `logged` writes it on a node, the last as a stage writes it on a mistake.
     "sbatch": r"""
 job=$(echo "$*" | grep -o 'dataset=set[0-9]*' | head -n 1 | tr -dc 0-9)
 note=logs/datasets/set$job-16/crop.log.attempt
@@ -21,7 +21,7 @@ printf '%s\n' "$job n1 $(date +%s)" '["mistake", "The image is too small."]' >>$
 touch .snakemake/slurm_logs/rule_crop/set$job-16/$job.log
 echo $job""",
     "squeue": f'[[ "$*" == *%V* ]] || for job in $(seq {JOBS}); do echo "$job|FAILED"; done',
-    # The plugin guesses an account from it, too.
+    # The plugin also calls it to guess an account.
     "sacct": f'[[ "$*" == *job* || "$*" == *-j* ]] || exit 1; echo >>"$STATE/asked"; exec sleep {HANGS_S}',
     "sinfo": "echo main",
     "scontrol": "echo MinJobAge = 300 sec",
@@ -31,7 +31,7 @@ echo $job""",
 
 @pytest.fixture
 def queue(fresh: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A project of many data sets, and a Slurm whose accounting hangs."""
+    """Project of many data sets, and a simulated Slurm whose accounting hangs."""
     for name, script in STAND_INS.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)

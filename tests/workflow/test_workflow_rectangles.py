@@ -1,4 +1,4 @@
-"""Images of a height and a width, through every stage of every system that draws images."""
+"""Rectangular images through every stage of every system that draws images."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_crops_samples_and_metrics_have_their_shape(project: Project) -> None:
 
 
 @pytest.mark.parametrize("name", [*ON_PIXELS, "micro_latent"])
-def test_an_exported_model_draws_their_shape(project: Project, name: str) -> None:
+def test_exported_model_draws_rectangles(project: Project, name: str) -> None:
     from diffusers import DiffusionPipeline  # here: collecting tests does not import it
 
     folder = str(project / f"results/{name}/diffusers")
@@ -72,7 +72,7 @@ def test_an_exported_model_draws_their_shape(project: Project, name: str) -> Non
     assert [image.size for image in images] == [(96, 48)] * 2
 
 
-def test_the_model_says_its_shape_and_a_square_one_is_another_data_set(project: Project) -> None:
+def test_model_records_its_shape_and_square_images_are_another_data_set(project: Project) -> None:
     model = json.loads((project / "results/micro/train/model.json").read_text())
     assert model["spec"]["resolution"] == SHAPE
     planned = project.planned("--config", "experiments=[micro]")
@@ -84,6 +84,6 @@ def test_the_model_says_its_shape_and_a_square_one_is_another_data_set(project: 
     assert {"crop", "train"} <= project.planned("--config", "experiments=[square]")
 
 
-def test_trainings_that_stopped_go_on_to_the_same_bytes(project: Project) -> None:
+def test_stopped_trainings_resume_bit_exactly(project: Project) -> None:
     before, after = project.weights_after_resuming(*ALL)
     assert after == before

@@ -1,4 +1,4 @@
-"""The page of an experiment: everything in one file, the same bytes for the same results."""
+"""The page of an experiment: one self-contained file, the same bytes for the same results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_page_needs_no_other_file(made: Project) -> None:
 
 
 @pytest.mark.smoke
-def test_the_page_shows_what_was_found(made: Project) -> None:
+def test_page_shows_results_and_provenance(made: Project) -> None:
     page = (made / PAGE).read_text()
     shown = ["<h1>micro</h1>", "Samples", "inpipe_fd", "train/loss", "num_samples", "global_batch"]
     shown += [
@@ -83,7 +83,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def pictures_shown(browser: Browser) -> list[bool]:
-    """Of every picture on the page, whether it is there."""
+    """Return for every picture on the page whether it is loaded."""
     shown: list[bool] = browser.evaluate("[...document.images].map(each => each.complete && each.naturalWidth > 0)")
     return shown
 
@@ -173,11 +173,11 @@ CONTRAST = """
     return (one + 0.05) / (two + 0.05);
   }));
 })()
-"""  # of WCAG 2, the least of all text on the page
+"""  # least contrast ratio (WCAG 2) of all text on the page
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_tables_sort_numbers_and_times_and_put_what_is_missing_last(
+def test_tables_sort_numbers_and_times_with_missing_values_last(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "workflow/scripts"))
@@ -215,9 +215,7 @@ def test_tables_sort_numbers_and_times_and_put_what_is_missing_last(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_the_summary_keeps_what_was_made_before_and_compares_two(
-    made: Project, browser: Browser, tmp_path: Path
-) -> None:
+def test_summary_keeps_earlier_experiments_and_compares_two(made: Project, browser: Browser, tmp_path: Path) -> None:
     results = tmp_path / "results"
     for name in ("micro", "older"):
         shutil.copytree(made / "results/micro", results / name)

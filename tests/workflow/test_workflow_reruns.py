@@ -1,4 +1,4 @@
-"""What an edit makes again: its own stage and those after it, and nothing else."""
+"""An edit reruns its own stage and later ones, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def test_a_second_run_has_nothing_to_do(finished: Project) -> None:
     assert "Nothing to be done" in finished.run()
 
 
-def test_a_comment_makes_nothing_again(finished: Project) -> None:
+def test_comment_reruns_nothing(finished: Project) -> None:
     path = finished / "config/experiments/micro.yaml"
     path.write_text("# Another word.\n" + path.read_text())
     assert finished.planned() == set()
 
 
-def test_touching_the_source_makes_nothing_again(finished: Project) -> None:
+def test_touching_source_reruns_nothing(finished: Project) -> None:
     for path in (finished / "images").rglob("*.png"):
         os.utime(path)
     assert finished.planned() == set()
 
 
 @pytest.mark.smoke
-def test_editing_sample_makes_sample_and_what_follows_again(finished: Project) -> None:
+def test_editing_sample_reruns_sample_and_later_stages(finished: Project) -> None:
     finished.edit(lambda experiment: experiment["sample"].update(num_samples=8))
     assert finished.planned() == AFTER_SAMPLE
 
@@ -49,13 +49,13 @@ def test_editing_train_leaves_the_data(finished: Project) -> None:
     assert finished.planned() == {"train", *AFTER_SAMPLE}
 
 
-def test_editing_resources_makes_nothing_again(finished: Project) -> None:
+def test_editing_resources_reruns_nothing(finished: Project) -> None:
     finished.edit(lambda experiment: experiment["resources"].update(memory_mb=1000, processes_per_node=2))
     assert finished.planned() == set()
 
 
 def test_an_experiment_is_a_target_and_may_build_on_another(finished: Project) -> None:
-    path = finished / "config/experiments/train.yaml"  # called like a rule, so no target: the rule is meant
+    path = finished / "config/experiments/train.yaml"  # has the name of a rule, so its name as a target means the rule
     path.write_text("base: micro\n")
     path.with_name("mine.yaml").write_text("base: micro\nsample: {num_samples: 8}\n")
     assert finished.planned("mine") == {"train", *AFTER_SAMPLE, "mine"}
@@ -69,18 +69,18 @@ def test_an_experiment_is_a_target_and_may_build_on_another(finished: Project) -
     assert "results/train/" in finished.run("--dry-run", "--config", "experiments=train")
 
 
-def test_one_more_image_makes_everything_again(finished: Project) -> None:
+def test_one_more_image_reruns_everything(finished: Project) -> None:
     image = finished / "images/dark/000.png"
     (finished / "images/dark/new.png").write_bytes(image.read_bytes())
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
 
 
-def test_another_number_of_shards_makes_everything_again(finished: Project) -> None:
+def test_changed_number_of_shards_reruns_everything(finished: Project) -> None:
     finished.edit(lambda experiment: experiment["data"].update(num_shards=3))
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
 
 
-def test_several_jobs_look_at_a_large_data_set_and_their_parts_go(finished: Project) -> None:
+def test_several_jobs_make_large_reference_and_their_parts_are_removed(finished: Project) -> None:
     finished.edit(lambda experiment: experiment["data"].update(num_shards=32))
     reference = finished / "results/datasets/dots-16/references/inpipe"
     finished.run("--notemp", "--until", "reference_part")
@@ -96,12 +96,12 @@ def test_a_deleted_result_is_made_again(finished: Project) -> None:
 
 
 def test_a_deleted_manifest_is_made_again(finished: Project) -> None:
-    """Everything that was made from it is there."""
+    """Although all files made from it exist."""
     (finished / "results/datasets/dots-16/crops/manifest.json").unlink()
     assert "crop" in finished.planned()
 
 
-def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Project) -> None:
+def test_changed_training_code_is_reported_but_reruns_nothing(finished: Project) -> None:
     write_json(finished / "results/micro/config/train.code", {"code": "of another day"})
     assert "The code of train has changed since. To make it again: rm -r results/micro/train" in finished.run("-n")
     assert finished.planned() == set()
@@ -110,7 +110,7 @@ def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Proj
     assert "has changed since" not in finished.run("-n")
 
 
-def test_another_weaker_network_makes_the_samples_again(finished: Project) -> None:
+def test_changed_weaker_network_reruns_samples(finished: Project) -> None:
     trained, weaker = finished / "results/micro/train", finished / "weaker"
     weaker.mkdir()
     for name in ("weights.safetensors", "model.json"):
@@ -125,7 +125,7 @@ def test_another_weaker_network_makes_the_samples_again(finished: Project) -> No
     assert finished.planned() == AFTER_SAMPLE
 
 
-def test_other_weights_in_the_folder_to_start_from_make_the_training_again(finished: Project) -> None:
+def test_changed_initial_weights_rerun_training(finished: Project) -> None:
     trained, start = finished / "results/micro/train", finished / "start"
     start.mkdir()
     for name in ("weights.safetensors", "model.json"):
@@ -137,7 +137,7 @@ def test_other_weights_in_the_folder_to_start_from_make_the_training_again(finis
     assert {"train", *AFTER_SAMPLE} <= finished.planned()
 
 
-def test_images_that_are_not_stored_give_the_same_numbers(finished: Project) -> None:
+def test_metrics_are_the_same_if_images_are_not_stored(finished: Project) -> None:
     result = finished / "results/micro"
     before = read_json(result / "metrics.json")
     finished.edit(lambda experiment: experiment["sample"].update(keep=False, grid_images=4, images_per_job=4))

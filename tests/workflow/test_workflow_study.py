@@ -1,4 +1,4 @@
-"""A study by one command: its page, what a second command does, what a variant more makes, and one that fails."""
+"""A study by one command: its page, a second command, an added variant, and a variant that fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(project: Project, **changes: object) -> None:
 
 
 def jobs(project: Project) -> dict[str, int]:
-    """How many jobs of each rule Snakemake would run now."""
+    """Return the number of jobs of each rule that Snakemake would run now."""
     done = project.snakemake("--dry-run", *NAMED)
     assert done.returncode == 0, done.stdout
     counts = re.findall(r"^(\w+) +(\d+)$", done.stdout, re.MULTILINE)
@@ -42,7 +42,7 @@ def jobs(project: Project) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project with a study, made. Its tests leave it as it was."""
+    """Project with a finished study. Tests restore what they change."""
 
     def make(folder: Path) -> None:
         project = make_project(folder)
@@ -52,7 +52,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return Project(made_once(tmp_path_factory, "study", make))
 
 
-def test_one_command_makes_page_table_and_numbers_and_a_second_one_nothing(kept: Project) -> None:
+def test_study_writes_page_and_table_and_second_run_has_nothing_to_do(kept: Project) -> None:
     folder = kept / "results/studies/digits"
     rows = list(csv.DictReader((folder / "study.csv").open()))
     assert [row["variant"] for row in rows if row["metric"] == "inpipe_agreement"] == ["base", "qk-norm"]
@@ -66,7 +66,7 @@ def test_one_command_makes_page_table_and_numbers_and_a_second_one_nothing(kept:
     assert kept.planned(*NAMED) == set()
 
 
-def test_a_variant_more_makes_its_own_runs(kept: Project) -> None:
+def test_added_variant_or_seed_runs_its_own_jobs_only(kept: Project) -> None:
     try:
         write(kept, variants=[*VARIANTS, {"name": "swiglu", "changes": {"system.network.mlp": "swiglu"}}])
         own = {"train": 2, "sample": 2, "evaluate": 2, "study": 1, "track_study": 1}
@@ -90,7 +90,7 @@ def test_its_runs_are_found_in_mlflow_by_their_tags(kept: Project) -> None:
     assert "| qk-norm |" in whole["mlflow.note.content"]
 
 
-def test_a_variant_that_fails_is_shown_with_its_line_and_takes_nothing_away(kept: Project, tmp_path: Path) -> None:
+def test_failed_variant_is_shown_with_its_error_and_keeps_other_results(kept: Project, tmp_path: Path) -> None:
     project = make_project(tmp_path / "project")
     for name in ("results", "logs", ".snakemake", "benchmarks", "images"):
         subprocess.run(["cp", "--archive", "--no-target-directory", kept / name, project / name], check=True)

@@ -1,4 +1,4 @@
-"""Curves over an experiment, and samples made by several jobs: rules with a wildcard for each part and each point."""
+"""Sweeps of an experiment, and samples made by several jobs: rules with a wildcard for each part and each point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLE = {"num_samples": 16, "sampler": {"type": "ddim", "num_steps": 2}, "batch
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project whose samples were made by two jobs, and three curves over them. Its tests do not change it."""
+    """Project whose samples were made by two jobs, with three sweeps. Tests do not change it."""
     project = make_project(tmp_path_factory.mktemp("swept") / "project")
     project.edit(lambda experiment: experiment.update(sweep=SWEEP, sample=SAMPLE | {"images_per_job": 8}))
     project.edit(lambda experiment: experiment.update(preview=SAMPLE))
@@ -39,7 +39,7 @@ def metrics(path: Path) -> dict[str, float]:
     return {name: entry["value"] for name, entry in entries.items()}
 
 
-def test_jobs_side_by_side_leave_one_file_and_nothing_to_do(swept: Project) -> None:
+def test_parallel_sample_jobs_write_one_file_and_leave_nothing_to_do(swept: Project) -> None:
     folder = swept / "results/micro/samples"
     there = {path.name for path in folder.iterdir()}
     assert there - {".verified.json"} == {"grid.png", "samples.json", "samples.npz", "steps.png"}
@@ -58,7 +58,7 @@ def test_a_curve_has_a_point_for_each_value_and_a_best_one(swept: Project) -> No
     assert "Metrics against num steps" in (swept / "results/micro/report/index.html").read_text()
 
 
-def test_a_point_with_the_settings_of_the_samples_has_their_numbers_and_an_earlier_one_those_of_its_preview(
+def test_sweep_points_equal_metrics_of_samples_and_of_training_curve(
     swept: Project,
 ) -> None:
     result = swept / "results/micro"
@@ -85,14 +85,14 @@ def test_the_best_value_is_tracked(swept: Project) -> None:
     assert runs["sweep-checkpoint micro"]["status"] == "finished" and runs["sweep-checkpoint micro"]["images"] == 1
 
 
-def test_numbers_of_images_carry_what_the_weights_have_seen(swept: Project) -> None:
+def test_sample_and_evaluate_journals_record_examples_seen(swept: Project) -> None:
     for stage in ("sample", "evaluate"):
         history = read_journal(swept / "results/micro/journal" / stage)
         assert history is not None
         assert ("examples_seen", 8, 64.0) in {(point.key, point.step, point.value) for point in history.points}
 
 
-def test_another_value_makes_its_point_and_nothing_else_again(swept: Project) -> None:
+def test_added_sweep_value_runs_its_own_point_only(swept: Project) -> None:
     path = swept / "config/experiments/micro.yaml"
     before = path.read_text()
     try:
@@ -104,7 +104,7 @@ def test_another_value_makes_its_point_and_nothing_else_again(swept: Project) ->
         swept.planned()
 
 
-def test_the_chosen_step_is_sampled_and_another_rule_trains_and_draws_no_point_again(fresh: Project) -> None:
+def test_chosen_step_is_sampled_and_changed_rule_reuses_points(fresh: Project) -> None:
     def choose(rule: str) -> None:
         fresh.edit(lambda experiment: experiment.update(sweep={"checkpoint": [4, 8], "choose": rule}, sample=SAMPLE))
 

@@ -1,4 +1,4 @@
-"""A data set of a model's images: made once, read by other programs, and kept back where its scores are too low."""
+"""A synthetic data set of a model: made once, read by other programs, and quarantined if its scores are too low."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK = {"per_class": 12, "classifier_seeds": 2, "classifier_steps": 2}
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project whose data set was released."""
+    """Project whose synthetic data set was released."""
     project = make_project(tmp_path_factory.mktemp("released") / "project")
     set_section(project, **QUICK, require="utility.gain.upper > -1")
     project.run()
@@ -43,7 +43,7 @@ def files_of(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_released_set_is_whole_tracked_and_made_once(released: Project) -> None:
+def test_released_data_set_is_complete_tracked_and_made_once(released: Project) -> None:
     from torchvision.datasets import ImageFolder
 
     folder = released / "results/micro/synthetic"
@@ -64,7 +64,7 @@ def test_a_released_set_is_whole_tracked_and_made_once(released: Project) -> Non
     assert released.planned() == set()
 
 
-def test_a_set_that_does_not_reach_its_scores_is_kept_back(released: Project) -> None:
+def test_data_set_below_required_scores_is_quarantined(released: Project) -> None:
     released_files = files_of(released / "results/micro/synthetic")
     set_section(released, **QUICK, require="utility.gain.lower > 1 and copies.upper < 0.01")
     done = released.snakemake(TARGET)
@@ -100,7 +100,7 @@ PART = "results/micro/synthetic_parts/part-{}-of-2.npz"
 
 @pytest.fixture(scope="module")
 def selected(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project whose data set was selected from the rows of a table, by one job."""
+    """Project whose synthetic data set was drawn by one job for the rows of a table, and filtered."""
     project = make_project(tmp_path_factory.mktemp("selected") / "project")
     (project / "asked.csv").write_text(ASKED)
     set_section(project, **SELECTED)
@@ -108,7 +108,7 @@ def selected(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
-def test_a_selected_set_has_what_the_table_asks_for_as_far_as_images_pass(selected: Project) -> None:
+def test_selected_data_set_has_requested_counts_as_far_as_images_pass(selected: Project) -> None:
     counts = json.loads((selected / TARGET / "scorecard.json").read_text())["images"]
     assert {name: of_class["drawn"] for name, of_class in counts.items()} == {"dark": 60, "light": 30}
     rejected = sum(of_class["confidence"] for of_class in counts.values())
@@ -119,10 +119,10 @@ def test_a_selected_set_has_what_the_table_asks_for_as_far_as_images_pass(select
         assert of_class["kept"] == min(wanted, of_class["drawn"] - of_class["rejected"])
         assert sum(f",{name}," in line for line in lines) == of_class["kept"]
         assert of_class["kept"] + of_class["rejected"] + of_class["not_needed"] == of_class["drawn"]
-    assert len({line.split(",")[2] for line in lines}) == len(lines)  # a seed each
+    assert len({line.split(",")[2] for line in lines}) == len(lines)  # one seed each
 
 
-def test_two_jobs_that_are_killed_make_the_set_of_one(selected: Project) -> None:
+def test_two_killed_jobs_resume_and_equal_one_job(selected: Project) -> None:
     before = files_of(selected / TARGET)
     set_section(selected, **SELECTED, num_jobs=2)
     assert re.search(r"^synthesize_part +2$", selected.snakemake("--dry-run", TARGET).stdout, re.MULTILINE)
@@ -145,7 +145,7 @@ def test_two_jobs_that_are_killed_make_the_set_of_one(selected: Project) -> None
     assert selected.planned(TARGET) == set()
 
 
-def test_a_class_of_the_table_that_does_not_exist_ends_before_any_image(selected: Project) -> None:
+def test_unknown_class_in_table_is_an_error_before_any_image(selected: Project) -> None:
     (selected / "asked.csv").write_text("label,count\ngrey,20\n")
     done = selected.snakemake(TARGET)
     assert done.returncode == 1 and "names the class 'grey'" in done.stdout

@@ -1,4 +1,4 @@
-"""The tutorials run as they are written, with fewer steps: scripts, files and commands are taken from the pages."""
+"""The tutorials run unchanged but for fewer steps: scripts, files and commands are taken from the pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = ["train.steps=12", "train.schedule.warmup_steps=2", "sample.num_samples=
 
 
 def blocks(page: str, kind: str) -> list[str]:
-    """The code blocks of a page in one language."""
+    """Return the code blocks of a page in one language."""
     return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -38,14 +38,14 @@ def run(folder: Path, *command: str) -> str:
 @pytest.mark.parametrize(
     ("page", "files"), [("tutorial_cells", ["samples.npz", "samples.ome.tif"]), ("tutorial_tiles", ["samples.npz"])]
 )
-def test_a_tutorial_of_a_folder_and_a_budget(tmp_path: Path, page: str, files: list[str]) -> None:
+def test_tutorial_with_folder_and_budget_runs(tmp_path: Path, page: str, files: list[str]) -> None:
     subprocess.run([sys.executable, "-c", blocks(page, "python")[0]], cwd=tmp_path, check=True)
     words, shown = blocks(page, "bash")[0].split()[1:], from_text(blocks(page, "yaml")[0])
     run(tmp_path, "image_diffusion", *words, "--cores", "1")
     project = tmp_path / words[1]
     path = project / "config" / "experiments" / "mine.yaml"
     proposed = from_text(path.read_text())
-    # The page of cells shows what is proposed, that of tiles what is changed.
+    # The page on cells shows the proposed settings, the page on tiles changed ones.
     assert (merged(proposed, shown) == proposed) is (page == "tutorial_cells")
     path.write_text(to_yaml(changed(merged(proposed, shown), SHORT)))
     run(project, "snakemake", "--cores", "1")
@@ -55,7 +55,7 @@ def test_a_tutorial_of_a_folder_and_a_budget(tmp_path: Path, page: str, files: l
     assert {"inpipe_fd", "copies"} <= json.loads((results / "metrics.json").read_text())["metrics"].keys()
 
 
-def test_the_tutorial_of_photographs(tmp_path: Path) -> None:
+def test_photograph_tutorial_runs(tmp_path: Path) -> None:
     run(tmp_path, "image_diffusion", "init", "project")
     project, shapes = tmp_path / "project", from_text(blocks("tutorial", "yaml")[0])
     subprocess.run([sys.executable, "-c", blocks("tutorial", "python")[0]], cwd=project, check=True)
