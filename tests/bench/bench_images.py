@@ -3,8 +3,8 @@
     python tests/bench/bench_images.py CROPS DETECTOR FOLDER --numbers 50 200 1000 --augment 0.75 --seed 1
 
 CROPS is a folder of crops, such as those of CIFAR-10 with images held out, and DETECTOR the classifier that the stage
-`detect` trained on crops of CIFAR-10. For each number, as many images of each class are trained on; 1,000 samples at
-each step are compared with the held-out images (with all crops where none is held out), as the detector sees them, and
+`detect` trained on crops of CIFAR-10. For each number, as many images of each class are trained on; samples at each
+step are compared with the held-out images (with all crops where none is held out), as the detector sees them, and
 searched for copies of the training images: the share that is nearer to one than 99 % of the held-out images are, or of
 the other crops where none is held out, or of the training images to one another where there are fewer than 100 others.
 Prints a row of Markdown for each step. FOLDER keeps the trainings and the samples.
@@ -42,11 +42,15 @@ from image_diffusion.training.checkpoint.averaged_weights import weights_at
 from image_diffusion.training.load_model import load_model
 from image_diffusion.training.session import run
 
-SAMPLES = 1000
-
 
 def experiment_of(
-    folder: Path, number: int, steps: list[int], until: float | None, seed: int, start: Path | None
+    folder: Path,
+    number: int,
+    steps: list[int],
+    augment: dict[str, float] | None,
+    seed: int,
+    start: Path | None,
+    schedule: str = "constant",
 ) -> Experiment:
     """Return the experiment of docs/choosing.md on images in a folder. until: of `train.augment`; None: mirroring
     only."""
@@ -75,16 +79,16 @@ def experiment_of(
             "init_from": None if start is None else str(start),
             "global_batch": 64 if number >= 64 else 32,
             "optimizer": {"type": "muon", "lr": 1e-2},
-            "schedule": {"type": "constant", "warmup_steps": 50},
+            "schedule": {"type": schedule, "warmup_steps": 50},
             "grad_clip": 1.0,
             "ema": {"type": "exponential", "rates": [0.995], "warmup": None},
             "flip_probability": 0.5,
             "validate_every_steps": None,
             "grid_every_steps": None,
             "checkpoint": {"every_steps": gcd(*steps), "keep_every": gcd(*steps)},
-            "augment": None if until is None else {"until": until},
+            "augment": augment,
         },
-        "sample": {"num_samples": SAMPLES, "sampler": {"type": "heun", "num_steps": 10}, "batch_size": 250},
+        "sample": {"num_samples": 1000, "sampler": {"type": "heun", "num_steps": 10}, "batch_size": 250},
     }  # fmt: skip
     return parse_experiment(raw, "few")
 
@@ -102,12 +106,12 @@ def written(crops: Shards, number: int, folder: Path) -> Part:
     return Part(crops, np.concatenate(others))
 
 
-def drawn(weights: Path, experiment: Experiment, codec: Any) -> Tensor:
-    """Draw samples of all classes, uint8 [N, 3, 32, 32]. codec: decodes them."""
+def drawn(weights: Path, experiment: Experiment, codec: Any, number: int) -> Tensor:
+    """Draw a number of samples of all classes, uint8 [N, 3, 32, 32]. codec: decodes them."""
     model = load_model(weights)
     network = model.network.to(best_device())
     make: Any = Generator(network, model.system.reading, model.spec, codec, experiment.section("sample"))  # type: ignore[arg-type, attr-defined]
-    seeds, classes = torch.arange(SAMPLES), model.spec.num_classes
+    seeds, classes = torch.arange(number), model.spec.num_classes
     with torch.no_grad():
         return torch.cat([make(some, some % classes if classes else None).cpu() for some in seeds.split(250)])
 
@@ -120,6 +124,9 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, nargs="+", required=True)
     parser.add_argument("--steps", type=int, nargs="+", default=[500, 1000, 1500], help="the last ends the training")
     parser.add_argument("--augment", type=float, help="with train.augment until this share of the steps")
+    parser.add_argument("--probability", type=float, default=0.12, help="train.augment.probability (default: 0.12)")
+    parser.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="(default: constant)")
+    parser.add_argument("--samples", type=int, default=1000, help="samples of each step (default: 1000)")
     parser.add_argument("--start", type=Path, help="weights folder to start from")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -129,11 +136,12 @@ def main() -> None:
     held_out = open_shards(arguments.crops, "validation") if crops.manifest["validation_fraction"] else None
     real = features(judge, held_out or crops)
     start = arguments.start.resolve() if arguments.start else None
+    augment = None if until is None else {"probability": arguments.probability, "until": until}
     for number in arguments.numbers:
         parts = [str(number), *([f"until-{until:g}"] if until is not None else []), *(["started"] if start else [])]
         folder = arguments.folder / "-".join([*parts, f"seed-{arguments.seed}"])
         others = written(crops, number, folder / "images")
-        experiment = experiment_of(folder / "images", number, steps, until, arguments.seed, start)
+        experiment = experiment_of(folder / "images", number, steps, augment, arguments.seed, start, arguments.schedule)
         crop_dataset(experiment.data, folder / "crops")
         (folder / "train.yaml").write_text(to_yaml(dump(train_stage("few", experiment))))
         training = prepare_training(folder / "train.yaml", folder / "crops/manifest.json", None, [])
@@ -143,7 +151,7 @@ def main() -> None:
             weights = folder / f"step-{step}"
             tensors, model = weights_at(folder / "train" / "state", folder / "train", step)
             save_weights(weights, tensors, {name: model[name] for name in model if name not in ("format", "sha256")})
-            samples = drawn(weights, experiment, training.decoder())
+            samples = drawn(weights, experiment, training.decoder(), arguments.samples)
             np.savez_compressed(weights / "samples.npz", samples.permute(0, 2, 3, 1).numpy())
             with torch.no_grad():
                 distance = frechet_between(judge(samples).features, real)
