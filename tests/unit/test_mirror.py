@@ -189,9 +189,7 @@ def damage_head(store: Store, number: int) -> None:
     store.put(path, data[:-9])
 
 
-def test_new_mirror_with_its_only_file_list_lost_is_not_taken_for_empty(
-    first: Machine, second: Machine, store: Store
-) -> None:
+def test_new_mirror_with_lost_file_list_is_not_empty(first: Machine, second: Machine, store: Store) -> None:
     sender = first.begin()
     first.write("results/x/a", b"a")
     sender.round()
@@ -201,9 +199,7 @@ def test_new_mirror_with_its_only_file_list_lost_is_not_taken_for_empty(
         second.begin()
 
 
-def test_new_mirror_with_its_only_listing_head_damaged_is_not_taken_for_empty(
-    first: Machine, second: Machine, store: Store
-) -> None:
+def test_new_mirror_with_damaged_head_is_not_empty(first: Machine, second: Machine, store: Store) -> None:
     sender = first.begin()
     first.write("results/x/a", b"a")
     sender.round()
@@ -384,9 +380,7 @@ def test_rewritten_manifest_drops_its_old_shards(first: Machine, second: Machine
     assert kept.files.keys() == {"results/x/manifest.json"}
 
 
-def test_damaged_chunk_is_reported_and_sent_again(
-    first: Machine, second: Machine, store: Store, tmp_path: Path
-) -> None:
+def test_damaged_chunk_is_reported_and_resent(first: Machine, second: Machine, store: Store, tmp_path: Path) -> None:
     sender = first.begin()
     first.write("results/x/metrics.json", b"[1, 2]")
     sender.round()
@@ -577,9 +571,7 @@ def test_head_that_could_not_be_removed_is_removed_later(
     assert numbers == [*range(numbers[0], numbers[0] + 20)]
 
 
-def test_lost_response_to_a_create_is_not_taken_for_a_conflict(
-    first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_create_response_is_not_a_conflict(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     first.begin()
     create = store._create
 
@@ -625,9 +617,7 @@ def test_conflict_without_an_object_is_retried(first: Machine, store: Store, mon
     first.lease.renew()
 
 
-def test_store_without_conditional_create_is_rejected(
-    first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_without_conditions_is_rejected(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     first.lease.check_conditions()
     monkeypatch.setattr(store, "_create", store.put)
     with pytest.raises(ValueError, match="does not create objects on the condition"):

@@ -164,9 +164,7 @@ def test_network_on_latents_receives_label_fractions_per_latent_element() -> Non
 
 
 @pytest.mark.parametrize("crop", [{}, {"type": "resize", "interpolation": "lanczos"}, {"type": "pad"}])
-def test_resized_masks_keep_their_labels_and_stay_aligned_with_their_images(
-    tmp_path: Path, crop: dict[str, Any]
-) -> None:
+def test_resized_masks_keep_labels_and_alignment(tmp_path: Path, crop: dict[str, Any]) -> None:
     pixels, masks = {}, {}
     for i, (height, width) in enumerate([(64, 64), (80, 66), (33, 70), (130, 131), (8, 8)]):
         y, x = np.mgrid[:height, :width]
