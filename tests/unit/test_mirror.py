@@ -1,4 +1,4 @@
-"""A project, its mirror in a folder, and another disk."""
+"""A project, its mirror in a folder, and a second disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECORD = "metadata/cmVzdWx0cy94L21vZGVsLmpzb24="  # results/x/model.json
 
 
 class Machine:
-    """A disk, and what it does with the mirror."""
+    """A machine with a project folder and a lease on the mirror."""
 
     def __init__(self, root: Path, store: Store, silence_s: float = 0.1) -> None:
         self.project = Project(Path("results"), root)
@@ -78,13 +78,13 @@ def second(tmp_path: Path, store: Store) -> Machine:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files of over 1,000 bytes are large."""
+    """Treat files of over 1,000 bytes as large."""
     monkeypatch.setattr(restore, "SMALL", 1000)
     yield
     mirrored._read.cache_clear()
 
 
-def test_another_disk_gets_the_files_with_their_times(first: Machine, second: Machine) -> None:
+def test_second_disk_restores_files_with_their_times(first: Machine, second: Machine) -> None:
     sender = first.begin()
     first.write("results/x/model.json", b"{}")
     first.write("results/x/journal/train/attempt-0001.jsonl", b"1\n2\n")
@@ -103,7 +103,7 @@ def test_another_disk_gets_the_files_with_their_times(first: Machine, second: Ma
     }
 
 
-def test_only_new_chunks_are_sent_and_what_nobody_names_is_removed(first: Machine, store: Store) -> None:
+def test_only_new_chunks_are_sent_and_unreferenced_chunks_are_removed(first: Machine, store: Store) -> None:
     sender = first.begin()
     data = np.random.default_rng(0).bytes(2 * CHUNK + 5)
     first.write("results/x/a", data)
@@ -122,7 +122,7 @@ def test_only_new_chunks_are_sent_and_what_nobody_names_is_removed(first: Machin
     for name in ("a", "b", "c"):
         first.project.path(f"results/x/{name}").unlink()
     sender.round()
-    assert chunks < store.names("blobs").keys()  # until another head names the snapshot without them
+    assert chunks < store.names("blobs").keys()  # kept until the next head names a snapshot without them
     sender.round()
     assert len(store.names("blobs")) == 1
 
@@ -132,7 +132,7 @@ def inodes(store: Store) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in Path(store.url.removeprefix("file://"), "blobs").iterdir()}
 
 
-def test_a_machine_that_was_frozen_removes_nothing_that_another_has_stored(
+def test_suspended_machine_removes_no_chunks_of_another(
     first: Machine, second: Machine, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = first.begin()
@@ -152,7 +152,7 @@ def test_a_machine_that_was_frozen_removes_nothing_that_another_has_stored(
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data.replace(b"snapshot", b"snapshut")])
-def test_a_damaged_head_hides_nothing(
+def test_damaged_head_falls_back_to_an_older_snapshot(
     first: Machine, second: Machine, store: Store, damage: Callable[[bytes], bytes]
 ) -> None:
     sender = first.begin()
@@ -169,7 +169,7 @@ def test_a_damaged_head_hides_nothing(
     assert (second.root / "results/x/a").read_bytes() == b"a"
 
 
-def test_a_list_of_files_that_is_lost_is_told(first: Machine, second: Machine, store: Store) -> None:
+def test_lost_file_list_is_reported(first: Machine, second: Machine, store: Store) -> None:
     sender = first.begin()
     first.write("results/x/a", b"a")
     sender.round()
@@ -189,7 +189,7 @@ def damage_head(store: Store, number: int) -> None:
     store.put(path, data[:-9])
 
 
-def test_a_young_mirror_whose_only_list_is_lost_is_not_empty(first: Machine, second: Machine, store: Store) -> None:
+def test_new_mirror_with_lost_file_list_is_not_empty(first: Machine, second: Machine, store: Store) -> None:
     sender = first.begin()
     first.write("results/x/a", b"a")
     sender.round()
@@ -199,23 +199,21 @@ def test_a_young_mirror_whose_only_list_is_lost_is_not_empty(first: Machine, sec
         second.begin()
 
 
-def test_a_young_mirror_whose_only_head_with_a_list_is_damaged_is_not_empty(
-    first: Machine, second: Machine, store: Store
-) -> None:
+def test_new_mirror_with_damaged_head_is_not_empty(first: Machine, second: Machine, store: Store) -> None:
     sender = first.begin()
     first.write("results/x/a", b"a")
     sender.round()
     damage_head(store, first.lease.newest()[0])
     with pytest.raises(ValueError, match="newest head of .* is damaged, and none before it names a snapshot"):
         second.begin()
-    sender._lease.renew()  # which still works with it
+    sender._lease.renew()  # the first machine still holds the mirror
     sender.release()
     second.begin()
     assert (second.root / "results/x/a").read_bytes() == b"a"
 
 
 @pytest.mark.parametrize("lost", ["list", "head"])
-def test_nothing_is_removed_where_the_newest_list_cannot_be_read(
+def test_prune_removes_nothing_if_the_newest_file_list_is_unreadable(
     first: Machine, second: Machine, store: Store, lost: str
 ) -> None:
     sender = first.begin()
@@ -236,8 +234,8 @@ def test_nothing_is_removed_where_the_newest_list_cannot_be_read(
     assert (second.root / "results/x/a").read_bytes() == b"a"
 
 
-def test_a_snapshot_shows_one_moment(first: Machine) -> None:
-    """A file names another one that was written before it; no snapshot has the first without the second."""
+def test_snapshot_is_consistent_during_writes(first: Machine) -> None:
+    """The second file refers to the first, written before it; no snapshot has it without the first."""
     over = threading.Event()
 
     def write() -> None:
@@ -266,7 +264,7 @@ def test_a_snapshot_shows_one_moment(first: Machine) -> None:
         writing.join()
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_sent_is_whole(first: Machine, second: Machine) -> None:
+def test_checkpoint_deleted_while_being_sent_is_complete(first: Machine, second: Machine) -> None:
     sender = first.begin()
     large = first.write("results/x/train/state/f/step-1/network.safetensors", bytes(3 << 20))
     put = sender._put
@@ -282,7 +280,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_sent_is_whole(first: Machine, 
     assert second.project.path("results/x/train/state/f/step-1/network.safetensors").read_bytes() == bytes(3 << 20)
 
 
-def test_a_journal_that_grows_is_sent_as_far_as_it_was(first: Machine, second: Machine) -> None:
+def test_growing_journal_is_sent_up_to_its_size_in_the_snapshot(first: Machine, second: Machine) -> None:
     sender = first.begin()
     journal = first.write("results/x/journal/train/attempt-0001.jsonl", b"one\n")
     snapshot = take(first.project, {})
@@ -291,7 +289,7 @@ def test_a_journal_that_grows_is_sent_as_far_as_it_was(first: Machine, second: M
     assert sender._send(snapshot)["results/x/journal/train/attempt-0001.jsonl"].size == 4
 
 
-def test_large_files_that_are_described_come_when_they_are_verified(
+def test_large_files_in_a_manifest_are_fetched_when_verified(
     first: Machine, second: Machine, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = first.begin()
@@ -320,7 +318,7 @@ def test_large_files_that_are_described_come_when_they_are_verified(
     assert {"results/x/shard-0.tar", "results/y/large-of-another"} <= kept.files.keys()
 
 
-def test_shards_and_checkpoints_are_fetched_by_who_reads_them(
+def test_shards_and_checkpoints_are_fetched_when_read(
     first: Machine, second: Machine, small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sender = first.begin(("x", "datasets/d"))
@@ -344,7 +342,7 @@ def test_shards_and_checkpoints_are_fetched_by_who_reads_them(
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged"])
-def test_a_shard_that_the_mirror_has_lost_is_made_again(
+def test_shard_lost_by_the_mirror_is_rebuilt(
     first: Machine, second: Machine, small: None, store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     sender = first.begin()
@@ -370,7 +368,7 @@ def test_a_shard_that_the_mirror_has_lost_is_made_again(
     assert store.get(place_of(chunk_of(sha256, second.lease.token))) == b"s" * 5000
 
 
-def test_a_manifest_that_is_written_anew_forgets_shards_of_before(first: Machine, second: Machine, small: None) -> None:
+def test_rewritten_manifest_drops_its_old_shards(first: Machine, second: Machine, small: None) -> None:
     sender = first.begin()
     first.write("results/x/shard-0.tar", b"s" * 5000)
     sha256 = hashlib.sha256(b"s" * 5000).hexdigest()
@@ -382,7 +380,7 @@ def test_a_manifest_that_is_written_anew_forgets_shards_of_before(first: Machine
     assert kept.files.keys() == {"results/x/manifest.json"}
 
 
-def test_a_damaged_chunk_is_told_and_sent_again(first: Machine, second: Machine, store: Store, tmp_path: Path) -> None:
+def test_damaged_chunk_is_reported_and_resent(first: Machine, second: Machine, store: Store, tmp_path: Path) -> None:
     sender = first.begin()
     first.write("results/x/metrics.json", b"[1, 2]")
     sender.round()
@@ -398,7 +396,7 @@ def test_a_damaged_chunk_is_told_and_sent_again(first: Machine, second: Machine,
 
 
 @pytest.mark.parametrize("name", ["results/../x", "other/x", "results//etc/x", "results", "results/a\0b"])
-def test_names_that_lead_out_of_the_project_are_refused(first: Machine, name: str) -> None:
+def test_paths_outside_the_project_are_rejected(first: Machine, name: str) -> None:
     with pytest.raises(ValueError, match="is no file of a project"):
         first.project.path(name)
 
@@ -406,12 +404,12 @@ def test_names_that_lead_out_of_the_project_are_refused(first: Machine, name: st
 @pytest.mark.parametrize(
     "plain", [[], [1, 2, "x", []], [1, 2, "0" * 64, ["../x"]], [1, 2, "0" * 64, ["0" * 64]], "abc", None]
 )
-def test_entries_that_are_damaged_are_refused(plain: object) -> None:
+def test_damaged_entries_are_rejected(plain: object) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         MirroredFile.parse(plain)
 
 
-def test_the_disk_that_had_the_mirror_last_goes_on_where_it_is(first: Machine, second: Machine, store: Store) -> None:
+def test_last_holder_of_the_mirror_continues_with_its_own_files(first: Machine, second: Machine, store: Store) -> None:
     first.write("results/x/sent", b"sent")
     first.begin().round()
     first.write("results/x/model.json", b"made since")
@@ -425,7 +423,7 @@ def test_the_disk_that_had_the_mirror_last_goes_on_where_it_is(first: Machine, s
     assert DiskState.read(again.project, "s3://another").token == ""
 
 
-def test_the_disk_that_had_the_mirror_last_loses_nothing_to_a_damaged_head(first: Machine, store: Store) -> None:
+def test_last_holder_of_the_mirror_keeps_its_files_despite_a_damaged_head(first: Machine, store: Store) -> None:
     sender = first.begin()
     for name in ("a", "b"):
         first.write(f"results/x/{name}", name.encode())
@@ -438,10 +436,10 @@ def test_the_disk_that_had_the_mirror_last_loses_nothing_to_a_damaged_head(first
     assert first.content() == before
 
 
-def test_a_disk_with_the_newest_snapshot_is_ahead_whoever_had_the_mirror_since(
+def test_disk_with_newest_snapshot_is_ahead_even_if_another_process_took_the_lease(
     first: Machine, second: Machine, store: Store
 ) -> None:
-    """A process that was killed before it noted that it has the mirror, or one that has pruned it."""
+    """The other process was killed before it recorded that it holds the mirror, or pruned the mirror."""
     first.write("results/x/sent", b"sent")
     first.begin().round()
     first.lease.renew(is_released=True)
@@ -457,9 +455,7 @@ def test_a_disk_with_the_newest_snapshot_is_ahead_whoever_had_the_mirror_since(
     assert second.content() == first.content()
 
 
-def test_a_disk_that_was_passed_by_gets_what_is_new_and_loses_what_is_gone(
-    first: Machine, second: Machine, store: Store
-) -> None:
+def test_outdated_disk_receives_new_files_and_loses_deleted_ones(first: Machine, second: Machine, store: Store) -> None:
     sender = first.begin()
     first.write("results/x/old", b"old")
     first.write("results/x/same", b"same")
@@ -474,7 +470,7 @@ def test_a_disk_that_was_passed_by_gets_what_is_new_and_loses_what_is_gone(
     assert first.content() == second.content()
 
 
-def test_results_that_the_mirror_lacks_are_not_overwritten(first: Machine, second: Machine, store: Store) -> None:
+def test_results_missing_from_the_mirror_are_not_overwritten(first: Machine, second: Machine, store: Store) -> None:
     sender = first.begin()
     first.write("results/x/metrics.json", b"[1]")
     sender.round()
@@ -485,7 +481,7 @@ def test_results_that_the_mirror_lacks_are_not_overwritten(first: Machine, secon
         second.begin()
 
 
-def test_a_folder_with_results_begins_a_mirror(first: Machine, second: Machine) -> None:
+def test_existing_results_start_a_new_mirror(first: Machine, second: Machine) -> None:
     first.write("results/x/model.json", b"{}")
     first.write(RECORD, b"{}")
     first.begin().round()
@@ -493,7 +489,7 @@ def test_a_folder_with_results_begins_a_mirror(first: Machine, second: Machine) 
     assert second.content() == first.content()
 
 
-def test_one_machine_at_a_time(first: Machine, second: Machine) -> None:
+def test_only_one_machine_at_a_time_uses_the_mirror(first: Machine, second: Machine) -> None:
     first.begin()
     over = threading.Event()
 
@@ -509,13 +505,13 @@ def test_one_machine_at_a_time(first: Machine, second: Machine) -> None:
     finally:
         over.set()
         living.join()
-    second.begin()  # it has been silent
+    second.begin()  # the first machine has been silent
     assert "has not left file://" in second.said[-1]
     with pytest.raises(TakenError, match="works with"):
         first.lease.renew()
 
 
-def test_a_mirror_that_is_left_meanwhile_is_taken(first: Machine, store: Store, tmp_path: Path) -> None:
+def test_mirror_released_while_waiting_is_taken(first: Machine, store: Store, tmp_path: Path) -> None:
     first.begin()
     patient = Machine(tmp_path / "second", store, silence_s=10.0)
     leaving = threading.Timer(0.3, lambda: first.lease.renew(is_released=True))
@@ -524,7 +520,7 @@ def test_a_mirror_that_is_left_meanwhile_is_taken(first: Machine, store: Store, 
     leaving.join()
 
 
-def test_a_mirror_that_was_left_is_taken_at_once(first: Machine, store: Store, tmp_path: Path) -> None:
+def test_released_mirror_is_taken_at_once(first: Machine, store: Store, tmp_path: Path) -> None:
     first.begin()
     first.lease.renew(is_released=True)
     patient = Machine(tmp_path / "second", store, silence_s=1e6)
@@ -532,7 +528,7 @@ def test_a_mirror_that_was_left_is_taken_at_once(first: Machine, store: Store, t
     assert patient.said == []
 
 
-def test_old_numbers_are_removed_without_a_gap(first: Machine, store: Store) -> None:
+def test_old_heads_are_removed_without_a_gap(first: Machine, store: Store) -> None:
     first.begin()
     for _ in range(40):
         first.lease.renew()
@@ -541,7 +537,7 @@ def test_old_numbers_are_removed_without_a_gap(first: Machine, store: Store) -> 
 
 
 @pytest.mark.parametrize("stale", [set(), {1}, {1, 2}, set(range(1, 30))])
-def test_a_list_of_names_that_is_out_of_date_misleads_nobody(
+def test_newest_head_is_found_despite_a_stale_listing(
     first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch, stale: set[int]
 ) -> None:
     first.begin()
@@ -554,7 +550,7 @@ def test_a_list_of_names_that_is_out_of_date_misleads_nobody(
     assert number == 41 and head.token == first.lease.token
 
 
-def test_a_number_that_could_not_be_removed_is_removed_later(
+def test_head_that_could_not_be_removed_is_removed_later(
     first: Machine, second: Machine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first.begin()
@@ -575,7 +571,7 @@ def test_a_number_that_could_not_be_removed_is_removed_later(
     assert numbers == [*range(numbers[0], numbers[0] + 20)]
 
 
-def test_an_answer_that_got_lost_is_no_refusal(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_create_response_is_not_a_conflict(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     first.begin()
     create = store._create
 
@@ -589,7 +585,7 @@ def test_an_answer_that_got_lost_is_no_refusal(first: Machine, store: Store, mon
     first.lease.renew()
 
 
-def test_an_answer_that_got_lost_for_good_is_noticed_later(
+def test_renewal_without_a_response_is_detected_by_the_next_one(
     first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first.begin()
@@ -607,9 +603,7 @@ def test_an_answer_that_got_lost_for_good_is_noticed_later(
     assert Lease(store, 1.0).newest()[1].snapshot == ("b",)
 
 
-def test_a_refusal_without_an_object_is_tried_again(
-    first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conflict_without_an_object_is_retried(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     first.begin()
     refusals = iter([True, True])
     create = store._create
@@ -623,7 +617,7 @@ def test_a_refusal_without_an_object_is_tried_again(
     first.lease.renew()
 
 
-def test_a_store_without_conditions_is_refused(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_without_conditions_is_rejected(first: Machine, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     first.lease.check_conditions()
     monkeypatch.setattr(store, "_create", store.put)
     with pytest.raises(ValueError, match="does not create objects on the condition"):
@@ -631,7 +625,7 @@ def test_a_store_without_conditions_is_refused(first: Machine, store: Store, mon
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"snapshot": 1}'])
-def test_heads_that_are_damaged_are_refused(data: bytes) -> None:
+def test_damaged_heads_are_rejected(data: bytes) -> None:
     with pytest.raises(ValueError, match="head of the mirror is damaged"):
         Head.parse(data)
 
@@ -648,12 +642,12 @@ def test_heads_that_are_damaged_are_refused(data: bytes) -> None:
         (5, "mirror: "),
     ],
 )
-def test_mistakes_in_the_setting(setting: Any, message: str) -> None:
+def test_invalid_mirror_settings_are_rejected(setting: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MirrorConfig.parse(setting)
 
 
-def test_the_setting_is_a_url_or_a_section() -> None:
+def test_mirror_setting_is_a_url_or_a_section() -> None:
     assert MirrorConfig.parse(None) is None and MirrorConfig.parse("") is None
     assert MirrorConfig.parse("s3://b/p") == MirrorConfig(url="s3://b/p", every_s=30.0, silence_s=120.0)
     assert MirrorConfig.parse({"url": "s3://b/p", "every_s": 5}) == MirrorConfig(
@@ -661,7 +655,7 @@ def test_the_setting_is_a_url_or_a_section() -> None:
     )
 
 
-def test_folders_that_appear_at_once_are_whole(first: Machine, second: Machine) -> None:
+def test_atomically_renamed_folders_are_sent_complete(first: Machine, second: Machine) -> None:
     sender = first.begin()
     with atomic_folder(first.root / "results/x/export") as folder:
         (folder / "a").write_bytes(b"a")

@@ -1,4 +1,4 @@
-"""Files side by side in memory."""
+"""Files mapped one after another into one memory region."""
 
 import errno
 import mmap
@@ -10,7 +10,7 @@ import pytest
 from image_diffusion.data.shards.mmap import Region
 
 
-def test_files_lie_side_by_side_once_they_are_put_there(tmp_path: Path) -> None:
+def test_files_are_mapped_at_their_offsets_in_any_order(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     contents = [generator.integers(1, 256, size, dtype=np.uint8) for size in (1, 3 * mmap.PAGESIZE, 5000, 9000)]
     for number, content in enumerate(contents):
@@ -24,7 +24,7 @@ def test_files_lie_side_by_side_once_they_are_put_there(tmp_path: Path) -> None:
         assert (found == (content if number != 2 else 0)).all()
 
 
-def test_the_memory_outlives_its_region(tmp_path: Path) -> None:
+def test_mapped_memory_outlives_its_region(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\x07" * 5000)
     region = Region([5000])
     region.put(0, tmp_path / "x")
@@ -33,7 +33,7 @@ def test_the_memory_outlives_its_region(tmp_path: Path) -> None:
     assert (numbers == 7).all()
 
 
-def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
+def test_mapping_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         Region([1]).put(0, tmp_path / "nowhere")
     with pytest.raises(OSError, match=str(tmp_path)) as error:

@@ -1,4 +1,4 @@
-"""The model card: the Hub reads its front matter, and it says what was measured."""
+"""The model card: front matter for the Hugging Face Hub, contents, and measured metrics."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def card(tmp_path: Path) -> ModelCard:
     return ModelCard.load(tmp_path / "README.md")
 
 
-def test_the_hub_reads_it(card: ModelCard) -> None:
+def test_hugging_face_hub_parses_the_card(card: ModelCard) -> None:
     assert card.data.library_name == "diffusers"
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("flowers-64", "inpipe_fd", 1.5)
     assert card.data.model_name == "mine"
 
 
-def test_the_library_is_that_of_the_format(tmp_path: Path) -> None:
+def test_library_name_follows_the_export_format(tmp_path: Path) -> None:
     write_model(tmp_path, step=10)
     use = CardUse("image-to-image", "load", 'model = load(".")', library="other")
     text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), use, None, {})
     assert "library_name: other" in text and "from other import load" in text and "diffusers" not in text
 
 
-def test_it_says_what_a_reader_wants_to_know(card: ModelCard) -> None:
+def test_card_lists_samples_training_size_classes_and_usage(card: ModelCard) -> None:
     for part in ("# mine", "![Samples](grid.png)", "10 steps, 640 examples", "dark, light", "1 to 2", "DiTPipeline"):
         assert part in card.text, part
     assert r"few \| samples" in card.text
 
 
-def test_a_doubt_about_all_metrics_is_one_sentence(tmp_path: Path) -> None:
+def test_doubt_shared_by_all_metrics_is_one_sentence(tmp_path: Path) -> None:
     write_model(tmp_path, step=10)
     doubt = "the classifier guesses"
     metrics = {key: MEASURED["metrics"]["inpipe_fd"] | {"doubt": doubt} for key in ("inpipe_fd", "inpipe_kd")}
@@ -70,13 +70,13 @@ def test_a_doubt_about_all_metrics_is_one_sentence(tmp_path: Path) -> None:
     )
 
 
-def test_without_metrics_it_claims_none(tmp_path: Path) -> None:
+def test_card_without_metrics_has_no_results(tmp_path: Path) -> None:
     write_model(tmp_path, step=10)
     text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, None, {})
     assert "model-index" not in text and "## Results" not in text
 
 
-def test_names_from_the_data_are_text_and_no_markdown(tmp_path: Path) -> None:
+def test_class_names_are_escaped_in_markdown(tmp_path: Path) -> None:
     write_model(tmp_path, step=10)
     model = replace(
         load_model(tmp_path / "train"), classes=["<img src=x>", "[a](http://b)", "a & b", "two\nlines", r"\[c]"]

@@ -1,4 +1,4 @@
-"""Names that are read from other people's files never lead out of a folder."""
+"""File names read from untrusted files never lead outside a folder."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ ZEROS = "0" * 64
 
 
 @pytest.mark.parametrize("name", ["a", "shard-00000.tar", "evaluation/cat and dog.png", "…", "a..b", "a\nb"])
-def test_a_name_inside_is_joined(tmp_path: Path, name: str) -> None:
+def test_name_inside_the_folder_is_joined(tmp_path: Path, name: str) -> None:
     assert inside(tmp_path, name) == tmp_path / name == inside(tmp_path, name, follow=True)
 
 
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_name_that_leads_out_is_refused(tmp_path: Path, name: str, follow: bool) -> None:
+def test_name_outside_the_folder_is_rejected(tmp_path: Path, name: str, follow: bool) -> None:
     with pytest.raises(ValueError, match="is not the name of a file inside") as error:
         inside(tmp_path, name, follow)
     assert "\n" not in str(error.value)
 
 
-def test_a_link_that_leads_out_is_refused_unless_the_content_is_checked(tmp_path: Path) -> None:
+def test_link_outside_the_folder_is_rejected_unless_the_content_is_checked(tmp_path: Path) -> None:
     (folder := tmp_path / "set").mkdir()
     (tmp_path / "secret").write_text("s")
     (folder / "file").symlink_to(tmp_path / "secret")
@@ -61,18 +61,18 @@ def test_a_link_that_leads_out_is_refused_unless_the_content_is_checked(tmp_path
 
 
 READ_FROM_OTHERS: tuple[type[BaseModel], ...] = (Manifest,)
-"""The models that are filled from JSON that may come from anywhere, with all models that they contain."""
+"""Models parsed from untrusted JSON; the models that they contain are checked too."""
 
 NO_FILES = {
     *("name", "crops", "precision", "classes", "flags", "crop", "codec", "pairs", "passed_over", "channels"),
     "missing_numbers",
 }
-"""Fields of text that names no file: titles, digests, names of classes, flags, channels and columns, kinds of files,
+"""Text fields that name no file: titles, digests, names of classes, flags, channels and columns, kinds of files,
 identities that are only compared."""
 
 
 def _texts(annotation: Any) -> Iterator[Any]:
-    """Each text in a type, with its constraints; no Literal."""
+    """Yield each string type within a type, with its constraints; skip Literal."""
     if annotation is str:
         yield None
     elif typing.get_origin(annotation) is typing.Annotated and typing.get_args(annotation)[0] is str:
@@ -91,7 +91,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(each)
 
 
-def test_every_field_that_names_a_file_has_the_type() -> None:
+def test_every_field_that_names_a_file_has_a_file_name_type() -> None:
     models = {model for root in READ_FROM_OTHERS for model in _models(root)}
     assert len(models) == 5
     names = []
@@ -104,7 +104,7 @@ def test_every_field_that_names_a_file_has_the_type() -> None:
     assert sorted(names) == ["carried", "file", "files"]
 
 
-def test_files_that_go_with_weights_lie_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_carried_by_weights_must_be_in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, 1)
     folder = tmp_path / "train"
     model = read_json(folder / "model.json")
@@ -125,7 +125,7 @@ def test_files_that_go_with_weights_lie_beside_them(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_carried_by_shards_is_their_own_and_whole(tmp_path: Path) -> None:
+def test_file_carried_by_shards_must_be_in_their_folder_and_intact(tmp_path: Path) -> None:
     folder = crops_of_twelve(tmp_path)
     (tmp_path / "secret").write_text("s")
     sha256 = "043a718774c572bd8a25adbeb1bfcd5c0256ae11cecf9f9c3f925d0e52beaf89"
@@ -140,7 +140,7 @@ def test_a_file_carried_by_shards_is_their_own_and_whole(tmp_path: Path) -> None
         open_shards(folder).carried()
 
 
-def test_shards_may_be_links_as_in_a_cache_of_downloads(tmp_path: Path) -> None:
+def test_shards_may_be_links_as_in_a_download_cache(tmp_path: Path) -> None:
     folder = crops_of_twelve(tmp_path)
     rows = np.arange(12)
     before = open_shards(folder, "all").gather(rows)
@@ -150,12 +150,12 @@ def test_shards_may_be_links_as_in_a_cache_of_downloads(tmp_path: Path) -> None:
     assert torch.equal(open_shards(folder, "all").gather(rows), before)
 
 
-def test_files_that_are_compared_lie_in_the_folder(tmp_path: Path) -> None:
+def test_compared_files_must_be_in_the_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not the name of a file inside"):
         check_files(tmp_path, {"/dev/zero": ZEROS}, "")
 
 
-def test_the_files_of_a_checkpoint_lie_in_it(tmp_path: Path) -> None:
+def test_files_of_a_checkpoint_must_be_in_its_folder(tmp_path: Path) -> None:
     (folder := tmp_path / "step-0000001").mkdir()
     content = {"format": 1, "step": 1, "examples_seen": 1, "reports_due": [], "extra": {}, "identity": {}}
     record = content | {"files": {"../x.safetensors": {"sha256": ZEROS, "bytes": 1}}}
@@ -164,7 +164,7 @@ def test_the_files_of_a_checkpoint_lie_in_it(tmp_path: Path) -> None:
         read_checkpoint(folder)
 
 
-def test_the_splits_of_a_data_set_lie_in_its_folder(tmp_path: Path) -> None:
+def test_splits_of_a_data_set_must_be_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["../elsewhere"]}))
     with pytest.raises(ValueError, match="is not the name of a file inside"):
         HuggingFace(path=str(tmp_path)).files()

@@ -1,4 +1,4 @@
-"""Numbers on their way to an image: columns of a table, shards beside the crops, a network that takes them, rows."""
+"""Numbers as conditions: table columns, shards stored with the crops, networks, and rows for sampling."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def trained(data: Path, system: dict[str, Any], output: Path, steps: int = 2, **
 
 
 def images(weights: Path, *folders: Path, **settings: Any) -> tuple[Tensor, Any]:
-    """Return what `sample` makes, in two batches, and its maker."""
+    """Return the images of `sample`, drawn in two batches, and their maker."""
     model = load_model(weights)
     sampler = {"type": "ddim", "num_steps": 2} if model.system.type == "rin" else SAMPLER
     config = parse(SampleConfig, {"num_samples": 4, "sampler": sampler} | settings, "sample")
@@ -128,7 +128,7 @@ def images(weights: Path, *folders: Path, **settings: Any) -> tuple[Tensor, Any]
     return torch.cat([maker(slice(i, i + 2)) for i in (0, 2)]), maker
 
 
-def test_numbers_lie_beside_the_crops_on_the_scale_of_the_training_images(data: Path) -> None:
+def test_numbers_are_stored_with_the_crops_scaled_by_the_training_images(data: Path) -> None:
     manifest = json.loads((data / "numbers/manifest.json").read_text())
     assert (manifest["kind"], manifest["shape"], manifest["dtype"]) == ("numbers", [2, 2], "float32")
     joined = open_shards(data / "crops", "train").join(open_shards(data / "numbers", "all"))
@@ -160,7 +160,7 @@ def test_numbers_lie_beside_the_crops_on_the_scale_of_the_training_images(data: 
         (5, 1e300, [5, 1e300]),
     ],
 )
-def test_a_number_is_read_back_to_7_digits_of_its_range(low: float, high: float, values: list[float]) -> None:
+def test_numbers_are_restored_to_7_digits_of_their_range(low: float, high: float, values: list[float]) -> None:
     columns = NumberColumns(("age",), ((low, high),))
     rows = [{"age": value} for value in values]
     read = [row["age"] for row in columns.values(columns.scaled(rows))]
@@ -174,7 +174,7 @@ def test_warnings_show_all_digits_of_a_number() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(273.15, 273.18899999999996), (-0.5, 273.123456785), (1.7e9, 1.7e9 + 1e-3)])
-def test_numbers_that_are_read_back_lie_in_the_range_of_the_training_images(low: float, high: float) -> None:
+def test_restored_numbers_stay_in_the_range_of_the_training_images(low: float, high: float) -> None:
     columns = NumberColumns(("temp",), ((low, high),))
     rows: list[dict[str, float | None]] = [{"temp": low}, {"temp": high}]
     assert columns.outside([dict[str, float | None](row) for row in columns.values(columns.scaled(rows))]) == []
@@ -184,7 +184,7 @@ def test_numbers_that_are_read_back_lie_in_the_range_of_the_training_images(low:
     assert beyond["temp"] == pytest.approx(high + step, rel=1e-12, abs=step / 100), "held-out numbers keep their place"
 
 
-def test_an_image_without_a_row_is_quarantined_and_an_edited_number_writes_its_shard_again(tmp_path: Path) -> None:
+def test_image_without_row_is_quarantined_and_edited_number_rewrites_its_shard(tmp_path: Path) -> None:
     config = write_data(tmp_path)
     table = tmp_path / "numbers.csv"
     whole = table.read_text()
@@ -210,7 +210,7 @@ def _training_ages(folder: Path) -> list[float]:
     return [row["age"] for row in NumberColumns.described(pairs).values(rows)]
 
 
-def test_numbers_also_come_with_the_images(tmp_path: Path) -> None:
+def test_numbers_are_also_read_from_json_files_next_to_the_images(tmp_path: Path) -> None:
     config = write_data(tmp_path)
     for row in (tmp_path / "numbers.csv").read_text().split("\n")[1:]:
         path, age, dose = row.split(",")
@@ -236,7 +236,7 @@ def test_numbers_also_come_with_the_images(tmp_path: Path) -> None:
         ("", {"columns": ["age"], "table": "nowhere.csv"}, "nowhere.csv does not exist. Give a .csv"),
     ],
 )  # fmt: skip
-def test_a_table_that_does_not_fit_is_told_in_one_line(
+def test_invalid_tables_of_numbers_are_reported_in_one_line(
     tmp_path: Path, table: str, pairs: dict[str, Any], message: str
 ) -> None:
     config = write_data(tmp_path, table or "path,age\n")
@@ -245,7 +245,7 @@ def test_a_table_that_does_not_fit_is_told_in_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_column_that_never_changes_and_a_column_of_the_class_are_refused(tmp_path: Path) -> None:
+def test_constant_columns_and_reserved_column_names_are_rejected(tmp_path: Path) -> None:
     config = write_data(tmp_path)
     table = tmp_path / "numbers.csv"
     lines = table.read_text().split("\n")
@@ -261,7 +261,7 @@ def test_a_column_that_never_changes_and_a_column_of_the_class_are_refused(tmp_p
         parse(NumberPairs, {"columns": ["age", "age"]}, "pairs")
 
 
-def test_the_embedding_of_a_missing_number_depends_on_no_value() -> None:
+def test_embedding_of_a_missing_number_ignores_its_value() -> None:
     torch.manual_seed(0)
     embed = NumberEmbedder(2, 8)
     zeros = embed(torch.zeros(1, 2, 2))
@@ -273,7 +273,7 @@ def test_the_embedding_of_a_missing_number_depends_on_no_value() -> None:
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_a_training_resumes_to_the_same_bytes_and_samples_what_rows_ask_for(
+def test_training_on_numbers_resumes_bit_exactly_and_samples_the_rows(
     data: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = SYSTEMS[name] | {"condition": [{"type": "label"}, {"type": "numbers"}]}
@@ -301,12 +301,12 @@ def test_a_training_resumes_to_the_same_bytes_and_samples_what_rows_ask_for(
     with pytest.raises(ValueError, match="sample.labels is set, and sample.conditions names a label"):
         images(tmp_path / "once", conditions=str(table), labels=["dark"])
     capsys.readouterr()
-    far = 90 + list(SYSTEMS).index(name)  # a line is said once
+    far = 90 + list(SYSTEMS).index(name)  # a warning is printed once
     images(tmp_path / "once", conditions=[{"age": far, "label": "dark"}])
     assert f"sample.conditions asks for age {far} (trained on 2" in capsys.readouterr().err
 
 
-def test_a_number_that_no_training_image_lacks_is_missed(
+def test_warning_if_rows_omit_a_number_that_every_training_image_has(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = json.loads((data / "numbers/manifest.json").read_text())
@@ -325,7 +325,7 @@ def test_a_number_that_no_training_image_lacks_is_missed(
     assert replace(described, missing=None).never_missing([{}]) == [], "a model of before does not say"
 
 
-def test_unset_rows_are_those_of_held_out_images(data: Path, tmp_path: Path) -> None:
+def test_unset_conditions_default_to_held_out_images(data: Path, tmp_path: Path) -> None:
     system = SYSTEMS["dit"] | {"condition": [{"type": "label"}, {"type": "numbers"}]}
     trained(data, system, tmp_path / "out", grid_every_steps=2)
     folders = data / "numbers", data / "crops"
@@ -349,7 +349,7 @@ def test_unset_rows_are_those_of_held_out_images(data: Path, tmp_path: Path) -> 
     assert len(list((tmp_path / "out/previews").rglob("step-???????.png"))) == 2
 
 
-def test_numbers_alone_leave_the_class_out(data: Path, tmp_path: Path) -> None:
+def test_network_on_numbers_alone_takes_no_class(data: Path, tmp_path: Path) -> None:
     trained(data, SYSTEMS["dit"] | {"condition": {"type": "numbers"}}, tmp_path / "out")
     model = load_model(tmp_path / "out")
     assert model.spec.num_classes == 0 and model.spec.conditions == {NUMBERS: (2, 2)}
@@ -361,7 +361,7 @@ def test_numbers_alone_leave_the_class_out(data: Path, tmp_path: Path) -> None:
         images(tmp_path / "out", conditions=[{"years": 25}])
 
 
-def test_weights_of_other_columns_start_no_training(
+def test_initial_weights_with_other_columns_are_rejected(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = SYSTEMS["dit"] | {"condition": {"type": "numbers"}}
@@ -380,7 +380,7 @@ def test_weights_of_other_columns_start_no_training(
     assert "They were trained with other settings: pairs.numbers.ranges ([[2" in capsys.readouterr().out
 
 
-def test_columns_of_another_order_are_told_before_any_work(tmp_path: Path) -> None:
+def test_other_column_order_is_reported_before_any_work(tmp_path: Path) -> None:
     other = NUMBERS_SECTION | {"columns": ["dose", "age"]}
     assert mistake(tmp_path, BOTH, pairs=other) == ""
     (tmp_path / "mine.yaml").rename(tmp_path / "first.yaml")
@@ -391,7 +391,7 @@ def test_columns_of_another_order_are_told_before_any_work(tmp_path: Path) -> No
     assert "train.init_from.experiment: the weights were trained with the numbers dose, age, but" in found
 
 
-def test_a_command_says_how_many_rows_it_leaves_out(
+def test_sample_command_warns_how_many_rows_are_not_drawn(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(data, SYSTEMS["dit"] | {"condition": {"type": "numbers"}}, tmp_path / "out")
@@ -405,7 +405,7 @@ def test_a_command_says_how_many_rows_it_leaves_out(
     assert "not drawn" not in capsys.readouterr().err
 
 
-def test_the_command_of_a_data_card_draws_an_image_again(
+def test_command_in_a_data_card_reproduces_an_image(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(data, SYSTEMS["dit"] | {"condition": [{"type": "label"}, {"type": "numbers"}]}, tmp_path / "out")
@@ -424,7 +424,7 @@ def test_the_command_of_a_data_card_draws_an_image_again(
     assert (again.int() - drawn[1].int()).abs().max() > 1, "another seed of the class"
 
 
-def test_a_served_model_of_before_takes_its_number_called_class(data: Path, tmp_path: Path) -> None:
+def test_served_older_model_accepts_a_number_named_class(data: Path, tmp_path: Path) -> None:
     trained(data, SYSTEMS["dit"] | {"condition": {"type": "numbers"}}, tmp_path / "out")
     model = load_model(tmp_path / "out")
     model.pairs["numbers"]["columns"] = ["class", "dose"]
@@ -435,7 +435,7 @@ def test_a_served_model_of_before_takes_its_number_called_class(data: Path, tmp_
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_a_list_of_one_part_is_that_part(data: Path, tmp_path: Path, name: str) -> None:
+def test_list_of_one_condition_equals_that_condition(data: Path, tmp_path: Path, name: str) -> None:
     plain = trained(data, SYSTEMS[name], tmp_path / "plain")
     usual = load_model(tmp_path / "plain").system
     listed = parse(type(usual), SYSTEMS[name] | {"condition": [{"type": "label"}]}, "system")
@@ -445,7 +445,7 @@ def test_a_list_of_one_part_is_that_part(data: Path, tmp_path: Path, name: str) 
     assert trained(data, written, tmp_path / "listed") == plain
 
 
-def test_class_and_numbers_are_dropped_together_while_a_network_is_trained() -> None:
+def test_class_and_numbers_are_dropped_together_in_training() -> None:
     spec = DataSpec(channels=1, resolution=1, num_classes=10, conditions={NUMBERS: (2, 2)})
     count = 4000
     streams = Streams(0, torch.zeros(count, dtype=torch.int64), torch.arange(count))
@@ -463,7 +463,7 @@ BOTH = [{"type": "label"}, {"type": "numbers"}]
 
 
 def mistake(folder: Path, condition: Any, name: str = "dit", **sections: Any) -> str:
-    """Return what is said of an experiment; empty when nothing is wrong with it."""
+    """Return the error message for an experiment; empty if it is valid."""
     data = {"name": "digits", "source": {"type": "digits"}, "resolution": 8, "validation_fraction": 0.2}
     sampler = {"sampler": {"type": "ddim", "num_steps": 2}}
     experiment = {"data": data, "train": {"steps": 1}, "pairs": NUMBERS_SECTION, "sample": {}, "preview": {}} | sections
@@ -560,7 +560,7 @@ def test_what_does_not_fit_is_told_in_one_line_before_any_work(
     assert message in found and len(found.splitlines()) == 1, found
 
 
-def test_a_table_names_no_class_where_the_network_takes_none(tmp_path: Path) -> None:
+def test_label_column_is_rejected_if_the_network_takes_no_class(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("age,label,count\n40,3,5\n")
     synthesize = {"table": str(tmp_path / "rows.csv")}
     assert mistake(tmp_path, BOTH, synthesize=synthesize) == ""

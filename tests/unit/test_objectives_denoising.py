@@ -1,4 +1,4 @@
-"""Denoising and flow matching as a training step sees them."""
+"""Losses of denoising and flow matching in a training step."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def network_for(config: Denoising | FlowMatching) -> Network:
 
 
 @pytest.mark.parametrize(("config", "process"), CASES)
-def test_each_sample_has_its_own_loss_whatever_the_batch(config: Denoising, process: Discrete) -> None:
-    """In one batch of six or in two of three: the same numbers, so neither ranks nor micro-batches matter."""
+def test_loss_of_each_sample_does_not_depend_on_the_batch(config: Denoising, process: Discrete) -> None:
+    """One batch of six and two of three give the same numbers, so neither ranks nor micro-batches matter."""
     objective, network = config.build(process.build(), SPEC), network_for(config)
     whole = objective(network, batch_of([0, 1, 2, 3, 4, 5]))
     halves = [objective(network, batch_of(part)) for part in ([0, 1, 2], [3, 4, 5])]
@@ -78,7 +78,7 @@ def test_each_sample_has_its_own_loss_whatever_the_batch(config: Denoising, proc
 
 
 def losses(config: Denoising | FlowMatching, process: Discrete | Continuous | Flow, error: float) -> Losses:
-    """Of a network that knows the answer, but for an error in each element of its output."""
+    """Losses of a network that predicts the target plus a constant error in each element."""
     built = process.build()
     objective, batch = config.build(built, SPEC), batch_of([0, 1, 2, 3])
     noise = batch.streams.normal("noise", (3, 4, 4))
@@ -90,17 +90,17 @@ def losses(config: Denoising | FlowMatching, process: Discrete | Continuous | Fl
 
 @pytest.mark.parametrize("prediction", ["eps", "x0", "v"])
 @pytest.mark.parametrize("process", [Discrete(), Continuous(), Flow()])
-def test_the_right_answer_costs_nothing(prediction: str, process: Discrete) -> None:
+def test_exact_prediction_has_zero_loss(prediction: str, process: Discrete) -> None:
     assert losses(Denoising(prediction=prediction), process, 0.0).loss.max() < 1e-10
     torch.testing.assert_close(losses(Denoising(prediction=prediction), process, 0.5).loss, torch.full((4,), 0.25))
 
 
-def test_the_right_velocity_costs_nothing() -> None:
+def test_exact_velocity_has_zero_loss() -> None:
     assert losses(FlowMatching(), Flow(), 0.0).loss.max() < 1e-10
     torch.testing.assert_close(losses(FlowMatching(), Flow(), 0.5).loss, torch.full((4,), 0.25))
 
 
-def test_snr_weights_make_every_prediction_pay_for_its_error_in_eps() -> None:
+def test_snr_weighted_loss_equals_the_error_in_eps_for_every_prediction() -> None:
     process = Discrete().build()
     alpha, sigma = process.levels(torch.tensor([0, 100, 500, 999]))
     x_t = torch.ones(4).double()
@@ -111,7 +111,7 @@ def test_snr_weights_make_every_prediction_pay_for_its_error_in_eps() -> None:
         torch.testing.assert_close((wrong - right) ** 2, weight * 0.2**2)
 
 
-def test_weights_are_those_of_their_papers() -> None:
+def test_loss_weights_match_their_papers() -> None:
     alpha, sigma = torch.tensor([0.8, 0.6]).double().sqrt(), torch.tensor([0.2, 0.4]).double().sqrt()  # SNR 4 and 1.5
     assert MinSnrWeighting(gamma=2).weight("x0", alpha, sigma).tolist() == pytest.approx([2, 1.5])
     assert MinSnrWeighting(gamma=2).weight("eps", alpha, sigma).tolist() == pytest.approx([0.5, 1])
@@ -120,7 +120,7 @@ def test_weights_are_those_of_their_papers() -> None:
     assert UniformWeighting().weight("v", alpha, sigma).tolist() == [1, 1]
 
 
-def test_the_bound_teaches_the_variance_only() -> None:
+def test_variational_bound_trains_only_the_variance() -> None:
     config = Denoising(variance="learned_range", loss="hybrid")
     objective, batch = config.build(Discrete().build(), SPEC), batch_of([0, 1])
     t, noise = torch.tensor([0, 400]), torch.randn(2, 3, 4, 4)
@@ -132,7 +132,7 @@ def test_the_bound_teaches_the_variance_only() -> None:
     assert (output.grad[:, 3:] != 0).all()
 
 
-def test_labels_are_dropped_for_the_null_label() -> None:
+def test_dropped_labels_become_the_null_label() -> None:
     config = Denoising(label_drop_probability=0.3)
     objective, network = config.build(Discrete().build(), SPEC), Network(3)
     batch = batch_of(list(range(400)))
@@ -146,7 +146,7 @@ def test_labels_are_dropped_for_the_null_label() -> None:
     assert torch.equal(network.seen["label"], batch.cond["label"])
 
 
-def test_the_network_is_told_the_timestep_of_the_whole_schedule() -> None:
+def test_network_receives_timesteps_of_the_full_schedule() -> None:
     process = Discrete(num_timesteps=500, respacing="50", rescale_timesteps=True).build()
     network = Network(3)
     Denoising().build(process, SPEC)(network, batch_of([0, 1, 2]))
@@ -194,12 +194,12 @@ def test_configurations_survive_being_written_down(config: Denoising, process: D
         (Denoising(timestep_sampling=LossSecondMoment()), Flow(), "loss_second_moment needs a discrete process."),
     ],
 )
-def test_objective_and_process_must_go_together(config: Denoising, process: Flow, message: str) -> None:
+def test_incompatible_objective_and_process_are_rejected(config: Denoising, process: Flow, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config.build(process.build(), SPEC)
 
 
-def test_each_part_is_dropped_alone_beside_all_at_once() -> None:
+def test_conditions_are_dropped_separately_and_all_together() -> None:
     spec = DataSpec(channels=3, resolution=4, num_classes=5, conditions={"text": (2, 3), "numbers": (1, 2)})
     ids = torch.arange(4000)
     streams = Streams(0, torch.zeros_like(ids), ids)
@@ -228,19 +228,19 @@ def test_each_part_is_dropped_alone_beside_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("objective", [Denoising, FlowMatching, EdmDenoising])
-def test_probabilities_of_parts_that_are_not_set_are_not_written(objective: Any) -> None:
+def test_unset_drop_probabilities_are_not_written(objective: Any) -> None:
     assert "drop_probabilities" not in objective().model_dump()
     assert objective(drop_probabilities={"text": 0.1}).model_dump()["drop_probabilities"] == {"text": 0.1}
     with pytest.raises(ValueError, match="less than or equal to 1"):
         objective(drop_probabilities={"text": 1.1})
 
 
-def test_dropping_labels_needs_labels() -> None:
+def test_label_dropout_requires_classes() -> None:
     with pytest.raises(ValueError, match="but the data have no classes"):
         FlowMatching(label_drop_probability=0.1).build(Flow().build(), DataSpec(channels=3, resolution=4))
 
 
-def test_a_network_with_too_few_channels_is_named() -> None:
+def test_network_with_too_few_channels_is_rejected() -> None:
     config = Denoising(variance="learned_range", loss="hybrid")
     with pytest.raises(ValueError, match="returns 3 channels for x of 3, but variance learned_range needs 6"):
         config.build(Discrete().build(), SPEC)(Network(3), batch_of([0]))
@@ -248,7 +248,7 @@ def test_a_network_with_too_few_channels_is_named() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("config", "process"), CASES)
-def test_a_step_never_waits_for_the_gpu(config: Denoising, process: Discrete) -> None:
+def test_training_step_does_not_synchronize_with_the_gpu(config: Denoising, process: Discrete) -> None:
     objective, network, batch = (
         config.build(process.build(), SPEC),
         network_for(config).cuda(),
@@ -261,7 +261,7 @@ def test_a_step_never_waits_for_the_gpu(config: Denoising, process: Discrete) ->
         if isinstance(objective, ImportanceSampled):
             objective.memory.observe(losses)
 
-    step()  # the tables go to the GPU here
+    step()  # moves the tables to the GPU
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()

@@ -1,4 +1,4 @@
-"""Importance sampling of timesteps: what it draws, what it remembers, and that processes agree."""
+"""Importance sampling of timesteps: its distribution, its loss history, and agreement of processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_timesteps_of_large_loss_are_drawn_more_often_and_weigh_less() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 10, width=32)), max_size=40), st.integers(1, 7))
-def test_only_the_last_losses_count_however_they_arrive(pairs: list[tuple[int, float]], size: int) -> None:
+def test_history_keeps_the_last_losses_for_any_batch_size(pairs: list[tuple[int, float]], size: int) -> None:
     history = LossHistory(4, history=3)
     for start in range(0, len(pairs), size):
         part = pairs[start : start + size]
@@ -66,7 +66,7 @@ def test_only_the_last_losses_count_however_they_arrive(pairs: list[tuple[int, f
         assert sorted(state["losses"][t].tolist()) == sorted(losses[-3:] + [0.0] * (3 - len(losses[-3:])))
 
 
-def test_the_history_is_of_the_losses_before_they_were_weighted() -> None:
+def test_history_holds_unweighted_losses() -> None:
     objective = objective_of()
     for step in range(12):
         batch = batch_of(torch.arange(8), epoch=step)
@@ -84,7 +84,7 @@ def test_the_history_is_of_the_losses_before_they_were_weighted() -> None:
     assert (losses.loss / expected).std() > 0.01
 
 
-def test_it_continues_from_its_state() -> None:
+def test_importance_sampling_resumes_from_its_state() -> None:
     first, second = objective_of(), objective_of()
     for step in range(6):
         first.memory.observe(first(network, batch_of(torch.arange(8), epoch=step)))
@@ -99,27 +99,27 @@ def test_it_continues_from_its_state() -> None:
     assert not torch.equal(kept["losses"], first.memory.state_dict()["losses"])
 
 
-def test_a_history_shares_no_memory_with_the_state_it_was_read_from() -> None:
+def test_history_shares_no_memory_with_its_loaded_state() -> None:
     history, state = LossHistory(4, history=2), {"losses": torch.ones(4, 2).double(), "counts": torch.ones(4).long()}
     history.load_state_dict(state)
     history.append(torch.tensor([1, 2]), torch.tensor([5.0, 5.0]))
     assert state["losses"].tolist() == [[1.0, 1.0]] * 4 and state["counts"].tolist() == [1, 1, 1, 1]
 
 
-def test_a_history_follows_the_losses_to_their_device() -> None:
+def test_history_moves_to_the_device_of_the_losses() -> None:
     history = LossHistory(4)
     history.append(torch.zeros(2, dtype=torch.int64, device="meta"), torch.zeros(2, device="meta"))
     assert {value.device.type for value in history.state_dict().values()} == {"meta"}
 
 
-def test_only_importance_sampling_remembers() -> None:
-    """What the training loop gathers losses for."""
+def test_only_importance_sampling_has_a_history() -> None:
+    """The training loop gathers losses only for objectives with a history."""
     process, spec = Discrete().build(), DataSpec(channels=1, resolution=2)
     assert objective_of().memory is not None
     assert Denoising().build(process, spec).memory is None
 
 
-def test_a_state_of_another_objective_is_refused() -> None:
+def test_state_of_another_objective_is_rejected() -> None:
     with pytest.raises(ValueError, match="Resume with the objective the checkpoint was written with"):
         objective_of().memory.load_state_dict({})
     with pytest.raises(ValueError, match="timestep history"):
@@ -127,7 +127,7 @@ def test_a_state_of_another_objective_is_refused() -> None:
 
 
 def train(rank_samples: list[Tensor], gather: object, steps: int = 8) -> dict[str, Tensor]:
-    """The state after some steps, each of which this process sees in the given micro-batches."""
+    """Return the state after some steps, each given to this process in these micro-batches."""
     objective = objective_of()
     for step in range(steps):
         losses = joined([objective(network, batch_of(part, epoch=step)) for part in rank_samples])
@@ -144,7 +144,7 @@ def worker(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_hold_the_history_that_one_process_would(tmp_path: Path) -> None:
+def test_distributed_history_equals_that_of_one_process(tmp_path: Path) -> None:
     """D-17: the original gathers shares of unequal length without padding, and loses its history on resume."""
     alone = train([torch.arange(7)], lambda losses: losses)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     worker(Path(sys.argv[1]))
 
 
-def test_validation_draws_and_weighs_as_if_there_were_no_history() -> None:
+def test_validation_samples_and_weights_timesteps_uniformly() -> None:
     objective, plain = (
         objective_of(),
         Denoising().build(

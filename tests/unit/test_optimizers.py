@@ -1,4 +1,4 @@
-"""Muon and Lion on flat parameters: which parameters go where, and the updates of their papers."""
+"""Muon and Lion on flat parameters: the choice of parameters, and the updates of their papers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALES = ["match_rms_adamw", "original", "spectral_unclamped"]
 
 
 def scales() -> list[str]:
-    """Those of Muon that the installed PyTorch has: 2.15 has all."""
+    """Return the scales of Muon that the installed PyTorch supports: 2.15 has all."""
     found = []
     for scale in SCALES:
         with suppress(ValueError):
@@ -37,7 +37,7 @@ def scales() -> list[str]:
 
 
 class Blocks(nn.Module):
-    """A first layer, a block of a layer that three maps share, a convolution as a block, and a last layer."""
+    """A first layer, a block whose layer holds three matrices, a convolution as a block, and a last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def trained(config: Muon | Lion, factors: dict[str, float] | None = None) -> dict[str, Tensor]:
-    """The parameters after some steps, at 1, 1/2, 1/3, … of the learning rate."""
+    """Return the parameters after some steps, at 1, 1/2, 1/3, … of the learning rate."""
     flat = Flat(network())
     optimizer = config.build(flat, factors)
     for step in range(STEPS):
@@ -70,7 +70,7 @@ def trained(config: Muon | Lion, factors: dict[str, float] | None = None) -> dic
 
 @pytest.mark.parametrize("scale", scales())
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_that_of_pytorch_on_each_map_and_adamw_on_the_rest(scale: str, nesterov: bool) -> None:
+def test_muon_matches_pytorch_on_each_matrix_and_adamw_on_the_rest(scale: str, nesterov: bool) -> None:
     plain = dict(network().named_parameters())
     settings: Any = {"lr": RATE, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
     config = Muon.model_validate(settings | {"scale": scale, "adamw": {"lr": 0.01, "weight_decay": 0.2}})
@@ -100,7 +100,7 @@ def test_muon_is_that_of_pytorch_on_each_map_and_adamw_on_the_rest(scale: str, n
         torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-7)
 
 
-def test_an_update_of_muon_has_singular_values_about_one() -> None:
+def test_muon_update_has_singular_values_near_one() -> None:
     """The published band is 0.5 to 1.5 (PyTorch's documentation of Newton and Schulz's five steps)."""
     torch.manual_seed(0)
     dit = DiTConfig(depth=1, width=32, num_heads=2, patch=4).build(SPEC)
@@ -115,14 +115,14 @@ def test_an_update_of_muon_has_singular_values_about_one() -> None:
         for update in (before[name] - flat.named(flat.values)[name]).chunk(count):
             m, n = update.shape
             values = torch.linalg.svdvals(update) / math.sqrt(max(1, m / n))
-            # Of a square random matrix the smallest are near zero, from where five steps do not reach the band.
+            # The smallest of a square random matrix are near zero: too small for five steps to reach the band.
             assert values.median() > 0.5 and values.max() < 1.5
             assert m == n or values.min() > 0.5
             seen += 1
     assert seen == 3 + 1 + 1 + 1 + 6
 
 
-def test_muon_takes_the_matrices_in_the_blocks() -> None:
+def test_muon_updates_the_matrices_in_the_blocks() -> None:
     unet = UNetConfig(channels=32, multipliers=(1, 2), num_res_blocks=1, attention_resolutions=(8,)).build(SPEC, 3)
     found = inner_matrices(unet)
     weights = {name for name, p in unet.named_parameters() if p.ndim > 1}
@@ -133,7 +133,7 @@ def test_muon_takes_the_matrices_in_the_blocks() -> None:
     assert found["middle_block.0.emb_layers.1.weight"] == 2, "scale and shift"
 
 
-def test_muon_keeps_one_moment_of_a_matrix_and_needs_nothing_else() -> None:
+def test_muon_keeps_one_moment_per_matrix_and_works_without_adamw_parameters() -> None:
     adapters = network()
     for name, parameter in adapters.named_parameters():
         parameter.requires_grad_(name in INNER)
@@ -147,14 +147,14 @@ def test_muon_keeps_one_moment_of_a_matrix_and_needs_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("freeze", [(), ("blocks.*",)])
-def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
+def test_muon_without_a_matrix_is_rejected(freeze: tuple[str, ...]) -> None:
     config = TrainConfig.model_validate({"steps": 1, "freeze": freeze, "optimizer": {"type": "muon"}})
     assert config.checks_network
     with pytest.raises(ValueError, match=r"train\.optimizer is muon, but no linear or convolutional layer in the"):
         tune(network() if freeze else nn.Sequential(nn.Linear(2, 2)), config)
 
 
-def test_a_scale_that_pytorch_does_not_have_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_scale_unknown_to_pytorch_is_reported_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def older(parameters: Any, adjust_lr_fn: str) -> None:
         if adjust_lr_fn == "spectral_unclamped":
             raise ValueError(f"Adjust learning rate function {adjust_lr_fn} is not supported")
@@ -166,12 +166,12 @@ def test_a_scale_that_pytorch_does_not_have_is_told_before_any_work(monkeypatch:
     tune(network(), TrainConfig.model_validate({"steps": 1, "optimizer": {"type": "muon", "scale": SCALES[1]}}))
 
 
-def test_what_needs_whole_parameters_is_not_sharded() -> None:
+def test_muon_cannot_be_sharded() -> None:
     with pytest.raises(ValueError, match="optimizer does not go with optimizer: muon, which needs"):
         TrainConfig.model_validate({"steps": 1, "sharding": "optimizer", "optimizer": {"type": "muon"}})
 
 
-def test_lion_is_the_papers() -> None:
+def test_lion_matches_its_paper() -> None:
     found = trained(Lion(lr=RATE, betas=(0.8, 0.7), weight_decay=0.3))
     for name, p in network().named_parameters():
         x, m = p.detach().double(), torch.zeros_like(p, dtype=torch.float64)

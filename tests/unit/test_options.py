@@ -1,4 +1,4 @@
-"""The page of options holds every key of an experiment and every option of a command, each with its default."""
+"""The options page lists every key of an experiment and every option of a command, each with its default."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def sections(tables: list[str]) -> dict[str, str]:
     return {heading.removeprefix("## "): table for heading, _, table in split}
 
 
-def test_every_section_of_the_schema_is_a_table_with_its_keys(
-    definitions: dict[str, Any], sections: dict[str, str]
-) -> None:
+def test_every_schema_section_has_a_table_of_its_keys(definitions: dict[str, Any], sections: dict[str, str]) -> None:
     assert len(sections) >= len([name for name in definitions if "_of_" not in name]) > 100
     keys = definitions["FlowMatching"]["properties"].keys() - {"type"}
     table = sections["FlowMatching: `type: flow_matching`"]
@@ -51,7 +49,7 @@ def test_a_row_shows_the_default_the_values_the_meaning_and_an_example() -> None
     assert options._table("Ring", {"type": {"const": "ring"}}, {}).endswith("No keys beside its type.")
 
 
-def test_where_systems_differ_in_defaults_the_second_shows_the_difference_alone(sections: dict[str, str]) -> None:
+def test_section_with_other_defaults_shows_only_the_differences(sections: dict[str, str]) -> None:
     differing = [title for title in sections if title.endswith(", where it differs")]
     assert differing
     for title in differing:
@@ -61,14 +59,14 @@ def test_where_systems_differ_in_defaults_the_second_shows_the_difference_alone(
         assert sections[title].count("\n") < sections[first].count("\n")
 
 
-def test_examples_are_what_shipped_experiments_write() -> None:
+def test_examples_come_from_shipped_experiments() -> None:
     known = {path.stem for path in (options.ROOT / "config/experiments").glob("*.yaml")}
     shown = [example for keys in options.examples().values() for example in keys.values()]
     assert len(shown) > 50
     assert {example.rpartition("(`")[2].removesuffix("`)") for example in shown} <= known
 
 
-def test_every_command_is_a_table_with_its_options() -> None:
+def test_every_command_has_a_table_of_its_options() -> None:
     tables = dict(zip(sorted(COMMANDS), options.commands(), strict=True))
     for verb, table in tables.items():
         assert table.startswith(f"## `python -m image_diffusion {verb}`")
@@ -76,7 +74,7 @@ def test_every_command_is_a_table_with_its_options() -> None:
     assert "| `--config` | required | " in tables["train"]
 
 
-def test_the_page_is_every_table(tables: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_contains_every_table(tables: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "sections", lambda: tables)
     page = options.page()
     assert page.count("\n## ") + 1 == len(tables) + len(COMMANDS) and "\n# Commands\n" in page

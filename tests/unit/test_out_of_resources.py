@@ -1,4 +1,4 @@
-"""What runs out is told in one line: the file and the room there is, or the setting that needs less memory."""
+"""Exhausted disks and memory are reported in one line: the file and the free space, or the setting to reduce."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
 def ended(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command that does what is told where no file may be larger than 100 kB."""
+    """Run code as a command whose files are limited to 100 kB."""
     program = folder.with_name(f"{folder.name}.py")
     program.write_text(f"{BEGIN}\ndef main():\n    {code}\ncommand.run(main, 'sample.batch_size')")
     return subprocess.run([warm_python(), program, folder], capture_output=True, text=True, check=False)
@@ -56,7 +56,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("what", WRITES)
-def test_a_write_that_fails_names_the_file_and_leaves_nothing(tmp_path: Path, what: str) -> None:
+def test_failed_write_names_the_file_and_leaves_nothing(tmp_path: Path, what: str) -> None:
     code, name = WRITES[what]
     done = ended(code, tmp_path)
     line = (
@@ -68,7 +68,7 @@ def test_a_write_that_fails_names_the_file_and_leaves_nothing(tmp_path: Path, wh
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_an_error_of_the_disk_is_told_with_the_file_that_is_known(tmp_path: Path, number: int) -> None:
+def test_disk_errors_name_the_file_if_known(tmp_path: Path, number: int) -> None:
     with pytest.raises(OSError, match="file") as error, writing(tmp_path / "file"):
         raise OSError(number, os.strerror(number))
     told = sentence_on(error.value)
@@ -78,7 +78,7 @@ def test_an_error_of_the_disk_is_told_with_the_file_that_is_known(tmp_path: Path
 
 
 @pytest.mark.parametrize("code", ["torch.empty(1 << 44)", "np.empty(1 << 44, np.uint8)", "bytes(1 << 46)"])
-def test_memory_that_is_asked_for_in_vain_names_the_setting(tmp_path: Path, code: str) -> None:
+def test_failed_allocation_names_the_setting_to_reduce(tmp_path: Path, code: str) -> None:
     done = ended(code, tmp_path)
     line = (
         r"error: Out of memory(: [\d.,e+]+ [GT]iB more were requested)?\. Set sample\.batch_size to a smaller number: "
@@ -87,7 +87,7 @@ def test_memory_that_is_asked_for_in_vain_names_the_setting(tmp_path: Path, code
     assert done.returncode == 1 and re.fullmatch(line, done.stderr), done.stderr
 
 
-def test_memory_of_a_gpu() -> None:
+def test_gpu_out_of_memory_names_the_settings_to_reduce() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 8.")
     assert sentence_on(error, ("train.microbatch", "preview.batch_size")) == (
         "Out of GPU memory: 20 GiB more were requested. Set train.microbatch or preview.batch_size to a smaller "
@@ -96,7 +96,7 @@ def test_memory_of_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(("free", "told"), [("1.09 GiB", "use 60.0 of its 79.1 GiB"), ("61.10 GiB", None)])
-def test_memory_of_a_gpu_that_other_programs_use(free: str, told: str | None) -> None:
+def test_gpu_out_of_memory_reports_the_use_by_other_programs(free: str, told: str | None) -> None:
     error = torch.OutOfMemoryError(
         f"CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which {free} is "
         "free. Process 41 has 60.00 GiB memory in use. Including non-PyTorch memory, this process has 18.01 GiB memory "
@@ -106,7 +106,7 @@ def test_memory_of_a_gpu_that_other_programs_use(free: str, told: str | None) ->
     assert (told in sentence) if told else "Other programs" not in sentence
 
 
-def test_other_errors_are_not_taken_for_it(tmp_path: Path) -> None:
+def test_other_errors_are_not_taken_for_exhausted_resources(tmp_path: Path) -> None:
     for error in (RuntimeError("shapes differ"), OSError(errno.EACCES, "no"), ValueError("out of memory")):
         assert sentence_on(error) is None
         with pytest.raises(type(error), match=re.escape(str(error))), writing(tmp_path):
@@ -114,7 +114,7 @@ def test_other_errors_are_not_taken_for_it(tmp_path: Path) -> None:
     assert "Traceback" in ended("raise RuntimeError('a defect')", tmp_path).stderr
 
 
-def test_the_settings_that_commands_name_are_there() -> None:
+def test_settings_named_by_commands_exist() -> None:
     known: dict[str, set[str]] = {"train": set(TrainConfig.model_fields), "encode": set(EncodeConfig.model_fields)}
     for name in ("preview", "sample", "evaluate"):
         known[name] = set(DiTSystem.sections[name].kind.model_fields)

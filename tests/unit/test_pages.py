@@ -1,4 +1,4 @@
-"""What the pages of experiments are made of: curves, marked configurations, metrics with their definitions."""
+"""Parts of the experiment pages: curves, marked configurations, metrics with their definitions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def scripts() -> ModuleType:
-    """workflow/scripts/report.py, with what it uses beside it."""
+    """Import workflow/scripts/report.py with the modules in its folder."""
     sys.path.insert(0, str(ROOT / "workflow/scripts"))
     try:
         found = importlib.util.find_spec("report")
@@ -44,12 +44,12 @@ class Whole(Config):
     count: int = 1
 
 
-def test_what_is_beyond_the_defaults_is_told_by_its_key() -> None:
+def test_changed_settings_are_listed_by_key() -> None:
     assert beyond_defaults(Whole(name="a")) == {"name"}
     assert beyond_defaults(Whole(name="a", part=Part(size=4), count=2)) == {"name", "part.size", "count"}
 
 
-def test_a_part_of_another_type_is_compared_with_its_own_defaults() -> None:
+def test_section_of_another_type_is_compared_with_its_own_defaults() -> None:
     raw = {"data": {"name": "d", "source": {"type": "digits"}, "resolution": 16}, "train": {"steps": 2}}
     own = parse_experiment(raw | {"system": {"type": "dit"}}, "x")
     other = parse_experiment(raw | {"system": {"type": "dit", "process": {"type": "flow", "time_scale": 10}}}, "x")
@@ -60,7 +60,7 @@ def test_a_part_of_another_type_is_compared_with_its_own_defaults() -> None:
 
 
 @pytest.mark.parametrize("system", ["dit", "iddpm", "rin"])
-def test_a_recipe_that_names_its_system_alone_differs_in_its_data_alone(system: str) -> None:
+def test_recipe_with_only_a_system_type_uses_all_system_defaults(system: str) -> None:
     raw = {"data": {"name": "d", "source": {"type": "digits"}, "resolution": 32}, "train": {"steps": 2}}
     changed = beyond_defaults(parse_experiment(raw | {"system": {"type": system}}, "x"))
     assert {key for key in changed if not key.startswith("data.")} == {"train.steps"}
@@ -75,7 +75,7 @@ def test_lines_under_a_changed_key_are_marked(scripts: ModuleType) -> None:
     assert marked == {"a: 1": True, "b:": False, "  c: 2": False, "  d:": True, "  - 3": True, "  - 4": True}
 
 
-def test_a_long_curve_keeps_its_ends_and_its_extremes(scripts: ModuleType) -> None:
+def test_downsampled_curve_keeps_its_ends_and_extremes(scripts: ModuleType) -> None:
     values = [math.sin(step / 700) for step in range(20_000)]
     values[12_345] = 9.0
     drawn = scripts.curve(list(range(20_000)), values)
@@ -83,20 +83,20 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes(scripts: ModuleType) -> No
     assert drawn["y"][drawn["x"].index(12_345)] == 9.0 and min(drawn["y"]) == pytest.approx(-1, abs=1e-4)
 
 
-def test_a_gap_in_a_long_curve_hides_no_extreme(scripts: ModuleType) -> None:
+def test_nan_in_a_downsampled_curve_hides_no_extreme(scripts: ModuleType) -> None:
     values = [1.0] * 4000
-    values[2000], values[2003] = math.nan, 9999.0  # the first of a stretch of 8
+    values[2000], values[2003] = math.nan, 9999.0  # 2000 is the first of a group of 8
     assert 9999.0 in scripts.curve(list(range(4000)), values)["y"]
     assert scripts.curve(list(range(4000)), [math.nan] * 4000)["y"][0] is None
 
 
-def test_a_whole_number_is_shown_in_full(scripts: ModuleType) -> None:
+def test_integers_are_shown_in_full(scripts: ModuleType) -> None:
     shown = sys.modules["pages"].number
     values = (12345.0, 1e6, 0.0, 12345.6, 1e20, math.nan)
     assert [shown(value) for value in values] == ["12,345", "1,000,000", "0", "1.235e+04", "1e+20", "nan"]
 
 
-def test_the_summary_is_of_the_weights_that_were_chosen(scripts: ModuleType, tmp_path: Path) -> None:
+def test_summary_shows_the_steps_of_the_chosen_weights(scripts: ModuleType, tmp_path: Path) -> None:
     for folder, step in (("train", 1000), ("sweep/checkpoint/chosen/weights", 500)):
         write_json(tmp_path / "mine" / folder / "model.json", {"step": step})
     plan = {"system": "dit", "dataset": "d", "headline": "fd", "choose": "distance"}
@@ -108,11 +108,11 @@ def test_the_summary_is_of_the_weights_that_were_chosen(scripts: ModuleType, tmp
     assert summary.line("mine", tmp_path, tmp_path)["steps"] == 500
 
 
-def test_a_short_curve_is_drawn_as_it_is_and_a_nan_leaves_a_gap(scripts: ModuleType) -> None:
+def test_short_curve_is_unchanged_and_nan_leaves_a_gap(scripts: ModuleType) -> None:
     assert scripts.curve([1, 2, 3], [0.5, math.nan, 2.0]) == {"x": [1, 2, 3], "y": [0.5, None, 2.0]}
 
 
-def test_rows_of_classes_have_the_names_of_those_that_were_drawn(scripts: ModuleType, tmp_path: Path) -> None:
+def test_class_rows_have_the_names_of_the_sampled_classes(scripts: ModuleType, tmp_path: Path) -> None:
     write_json(tmp_path / "data" / "manifest.json", {"classes": ["cat", "dog", "owl"]})
     experiment = tmp_path / "mine"
     assert scripts.class_names(experiment, tmp_path / "data") == []
@@ -126,7 +126,7 @@ def test_rows_of_classes_have_the_names_of_those_that_were_drawn(scripts: Module
     assert scripts.class_names(experiment, tmp_path / "data") == []
 
 
-def test_the_report_says_which_records_of_the_training_are_lost(scripts: ModuleType, tmp_path: Path) -> None:
+def test_report_counts_lost_records_of_the_training(scripts: ModuleType, tmp_path: Path) -> None:
     with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": "a"}) as journal:
         journal.metrics({"loss": 1.0}, step=1)
     write_json(tmp_path / "train/model.json", {"fingerprint": "a"})
@@ -146,7 +146,7 @@ def entry(value: float, floor: float, **changes: object) -> dict[str, object]:
     return {"value": value, "floor": floor, "n": 300, "note": "", "doubt": None} | changes
 
 
-def test_the_first_screen_compares_with_real_images(scripts: ModuleType) -> None:
+def test_report_summary_compares_with_real_images(scripts: ModuleType) -> None:
     metrics = {"inpipe_agreement": entry(0.997, 0.987), "copies": entry(0.01, 0.01), "inpipe_fd": entry(1.6, 0.5)}
     first, second = scripts.comparisons({"metrics": metrics})
     assert first.startswith("99.7% of the images") and first.endswith("real held-out images: 98.7%.")
@@ -156,7 +156,7 @@ def test_the_first_screen_compares_with_real_images(scripts: ModuleType) -> None
     assert list(scripts.comparisons(None)) == []
 
 
-def test_a_value_stands_beside_the_score_of_as_many_real_images(scripts: ModuleType) -> None:
+def test_values_are_shown_with_the_score_of_equally_many_real_images(scripts: ModuleType) -> None:
     pages = sys.modules["pages"]
     same = entry(1.69, 0.46, floor_n=300, at_floor_n=1.69)
     more = entry(0.41, 0.46, n=10_000, floor_n=374, at_floor_n=1.69)
@@ -173,7 +173,7 @@ def test_a_value_stands_beside_the_score_of_as_many_real_images(scripts: ModuleT
     assert "an accuracy of 60%" in sentence
 
 
-def test_the_first_screen_says_why_there_is_no_headline(scripts: ModuleType, tmp_path: Path) -> None:
+def test_report_summary_explains_a_missing_headline(scripts: ModuleType, tmp_path: Path) -> None:
     near = entry(0.4, 0.5, floor_n=300, at_floor_n=0.4, doubt="this many do not tell the samples from real images")
     protocol = {"weights": {"sha256": "a"}}
     write_json(tmp_path / "mine/metrics.json", {"metrics": {"inpipe_fd": near}, "protocol": protocol})
@@ -183,7 +183,7 @@ def test_the_first_screen_says_why_there_is_no_headline(scripts: ModuleType, tmp
     assert "No headline</div><p>This many do not tell the samples from real images.</p>" in page
 
 
-def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType, tmp_path: Path) -> None:
+def test_report_summary_proposes_the_most_promising_change(scripts: ModuleType, tmp_path: Path) -> None:
     objective = {"label_drop_probability": 0.1}
     write_json(tmp_path / "train/model.json", {"step": 1000, "system": {"objective": objective}})
     judged = {
@@ -217,7 +217,7 @@ def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType
     assert proposed(judged, {}) == []
 
 
-def test_samples_without_classes_and_prompts_cannot_be_guided(scripts: ModuleType) -> None:
+def test_samples_without_classes_or_prompts_cannot_be_guided(scripts: ModuleType) -> None:
     settings = {"guidance": {"guidance_scale": 1.0}, "prompts": None}
     assert scripts.can_guide({"settings": settings, "classes": ["cat"]})
     assert scripts.can_guide({"settings": settings | {"prompts": ["a cat"]}, "classes": []})
@@ -225,6 +225,6 @@ def test_samples_without_classes_and_prompts_cannot_be_guided(scripts: ModuleTyp
     assert not scripts.can_guide({"settings": {}, "classes": ["cat"]}) and not scripts.can_guide({})
 
 
-def test_a_metric_is_named_in_words_with_its_key(scripts: ModuleType) -> None:
+def test_metrics_are_shown_by_name_and_key(scripts: ModuleType) -> None:
     named = sys.modules["pages"].metric("inpipe_fd")
     assert ">Fr\u00e9chet distance</abbr>" in named and '<small class="key">inpipe_fd</small>' in named

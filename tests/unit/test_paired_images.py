@@ -1,5 +1,5 @@
-"""Images of another folder on their way to a network: cropped and mirrored in step with those that they belong to,
-stored beside them, read in training and sampling; what does not fit is told."""
+"""Paired images from a second folder: cropped and mirrored together with their images, stored with them, read in
+training and sampling; invalid pairs are reported."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ SIZES = [(8, 8), (9, 13), (40, 33), (21, 16), (64, 64), (16, 50)]
 
 
 @pytest.mark.parametrize("crop", [{}, {"type": "resize"}, {"type": "pad"}, {"type": "multi", "max_crops": 3}])
-def test_pictures_beside_others_are_their_crops_pixel_for_pixel(tmp_path: Path, crop: dict[str, Any]) -> None:
+def test_paired_images_are_cropped_like_the_images_pixel_for_pixel(tmp_path: Path, crop: dict[str, Any]) -> None:
     pixels = {f"a/{i}.png": noise(*size, 3, seed=i) for i, size in enumerate(SIZES)}
     exif = {"a/1.png": 6, "a/3.png": 4}
     write_images(tmp_path / "in", pixels, exif)
@@ -121,7 +121,7 @@ def test_an_image_and_its_pair_are_mirrored_together(tmp_path: Path) -> None:
 
 
 class Halved:
-    """A codec of exact arithmetic: every other pixel of an image as the mean of its latent."""
+    """A codec with exact arithmetic: the latent's mean is every other pixel of an image."""
 
     identity: ClassVar = {"name": "halved"}
 
@@ -130,7 +130,7 @@ class Halved:
         return torch.stack([mean, torch.full_like(mean, 0.5)], dim=1)
 
 
-def test_a_latent_and_the_mask_beside_it_are_mirrored_together(tmp_path: Path) -> None:
+def test_latent_and_paired_mask_are_mirrored_together(tmp_path: Path) -> None:
     pixels = {f"{i}.png": noise(8, 8, 3, seed=i) for i in range(6)}
     write_images(tmp_path / "in", pixels)
     write_images(tmp_path / "masks", pixels)
@@ -150,7 +150,7 @@ def test_a_latent_and_the_mask_beside_it_are_mirrored_together(tmp_path: Path) -
     assert flips == {True, False}
 
 
-def test_a_network_on_latents_sees_the_share_of_each_label_in_the_area_of_an_element() -> None:
+def test_network_on_latents_receives_label_fractions_per_latent_element() -> None:
     labels = torch.randint(3, (2, 1, 8, 16), generator=torch.Generator().manual_seed(0))
     x = torch.randn(2, 4, 2, 4)
     seen = with_image(x, as_condition(labels, 3))
@@ -164,7 +164,7 @@ def test_a_network_on_latents_sees_the_share_of_each_label_in_the_area_of_an_ele
 
 
 @pytest.mark.parametrize("crop", [{}, {"type": "resize", "interpolation": "lanczos"}, {"type": "pad"}])
-def test_a_mask_keeps_to_its_labels_and_lies_where_its_image_does(tmp_path: Path, crop: dict[str, Any]) -> None:
+def test_resized_masks_keep_labels_and_alignment(tmp_path: Path, crop: dict[str, Any]) -> None:
     pixels, masks = {}, {}
     for i, (height, width) in enumerate([(64, 64), (80, 66), (33, 70), (130, 131), (8, 8)]):
         y, x = np.mgrid[:height, :width]
@@ -183,9 +183,9 @@ def test_a_mask_keeps_to_its_labels_and_lies_where_its_image_does(tmp_path: Path
     (labels,) = both.gather_joined(rows)
     assert set(labels.unique().tolist()) == {0, 1}
     images = both.gather(rows)[:, :1].float()
-    clear = (images < 64) | (images > 191)  # away from the border, where a picture is neither
+    clear = (images < 64) | (images > 191)  # away from the border, where values are in between
     assert torch.equal(labels[clear] == 1, images[clear] > 128)
-    # Not a pixel off: to one side as many borders are rounded up as to the other.
+    # No shift: as many borders are rounded up on one side as on the other.
     for axis in (2, 3):
         place = torch.arange(16.0).view(-1, 1) if axis == 2 else torch.arange(16.0)
         for mask, image in zip(labels[:, 0].float(), images[:, 0] / 255, strict=True):
@@ -195,7 +195,7 @@ def test_a_mask_keeps_to_its_labels_and_lies_where_its_image_does(tmp_path: Path
 
 
 def saved_masks(folder: Path) -> dict[str, Path]:
-    """Save one mask of the labels 0, 1 and 2 in every form that a file may have."""
+    """Save one mask of the labels 0, 1 and 2 in every supported file format."""
     numbers = np.arange(64).reshape(8, 8) // 5 % 3
     palette = Image.fromarray(numbers.astype(np.uint8))
     palette = palette.convert("P")
@@ -227,7 +227,7 @@ COLOURS = {"none": [9, 9, 9], "red": [200, 0, 0], "blue": [0, 0, 200]}
         ("wide", {"none": 0, "one": 1000, "two": 2000}),
     ],
 )  # fmt: skip
-def test_labels_are_grey_values_numbers_of_a_palette_or_colours(tmp_path: Path, form: str, labels: Any) -> None:
+def test_labels_are_grey_values_palette_indices_or_colours(tmp_path: Path, form: str, labels: Any) -> None:
     path = saved_masks(tmp_path / "forms")[form]
     write_images(tmp_path / "in", {"a.png": noise(8, 8, 3)})
     (tmp_path / "masks").mkdir()
@@ -282,13 +282,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(data: Path, folder: Path) -> DataConfig:
-    """Copy the images, crops and masks; return how they are cropped."""
+    """Copy the images, crops and masks; return their data configuration."""
     for name in ("in", "masks", "crops"):
         shutil.copytree(data / name, folder / name)
     return data_config(folder, validation_fraction=0.25)
 
 
-def test_images_without_a_mask_that_fits_are_quarantined_with_the_reason(data: Path, tmp_path: Path) -> None:
+def test_images_without_a_valid_mask_are_quarantined_with_the_reason(data: Path, tmp_path: Path) -> None:
     config = copied(data, tmp_path)
     masks = tmp_path / "masks"
     (masks / "a/00.bmp").unlink()
@@ -311,7 +311,7 @@ def test_images_without_a_mask_that_fits_are_quarantined_with_the_reason(data: P
     assert joined(tmp_path).num_samples == 20
 
 
-def test_a_changed_mask_writes_its_shard_again_and_other_labels_write_all(data: Path, tmp_path: Path) -> None:
+def test_changed_mask_rewrites_its_shard_and_changed_labels_rewrite_all(data: Path, tmp_path: Path) -> None:
     config = copied(data, tmp_path)
     before, written = stored(tmp_path, config, labels=NAMES)
     assert written == 2 and stored(tmp_path, config, labels=NAMES) == (before, 0)
@@ -332,7 +332,7 @@ def test_a_changed_mask_writes_its_shard_again_and_other_labels_write_all(data: 
         ({"path": "nowhere"}, "pairs.path: nowhere does not exist. Give the folder"),
     ],
 )
-def test_labels_and_folders_that_do_not_fit_are_told_in_one_line(
+def test_invalid_labels_and_folders_are_reported_in_one_line(
     data: Path, tmp_path: Path, pairs: dict[str, Any], message: str
 ) -> None:
     config = data_config(data, validation_fraction=0.25)
@@ -342,7 +342,7 @@ def test_labels_and_folders_that_do_not_fit_are_told_in_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_two_files_that_differ_in_their_suffix_alone_are_told(data: Path, tmp_path: Path) -> None:
+def test_two_mask_files_with_the_same_stem_are_rejected(data: Path, tmp_path: Path) -> None:
     config = copied(data, tmp_path)
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "masks/a/00.png")
     with pytest.raises(ValueError, match=r"pairs.path: .*00.bmp and .*00.png differ in their suffix alone. Remove one"):
@@ -365,7 +365,7 @@ def trained(data: Path, output: Path, steps: int = 2, system: Any = None, previe
 
 
 def images(weights: Path, *folders: Path, **settings: Any) -> tuple[Tensor, Any]:
-    """Return what `sample` makes, in two batches, and its maker."""
+    """Return the images of `sample`, drawn in two batches, and their maker."""
     model = load_model(weights)
     config = parse(SampleConfig, {"num_samples": 4, "sampler": SAMPLER} | settings, "sample")
     inputs = SamplingInputs(model, config, load_codec(model, None, CPU), load_model, embeddings=folders)
@@ -374,9 +374,7 @@ def images(weights: Path, *folders: Path, **settings: Any) -> tuple[Tensor, Any]
 
 
 @pytest.mark.parametrize("name", ["dit", "iddpm"])
-def test_a_training_on_masks_resumes_to_the_same_bytes_and_samples_what_masks_ask_for(
-    data: Path, tmp_path: Path, name: str
-) -> None:
+def test_training_on_masks_resumes_bit_exactly_and_samples_by_masks(data: Path, tmp_path: Path, name: str) -> None:
     unet = {"channels": 32, "multipliers": [1], "num_res_blocks": 1, "attention_resolutions": []}
     system = SYSTEM | ({} if name == "dit" else {"type": name, "network": unet})
     system |= {"condition": [{"type": "label"}, PAIRED]}
@@ -431,7 +429,7 @@ def test_a_training_on_masks_resumes_to_the_same_bytes_and_samples_what_masks_as
         images(tmp_path / "once")
 
 
-def test_previews_show_the_images_that_their_rows_name(data: Path, tmp_path: Path) -> None:
+def test_previews_show_the_images_named_by_their_rows(data: Path, tmp_path: Path) -> None:
     mask = np.zeros((16, 16), np.uint8)
     mask[:8] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
@@ -446,7 +444,7 @@ def test_previews_show_the_images_that_their_rows_name(data: Path, tmp_path: Pat
     assert np.load(saved)["arr_1"].tolist() == [1, 1, 1]
 
 
-def test_a_picture_beside_an_image_is_a_condition_too(data: Path, tmp_path: Path) -> None:
+def test_paired_image_without_labels_is_also_a_condition(data: Path, tmp_path: Path) -> None:
     config = copied(data, tmp_path)
     stored(tmp_path, config, channels=1)
     trained(tmp_path, tmp_path / "out", system=SYSTEM | {"condition": PAIRED})
@@ -459,7 +457,7 @@ def test_a_picture_beside_an_image_is_a_condition_too(data: Path, tmp_path: Path
 
 
 def mistake(folder: Path, condition: Any, **sections: Any) -> str:
-    """Return what is said of an experiment; empty when nothing is wrong with it."""
+    """Return the error message for an experiment; empty if it is valid."""
     data = {"name": "digits", "source": {"type": "digits"}, "resolution": 8, "validation_fraction": 0.2}
     experiment = {"data": data, "train": {"steps": 1}, "pairs": {"type": "images", "path": "masks"}} | sections
     experiment |= {
@@ -546,7 +544,7 @@ def test_what_does_not_fit_is_told_in_one_line_before_any_work(
     assert (message in found if message else not found) and len(found.splitlines()) <= 1, found
 
 
-def test_the_settings_of_the_crop_are_those_of_this_kind_of_pairs_alone(tmp_path: Path) -> None:
+def test_only_image_pairs_receive_the_crop_settings(tmp_path: Path) -> None:
     assert mistake(tmp_path, PAIRED) == ""
     ((_, experiment),) = load_all([tmp_path / "mine.yaml"]).values()
     assert dump(embed_stage(experiment, experiment.pairs))["data"] == dump(experiment.data)
@@ -559,7 +557,7 @@ def test_the_settings_of_the_crop_are_those_of_this_kind_of_pairs_alone(tmp_path
     )
 
 
-def test_one_part_is_read_from_a_configuration_by_both_of_its_keys() -> None:
+def test_image_condition_is_parsed_by_type_and_from() -> None:
     for source in ({"from": "pairs"}, {"from": "self", "edges": True}):
         system = parse(AnySystem, {"type": "iddpm", "condition": {"type": "image"} | source}, "system")
         assert dump(system)["condition"]["from"] == source["from"]

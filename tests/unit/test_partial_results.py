@@ -1,4 +1,4 @@
-"""What a stopped stage has made is used again, and only where nothing that decides it has changed."""
+"""Batches of an interrupted stage are reused, unless its settings, inputs or code have changed."""
 
 import os
 from collections.abc import Callable
@@ -17,13 +17,13 @@ class StoppedError(Exception):
 
 
 class Work:
-    """Makes batches 0 … 4 of an output, and knows which it has made."""
+    """Computes batches 0 … 4 of an output and records which it has computed."""
 
     def __init__(self, folder: Path) -> None:
         self.output, self.made = folder / "out.json", list[int]()
 
     def start(self, given: Any = 1, inputs: Any = (), of: Any = "squares", stop_before: int | None = None) -> list[int]:
-        """The batches, the squares of their numbers."""
+        """Return the batches: the squares of their numbers."""
         found = []
         with resumable(self.output, given, inputs):
             once = batches(of)
@@ -43,7 +43,7 @@ class Work:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Work:
-    """Three of five batches are made, from a file and a folder; what was made is not counted any more."""
+    """Work with three of five batches computed from a file and a folder, and an empty record."""
     work = Work(tmp_path)
     (tmp_path / "in.npz").write_text("in")
     (tmp_path / "folder").mkdir()
@@ -58,7 +58,7 @@ def inputs(folder: Path) -> list[Path | None]:
     return [folder / "in.npz", folder / "folder", folder / "missing", None]
 
 
-def test_what_was_made_is_not_made_again_and_goes_in_the_end(
+def test_finished_batches_are_reused_and_deleted_at_the_end(
     work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder" / ".verified.json").write_text("a note of somebody who has read it")
@@ -70,7 +70,7 @@ def test_what_was_made_is_not_made_again_and_goes_in_the_end(
 
 
 @pytest.mark.parametrize("changed", ["given", "of", "file", "folder", "code"])
-def test_nothing_is_taken_over_from_other_work(
+def test_batches_of_other_inputs_or_code_are_not_reused(
     work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     told: dict[str, Any] = {"given": {"given": 2}, "of": {"of": "other squares"}}.get(changed, {})
@@ -85,7 +85,7 @@ def test_nothing_is_taken_over_from_other_work(
     assert not partial_folder(work.output).exists(), "neither that of the other work"
 
 
-def test_a_damaged_batch_is_made_again(work: Work, tmp_path: Path) -> None:
+def test_damaged_batch_is_recomputed(work: Work, tmp_path: Path) -> None:
     (path,) = partial_folder(work.output).glob("*/1.npz")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -95,7 +95,7 @@ def test_a_damaged_batch_is_made_again(work: Work, tmp_path: Path) -> None:
     assert 0 not in work.made and 2 in work.made and {3, 4} <= set(work.made)
 
 
-def test_the_same_asked_again_is_other_work(tmp_path: Path) -> None:
+def test_second_computation_of_one_name_has_its_own_batches(tmp_path: Path) -> None:
     with resumable(tmp_path / "out.json", {}):
         first, second = (batches("images of a set") for _ in range(2))
         assert first("0", lambda: {"a": np.array([1])})["a"] == [1]

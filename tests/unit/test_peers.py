@@ -1,4 +1,4 @@
-"""The page of `make peers`: its ratios, its order, and what this project's variants measure, without the peers."""
+"""The page of `make peers`: ratios, order, and measurements of this project's variants, without the peers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PEERS = ROOT / "tests" / "bench" / "peers"
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts import each other and tests/bench as those of one folder do."""
+    """Let the scripts import each other and the modules of tests/bench."""
     monkeypatch.syspath_prepend(str(PEERS))
     monkeypatch.syspath_prepend(str(PEERS.parent))
 
 
 def loaded(name: str) -> ModuleType:
-    """A script of tests/bench/peers as a module."""
+    """Import a script of tests/bench/peers."""
     spec = importlib.util.spec_from_file_location(f"peers_{name}", PEERS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -38,12 +38,12 @@ run = loaded("run")
 
 
 def rows_of(markdown: str) -> list[list[str]]:
-    """The cells of a table, without its head."""
+    """Return the cells of a table, without its header."""
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_a_ratio_is_of_one_round_and_a_better_peer_stands_above() -> None:
+def test_ratios_are_taken_per_round_and_better_peers_come_first() -> None:
     measures = {"rate": run.Measure("Rate", is_rate=True), "other_s": run.Measure("Other (s)", "{:.1f}")}
     table = run.Table("Things", "What is compared.", "none", {"slow": "a note", "fast": ""}, measures)
     found = {
@@ -57,13 +57,13 @@ def test_a_ratio_is_of_one_round_and_a_better_peer_stands_above() -> None:
     assert rows[2] == ["slow: a note", "5", "–", "**2.00** (2.00 to 5.00)"]
 
 
-def test_seconds_are_better_when_they_are_fewer() -> None:
+def test_fewer_seconds_are_better() -> None:
     table = run.Table("Things", "What is compared.", "none", {"slow": ""}, {"cpu_s": run.Measure("CPU s")})
     found = {"ours": [{"cpu_s": 2.0}], "slow": [{"cpu_s": 3.0}]}
     assert rows_of(run.rendered(table, found))[1][-1] == "**1.50** (1.50 to 1.50)"
 
 
-def test_a_variant_that_fails_stops_with_its_output(tmp_path: Path) -> None:
+def test_failing_variant_stops_the_run_and_shows_its_output(tmp_path: Path) -> None:
     table = run.Table("Things", "Text.", "judging", {}, {"cpu_s": run.Measure("CPU s")}, ("nobody",))
     with pytest.raises(SystemExit, match=r"error: ours failed at Things:[\s\S]*KeyError: 'nobody'"):
         run.run_once(table, "ours", tmp_path)
@@ -96,7 +96,7 @@ def test_the_readme_has_the_best_peer_of_each_table() -> None:
     assert date is not None and date[1] in " ".join(readme.split())
 
 
-def test_a_round_of_whole_trainings_is_a_seed_without_one_to_warm_up(
+def test_each_round_of_whole_trainings_is_one_seed_without_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "whole.py").write_text("import json, sys; print(json.dumps({'cpu_s': float(sys.argv[-1])}))")
@@ -106,7 +106,7 @@ def test_a_round_of_whole_trainings_is_a_seed_without_one_to_warm_up(
     assert [row["cpu_s"] for row in found["ours"]] == [row["cpu_s"] for row in found["other"]] == [0, 1, 2]
 
 
-def test_a_peer_sees_every_image_in_each_epoch_and_has_a_network_of_our_size() -> None:
+def test_peer_sees_every_image_each_epoch_with_a_network_of_the_same_size() -> None:
     recipes = loaded("recipes")
     pixels = torch.arange(10.0).view(10, 1, 1, 1).expand(10, 1, 1, 2)
     batch = recipes.Images(pixels, False, 1000).batches(5)
@@ -117,7 +117,7 @@ def test_a_peer_sees_every_image_in_each_epoch_and_has_a_network_of_our_size() -
 
 
 @pytest.mark.slow
-def test_readers_give_every_sample_once_and_go_on_in_the_middle(
+def test_readers_yield_every_sample_once_and_resume_within_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = loaded("loading")
@@ -135,7 +135,7 @@ def test_readers_give_every_sample_once_and_go_on_in_the_middle(
     assert sorted(label for part in labels for label in part) == list(range(600))
 
 
-def test_the_distance_that_judges_are_held_against_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_distance_of_the_judging_comparison_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     judging = loaded("judging")
     monkeypatch.setattr(judging, "DIMENSION", 32)
     monkeypatch.setattr(judging, "COUNTS", (400, 300))
@@ -149,7 +149,7 @@ def test_a_training_step_is_measured(tmp_path: Path) -> None:
     assert run.run_once(table, "ours", tmp_path)["step_ms"] > 0
 
 
-def test_the_graph_of_the_peers_is_that_of_the_demo(tmp_path: Path) -> None:
+def test_planning_graph_of_the_peers_matches_the_demo(tmp_path: Path) -> None:
     planning = loaded("planning")
     shutil.copytree(ROOT / "config", tmp_path / "config")
     line = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--cores", "1", "--dag"]

@@ -1,5 +1,5 @@
-"""What draws on a GPU, and what is compiled for a CPU, gives the numbers of PyTorch's operations. The GPU's kernel is
-seen through Triton's interpreter, and in its code."""
+"""The GPU kernel and the compiled CPU code draw the same numbers as PyTorch's operations. The GPU kernel is
+checked in Triton's interpreter and in its PTX."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ print("same")
 
 
 @pytest.mark.slow
-def test_the_kernel_draws_the_numbers_of_a_cpu(tmp_path: Path) -> None:
+def test_gpu_kernel_matches_pytorch(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, check=False, capture_output=True, text=True
@@ -59,10 +59,10 @@ def test_the_kernel_draws_the_numbers_of_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", philox_cpu.KINDS)
-def test_the_kernel_only_reads_ids_and_writes_numbers(
+def test_gpu_kernel_only_loads_ids_and_stores_numbers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For an H100 or H200, of a draw of whole rows: 16 bytes at a time, and nothing spilled from the registers."""
+    """Compiled for an H100 or H200, a draw of whole rows stores 16 bytes at a time and spills no registers."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     numbers = dict.fromkeys(("high", "count", "lanes", "rows"), "i32")
     types = {"out": "*i64" if kind == "integers" else "*fp32", "epoch": "*i64", "sample": "*i64", "seed": "i64"}
@@ -87,13 +87,13 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-def test_what_is_compiled_draws_the_same_numbers() -> None:
+def test_compiled_cpu_code_matches_pytorch() -> None:
     exec(CASES, {"draw": philox_cpu.draw})
 
 
 @needs_compiler
-def test_ids_are_read_as_what_they_are() -> None:
-    """Not as so much memory: of fewer bits, one epoch for all samples, every other row."""
+def test_ids_of_any_dtype_and_stride_are_read() -> None:
+    """Not as raw memory: fewer bits, one epoch for all samples, every other row."""
     ids, epochs = torch.arange(6), torch.full((6,), 3)
     expected = philox_cpu.draw("uniform", (1, 2), epochs, ids, 5)
     for epoch, sample in ((epochs.int(), ids.int()), (epochs[:1], ids), (epochs, torch.arange(12).div(2).int()[::2])):
@@ -103,7 +103,7 @@ def test_ids_are_read_as_what_they_are() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """The names of PyTorch's operations inside."""
+    """Record the names of the PyTorch operations executed inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,8 +116,8 @@ class Operations(TorchDispatchMode):
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["uniform", "normal", "gumbel"])
-def test_on_a_cpu_a_draw_is_one_pass_that_writes_its_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a discrete VAE's noise: PyTorch alone takes more than a hundred operations."""
+def test_cpu_draw_is_a_single_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the noise of a discrete VAE PyTorch alone takes more than a hundred operations."""
     ids = torch.arange(2)
     drawn = streams.Streams(0, torch.zeros_like(ids), ids)
     with Operations() as compiled:
@@ -130,7 +130,7 @@ def test_on_a_cpu_a_draw_is_one_pass_that_writes_its_numbers(kind: str, monkeypa
     torch.testing.assert_close(numbers, theirs, rtol=2e-7, atol=0)
 
 
-def test_without_a_compiler_pytorch_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pytorch_is_used_without_a_compiled_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "draws.compiled"
     for path in (tmp_path / "nothing", broken, None):
         broken.write_bytes(b"of another machine")

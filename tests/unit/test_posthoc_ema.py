@@ -1,4 +1,4 @@
-"""Averages of another width, reconstructed after training."""
+"""Weight averages of other widths, reconstructed after training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from image_diffusion.training.optim.posthoc_ema import coefficients, inner_produ
 WIDTHS, STEPS, EVERY = (0.05, 0.1), 800, 40
 
 
-def test_inner_products_are_the_integrals() -> None:
+def test_inner_products_match_numerical_integrals() -> None:
     s = (np.arange(400_000) + 0.5) / 100_000  # midpoints in 0 … 4
 
     def profile(t: float, gamma: float) -> np.ndarray:
@@ -34,14 +34,14 @@ def test_inner_products_are_the_integrals() -> None:
         assert found == pytest.approx((profile(t, g) * profile(u, h)).mean() * 4, rel=1e-4)
 
 
-def test_a_kept_average_is_its_own_reconstruction() -> None:
+def test_stored_average_reconstructs_itself() -> None:
     gamma = power_of_width(0.1)
     found = coefficients([100, 200, 200], [gamma, gamma, power_of_width(0.05)], 200, gamma)
     assert found == pytest.approx([0.0, 1.0, 0.0], abs=1e-9)
 
 
 def written_by_two(folder: Path, checkpoint: Checkpoint, *settings: Any) -> None:
-    """The same of two processes, each of which has a half of w."""
+    """Write a checkpoint of two processes, each with a half of w."""
     halves = {group: tensors.pop("w").chunk(2) for group, tensors in checkpoint.groups.items()}
     first, second = (
         replace(checkpoint, rows={group: {"w": half[part]} for group, half in halves.items()}, part=part, parts=2)
@@ -58,7 +58,7 @@ def written_by_two(folder: Path, checkpoint: Checkpoint, *settings: Any) -> None
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A state folder with checkpoints of a walk, and what averages of other widths are in truth, in truth.json."""
+    """A state folder with checkpoints of a random walk, and true averages of other widths in truth.json."""
     folder = tmp_path_factory.mktemp("state")
     weights = torch.zeros(6)
     kept, truth = (Averages(PowerEma(widths=widths), weights) for widths in (WIDTHS, (0.03, 0.07, 0.2)))
@@ -79,7 +79,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", [0.03, 0.07, 0.2])
-def test_an_average_of_another_width_is_close_to_the_one_never_kept(trained: Path, width: float) -> None:
+def test_reconstructed_average_of_a_new_width_is_close_to_the_true_average(trained: Path, width: float) -> None:
     tensors, step = reconstruct(trained, width)
     expected = torch.tensor(json.loads((trained / "truth.json").read_text())[f"ema-{width:g}"])
     assert step == STEPS
@@ -89,7 +89,7 @@ def test_an_average_of_another_width_is_close_to_the_one_never_kept(trained: Pat
 
 
 def reconstructed(state: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> tuple[Any, Any]:
-    """What the command writes for width 0.07 of a training that ended with weights that the model describes."""
+    """Run the ema command for width 0.07 on a training whose final weights have this model record."""
     about = {"step": STEPS, "examples_seen": 4 * STEPS, "ema": "ema-0.05", **model}
     save_weights(folder / "train", {"w": torch.zeros(6)}, about)
     options = {"state": state, "weights": folder / "train/weights.safetensors", "width": "0.07"}
@@ -101,20 +101,20 @@ def reconstructed(state: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **
     return read_weights(folder / "out")
 
 
-def test_the_command_writes_a_weights_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_command_writes_a_weights_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, model = reconstructed(trained, tmp_path, monkeypatch)
     assert torch.equal(tensors["w"], reconstruct(trained, 0.07)[0]["w"])
     assert (model["ema"], model["step"], model["examples_seen"]) == ("ema-0.07", STEPS, 4 * STEPS)
 
 
 @pytest.mark.parametrize("ended", [{"train": {"steps": 400}}, {"train": {"steps": STEPS}, "ended_early_at": 400}])
-def test_the_checkpoints_are_those_of_the_run_that_ended_with_the_weights(
+def test_only_checkpoints_of_the_run_that_wrote_the_weights_are_used(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[str, Any]
 ) -> None:
     run, other = tmp_path / "state/aaaa", tmp_path / "state/bbbb"
     for folder in (run, other):
         shutil.copytree(trained, folder)
-    about = {"fingerprint": "aaaa", "step": 80, "examples_seen": 320, **ended}  # as weights: best may end
+    about = {"fingerprint": "aaaa", "step": 80, "examples_seen": 320, **ended}  # as with train.weights: best
     for state in (run, run.parent):
         tensors, model = reconstructed(state, tmp_path, monkeypatch, **about)
         assert torch.equal(tensors["w"], reconstruct(trained, 0.07, last_step=400)[0]["w"])
@@ -123,7 +123,7 @@ def test_the_checkpoints_are_those_of_the_run_that_ended_with_the_weights(
         reconstructed(other, tmp_path, monkeypatch, **about)
 
 
-def test_what_cannot_be_combined_is_told(tmp_path: Path) -> None:
+def test_missing_checkpoints_and_other_averages_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no checkpoint"):
         reconstruct(tmp_path, 0.1)
     identity = {"train": {"ema": {"type": "exponential"}}}
@@ -132,7 +132,7 @@ def test_what_cannot_be_combined_is_told(tmp_path: Path) -> None:
         reconstruct(tmp_path, 0.1)
 
 
-def test_a_damaged_average_is_told(trained: Path, tmp_path: Path) -> None:
+def test_damaged_average_is_reported(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "state")
     path = tmp_path / "state/step-0000400/ema-0.05.1-of-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")

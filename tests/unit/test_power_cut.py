@@ -1,4 +1,4 @@
-"""What a stage has made is on disk before it has its name, in the order that a power cut cannot undo."""
+"""Files of a stage are flushed to disk before they are renamed, so that a power cut loses none."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reliability"))
 
 @dataclass
 class Recorder:
-    """The calls that bring files below a folder to the disk, in their order: (call, path, and what they need)."""
+    """Records flushes and renames below a folder, and faults in their order."""
 
     root: Path
     faults: list[str] = field(default_factory=list)
     flushed: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """By device and inode: of a file when it was last changed, of a folder its entries, as they were flushed."""
+    """State when last flushed, by device and inode: a file's modification time, a folder's entries."""
     renamed: set[Path] = field(default_factory=set)
 
     def fsync(self, descriptor: int) -> None:
@@ -38,13 +38,13 @@ class Recorder:
         self.flushed[found.st_dev, found.st_ino] = _entries(descriptor) if is_folder else found.st_mtime_ns
 
     def is_flushed(self, path: Path) -> bool:
-        """Whether a file's content, or a folder's entries, are on disk. Removals need not be."""
+        """Return whether a file's content, or a folder's entries, are on disk. Removals need not be."""
         found = path.stat()
         flushed = self.flushed.get((found.st_dev, found.st_ino))
         return flushed is not None and _entries(path) <= flushed if path.is_dir() else flushed == found.st_mtime_ns
 
     def rename(self, source: Path, target: Path) -> None:
-        """A file or a folder gets its name: everything in it must be on disk."""
+        """Record a rename: everything inside must be on disk."""
         if not target.is_relative_to(self.root) or target.name.startswith("."):
             return
         inside = [source, *source.rglob("*")] if source.is_dir() else [source]
@@ -54,7 +54,7 @@ class Recorder:
         self.renamed.add(target)
 
     def check(self) -> None:
-        """Nothing was renamed too early, and the entry of all that is there now is on disk."""
+        """Check that nothing was renamed too early and that every present entry is on disk."""
         shown = [path for path in self.root.rglob("*") if not any(part.startswith(".") for part in _parts(self, path))]
         folders = {path.parent for path in shown}
         self.faults += [f"the entries of {folder} are not flushed" for folder in folders if not self.is_flushed(folder)]
@@ -64,7 +64,7 @@ class Recorder:
 
 
 def _entries(folder: Any) -> set[tuple[str, int]]:
-    """Names and inodes of what is in a folder and not hidden."""
+    """Return names and inodes of the visible entries of a folder."""
     with os.scandir(folder) as entries:
         return {(entry.name, entry.inode()) for entry in entries if not entry.name.startswith(".")}
 
@@ -75,7 +75,7 @@ def _parts(recorder: Recorder, path: Path) -> tuple[str, ...]:
 
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """Records what is flushed and renamed below tmp_path/made."""
+    """Recorder of flushes and renames below tmp_path/made."""
     recorder = Recorder(tmp_path / "made")
     fsync = os.fsync
 
@@ -97,26 +97,26 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record
     yield recorder
 
 
-def test_a_training_is_on_disk_before_it_has_its_name(recorder: Recorder) -> None:
+def test_training_files_are_flushed_before_they_are_renamed(recorder: Recorder) -> None:
     importlib.import_module("tiny_runs").start(recorder.root / "run", steps=8)
     assert list((recorder.root / "run/train/state").glob("*/step-*/*.safetensors"))
     assert list((recorder.root / "run/journal/train").glob("attempt-*.jsonl"))
     recorder.check()
 
 
-def test_samples_are_on_disk_before_they_have_their_name(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_flushed_before_they_are_renamed(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     _sample(recorder.root, monkeypatch)
     assert (recorder.root / "samples/samples.npz").is_file()
     recorder.check()
 
 
-def test_an_export_is_on_disk_before_it_has_its_name(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_is_flushed_before_it_is_renamed(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     _export(recorder.root, monkeypatch)
     assert (recorder.root / "diffusers/README.md").is_file()
     recorder.check()
 
 
-def test_a_folder_that_is_not_flushed_is_seen_by_the_test(recorder: Recorder) -> None:
+def test_recorder_detects_unflushed_files(recorder: Recorder) -> None:
     (recorder.root / "new").mkdir()
     (recorder.root / "new/file").write_text("text")
     (recorder.root / "new/file").rename(recorder.root / "new/named")
@@ -125,10 +125,10 @@ def test_a_folder_that_is_not_flushed_is_seen_by_the_test(recorder: Recorder) ->
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_weights_states_samples_and_exports_have_the_permissions_of_the_umask(
+def test_weights_states_samples_and_exports_follow_the_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int
 ) -> None:
-    """safetensors writes files that their owner alone may read."""
+    """safetensors itself writes files that only their owner may read."""
     before = os.umask(mask)
     try:
         importlib.import_module("tiny_runs").start(tmp_path / "run", steps=4)

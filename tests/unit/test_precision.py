@@ -1,4 +1,4 @@
-"""What networks compute in where they are not trained: the network alone, and only while it computes."""
+"""Precision of networks outside training: it applies to the network alone, and only during its forward pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def switches() -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("name", "expected"), [("float32", (False, False)), ("tf32", (True, True)), ("bf16", (True, True))]
 )
-def test_a_network_computes_in_its_precision_and_nothing_else_does(name: Any, expected: tuple[bool, bool]) -> None:
+def test_precision_applies_only_within_the_network(name: Any, expected: tuple[bool, bool]) -> None:
     seen: list[Any] = []
     layer = nn.Linear(4, 4)
 
@@ -61,7 +61,7 @@ def test_a_network_computes_in_its_precision_and_nothing_else_does(name: Any, ex
     assert seen == [(expected, torch.bfloat16 if name == "bf16" else torch.float32)] * 2
 
 
-def test_what_fails_leaves_the_switches_as_they_were() -> None:
+def test_errors_restore_the_precision_switches() -> None:
     def network(x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
         raise RuntimeError
 
@@ -71,7 +71,7 @@ def test_what_fails_leaves_the_switches_as_they_were() -> None:
     assert switches() == before
 
 
-def test_a_training_in_float32_is_told_what_bf16_would_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_in_float32_reports_the_gain_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {torch.float32: 48e12, torch.bfloat16: 788e12}
     monkeypatch.setattr(precision, "product_rate", lambda _, dtype: rates[dtype])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
@@ -96,17 +96,17 @@ def generator(**settings: Any) -> Generator:
     return Generator(network, SYSTEM.reading, SPEC, codec, config)
 
 
-def test_images_in_bf16_are_nearly_those_in_float32() -> None:
+def test_images_in_bf16_are_close_to_those_in_float32() -> None:
     seeds, labels = torch.arange(4), torch.tensor([0, 1, 0, 1])
     exact, coarse = (generator(precision=name)(seeds, labels).int() for name in ("float32", "bf16"))
     difference = (exact - coarse).abs()
     assert 0 < difference.max() < 30
     assert difference.float().mean() < 2
-    assert torch.equal(generator(precision="tf32")(seeds, labels).int(), exact)  # of a GPU's products only
+    assert torch.equal(generator(precision="tf32")(seeds, labels).int(), exact)  # TF32 affects only products on a GPU
 
 
-def test_compiled_all_batches_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one is filled up; pictures of the way there are made without compiling anything."""
+def test_compiled_network_receives_one_batch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch is padded; trajectories are computed without compilation."""
     shapes: list[Any] = []
     whole = nn.Module.compile
 
@@ -120,7 +120,7 @@ def test_compiled_all_batches_have_one_shape(monkeypatch: pytest.MonkeyPatch) ->
     for rows in (slice(0, 5), slice(0, 2), slice(4, 5)):
         seeds = torch.arange(5)[rows]
         torch.testing.assert_close(compiled(seeds, labels[rows]), eager(seeds, labels[rows]), atol=1, rtol=0)
-    assert len(shapes) == 5  # of patches, times, labels, a block, the final layer
+    assert len(shapes) == 5  # for patches, times, labels, a block, the final layer
     assert {10} in shapes  # with and without label
     compiled.trajectory(torch.arange(3), labels[:3])
     assert len(shapes) == 5

@@ -1,4 +1,4 @@
-"""Work done ahead by a thread: what arrives, how far ahead it is, and that nothing is left of it."""
+"""Prefetching in a thread: order of items, their limit, and the end of the thread."""
 
 import threading
 from collections.abc import Generator, Iterator
@@ -31,7 +31,7 @@ def test_items_arrive_in_order_and_the_next_is_made_while_one_is_in_use() -> Non
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_at_most_so_many_are_made_that_nobody_has_taken(count: int) -> None:
+def test_prefetched_items_are_limited_to_the_count(count: int) -> None:
     asked, allowed = 0, []
     filled = threading.Event()
 
@@ -43,7 +43,7 @@ def test_at_most_so_many_are_made_that_nobody_has_taken(count: int) -> None:
             yield i
 
     with prefetch(items(), count, "maker") as made:
-        assert filled.wait(LIMIT_S)  # as many as that, though nobody asked
+        assert filled.wait(LIMIT_S)  # the count is reached before the first request
         for i in range(20):
             asked += 1
             assert next(made) == i
@@ -63,7 +63,7 @@ def test_an_error_is_raised_after_the_items_before_it() -> None:
     assert found == [0, 1, 2] and not threads()
 
 
-def test_the_maker_ends_where_its_user_does() -> None:
+def test_worker_thread_ends_with_its_consumer() -> None:
     ended = threading.Event()
 
     def items() -> Generator[int, None, None]:
@@ -80,8 +80,8 @@ def test_the_maker_ends_where_its_user_does() -> None:
     assert ended.is_set() and not threads()
 
 
-def test_one_works_ahead_of_another() -> None:
-    """The second waits for the first when their user ends; both are gone then."""
+def test_nested_prefetching_ends_with_its_consumer() -> None:
+    """When the consumer fails, the second thread waits for the first; then both have ended."""
     slow = threading.Event()
 
     def first() -> Generator[int, None, None]:

@@ -1,4 +1,4 @@
-"""What every process computes before the first step: known numbers, exact in every precision. Nothing of it stays."""
+"""The preflight check of every process: known numbers, exact in every precision. It leaves no state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 class MovedError(Exception):
-    """Raised where a network is moved to a GPU."""
+    """Raised when a network is moved to a GPU."""
 
     @staticmethod
     def to(network: torch.nn.Module, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class MovedError(Exception):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_answer_is_exact_in_every_precision(dtype: torch.dtype) -> None:
+def test_check_product_is_exact_in_every_precision(dtype: torch.dtype) -> None:
     left, right, expected = preflight._exact_product(256, ALONE.device, torch.int64)
     assert torch.equal(left @ right.T, expected)
     assert (left.abs() @ right.abs().T).max() <= 256, "every part of a sum is a whole number that bf16 holds"
@@ -35,7 +35,7 @@ def test_the_answer_is_exact_in_every_precision(dtype: torch.dtype) -> None:
     preflight.check(ALONE, dtype)
 
 
-def test_nothing_stays_of_it_and_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_preflight_check_changes_no_state_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     def kept() -> list[object]:
         return [
             torch.get_rng_state().tolist(),
@@ -51,7 +51,7 @@ def test_nothing_stays_of_it_and_nothing_is_said(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_trains_is_one_line_of_machines_that_are_alike() -> None:
+def test_hardware_line_groups_identical_machines() -> None:
     def gpus(host: str, name: str, driver: str) -> list[PreflightResult]:
         return [PreflightResult(host, f"GPU {i}, {name}", driver, True, True, 1e-3) for i in range(2)]
 
@@ -62,7 +62,7 @@ def test_what_trains_is_one_line_of_machines_that_are_alike() -> None:
     assert preflight._hardware_line(found[:1]) == f"Training with 1 process: 1 x {H100} (driver 580.65.06) on n1."
 
 
-def test_the_median_process_is_the_measure_of_a_slow_one(
+def test_slow_process_is_reported_relative_to_the_median(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seconds = [1e-3, 1.9e-3, 1.1e-3, 5.5e-3]
@@ -83,10 +83,10 @@ def test_the_median_process_is_the_measure_of_a_slow_one(
     ("processes", "sharding", "needs"),
     [(1, "none", 16), (4, "none", 16), (4, "optimizer", 10), (4, "full", 4), (1, "full", 16)],
 )
-def test_a_gpu_that_others_fill_is_refused_before_it_is_used(
+def test_gpu_without_enough_free_memory_is_rejected_before_use(
     processes: int, sharding: str, needs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2**30 weights: 4 GiB, as their gradient and each of two averages; whole at first, where they are shared. Nothing
+    """2**30 weights take 4 GiB, as do their gradient and each of two averages; sharded weights start unsharded. Nothing
     is allocated."""
     with torch.device("meta"):
         network = torch.nn.Linear(2**14, 2**16, bias=False)
@@ -103,7 +103,7 @@ def test_a_gpu_that_others_fill_is_refused_before_it_is_used(
 
 
 def test_frozen_weights_need_no_gradient_and_no_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 9 + 1 layers of 256 KiB the last is trained: its gradient and its average are all that weights need more."""
+    """Of 9 + 1 layers of 256 KiB the last is trained: only its gradient and its average add to the weights."""
     network = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(10)))
     freeze = {"init_from": "weights", "freeze": [f"{i}.*" for i in range(9)]}
     config = TrainConfig.model_validate({"steps": 1, "ema": {"rates": [0.9]}, **freeze})
@@ -120,11 +120,11 @@ def test_frozen_weights_need_no_gradient_and_no_average(monkeypatch: pytest.Monk
         Trainer(task, config, world)
 
 
-def test_a_cpu_is_not_asked_for_memory() -> None:
+def test_memory_is_not_checked_on_a_cpu() -> None:
     preflight.check_memory(ALONE, torch.nn.Linear(2, 2), TrainConfig.model_validate({"steps": 1}))
 
 
-def test_more_processes_than_gpus_are_refused_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_rejected_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4"), ("SLURMD_NODENAME", "n7")):

@@ -1,4 +1,4 @@
-"""What a training draws now and then: a grid, the images themselves, and a picture for each class."""
+"""Training previews: a grid, the images themselves, and a picture for each class."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepared(folder: Path, system: Mapping[str, Any] = {}, preview: Mapping[str,
     return training.build(World(0, 1, torch.device("cpu"))), training.model["classes"]
 
 
-def test_random_classes_are_those_of_the_seeds_beside_an_image(tmp_path: Path) -> None:
+def test_random_classes_of_image_conditioned_previews_follow_the_seeds(tmp_path: Path) -> None:
     condition = [{"type": "label"}, {"type": "image", "from": "self", "shrink": 4}]
     task, classes = prepared(tmp_path, {"condition": condition}, {"labels": "random"})
     assert task.grid is not None
@@ -44,7 +44,7 @@ def test_random_classes_are_those_of_the_seeds_beside_an_image(tmp_path: Path) -
     assert expected is not None and found.tolist() == expected.tolist()
 
 
-def test_every_class_has_a_picture_of_its_own_with_the_same_key_at_every_step(tmp_path: Path) -> None:
+def test_previews_have_one_picture_per_class_under_a_fixed_key(tmp_path: Path) -> None:
     task, classes = prepared(tmp_path)
     assert task.grid is not None
     first, second = (task.grid(task.network.eval(), step, tmp_path) for step in (0, 200))

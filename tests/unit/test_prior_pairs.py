@@ -1,4 +1,4 @@
-"""Pairs of embeddings: what is stored, which split it is in, what is kept, and what is refused."""
+"""Pairs of embeddings: stored rows, splits, reuse of shards, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from image_diffusion.text_encoders.hashing import HashingText
 
 CPU = torch.device("cpu")
 SIZES = (7, 40, 1)
-"""Rows of the parts of a small set."""
+"""Numbers of rows in the parts of a small data set."""
 
 
 def write_parts(folder: Path, dim: int = 6, dtype: str = "float16") -> np.ndarray:
-    """Parts as clip-retrieval writes them. Returns the rows [48, 2, dim] that they hold."""
+    """Write parts in the format of clip-retrieval. Return their rows [48, 2, dim]."""
     rows = np.random.default_rng(0).standard_normal((sum(SIZES), 2, dim)).astype(dtype)
     start = 0
     for number, size in enumerate(SIZES):
@@ -88,7 +88,7 @@ def test_the_shards_are_ordinary_webdataset_tars(source, tmp_path):
 
 
 @pytest.mark.parametrize("splits", [(0.5, 0.3, 0.2), (0.7, 0.2, 0.1), (0.4, 0.0, 0.6), (0.4, 0.6, 0.0)])
-def test_splits_are_disjoint_complete_and_decided_by_the_id(source, tmp_path, splits):
+def test_splits_are_disjoint_complete_and_determined_by_id(source, tmp_path, splits):
     """0.7, 0.2 and 0.1 do not sum to 1.0 in floating point (D-46)."""
     settings = {"splits": dict(zip(("train", "validation", "test"), splits, strict=True))}
     found = {}
@@ -110,7 +110,7 @@ def test_splits_are_disjoint_complete_and_decided_by_the_id(source, tmp_path, sp
     assert found[None].shape != found["key"].shape or not np.array_equal(found[None], found["key"])
 
 
-def test_a_second_run_writes_nothing_and_a_changed_row_one_shard(source, tmp_path, capsys):
+def test_second_run_writes_nothing_and_changed_row_rewrites_one_shard(source, tmp_path, capsys):
     before, _ = written(source, tmp_path / "out")
     assert written(source, tmp_path / "out") == (before, 0)
     ends = [line for line in capsys.readouterr().err.splitlines() if "(100%)" in line]
@@ -135,7 +135,7 @@ def refused(source: Embeddings, tmp_path: Path, *words: str, **settings: Any) ->
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_row_that_is_not_finite_or_empty_is_refused_by_name(source, tmp_path):
+def test_non_finite_or_zero_embeddings_are_rejected_by_name(source, tmp_path):
     path = tmp_path / "in" / "img_emb" / "img_emb_1.npy"
     good = np.load(path)
     for value, words in ((np.nan, "not finite"), (np.inf, "not finite"), (0.0, "all zeros")):
@@ -164,12 +164,12 @@ def test_a_row_that_is_not_finite_or_empty_is_refused_by_name(source, tmp_path):
     assert written(source, tmp_path / "out", dtype="float32")[0]["num_samples"] == 48
 
 
-def test_a_missing_caption_is_refused_by_row(source, tmp_path):
+def test_missing_captions_are_rejected_by_row(source, tmp_path):
     write_captions(tmp_path / "in", 0, ["a", None, "c", " ", "e", "f", "g"])
     refused(source, tmp_path, "2 of 48 pairs", "img_emb_0.npy row 1: it has no caption")
 
 
-def test_parts_that_do_not_fit_together_are_refused(source, tmp_path):
+def test_inconsistent_parts_are_rejected(source, tmp_path):
     folder = tmp_path / "in"
     np.save(folder / "text_emb" / "text_emb_0.npy", np.ones((6, 6), "float16"))
     refused(source, tmp_path, "img_emb_0.npy has 7 rows but", "text_emb_0.npy has 6")
@@ -187,7 +187,7 @@ def test_parts_that_do_not_fit_together_are_refused(source, tmp_path):
     refused(source.model_copy(update={"texts": None}), tmp_path, "pairs.clip")
 
 
-def test_a_name_that_two_pairs_share_is_refused(source, tmp_path):
+def test_duplicate_ids_are_rejected(source, tmp_path):
     refused(source.model_copy(update={"id_column": "nothing"}), tmp_path, "no column 'nothing'", "caption, key")
     columns = {"caption": ["a"] * 7, "key": ["same"] * 7}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in" / "metadata" / "metadata_0.parquet")
@@ -195,7 +195,7 @@ def test_a_name_that_two_pairs_share_is_refused(source, tmp_path):
 
 
 @pytest.mark.parametrize("splits", [{"train": 0.5}, {"train": 0.75, "validation": 0.3, "test": 0.1}])
-def test_splits_that_do_not_sum_to_1_are_refused(splits):
+def test_splits_that_do_not_sum_to_1_are_rejected(splits):
     with pytest.raises(ValueError, match=r"sum to (0\.75|1\.15)\. Choose shares that sum to 1"):
         parse(PairsConfig, {"type": "hashed", "splits": splits}, "pairs")
 
@@ -216,7 +216,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_hashed_pairs_are_the_classifiers_features_and_the_class_captions(crops, tmp_path):
+def test_hashed_pairs_hold_classifier_features_and_class_captions(crops, tmp_path):
     pairs = HashedPairs(num_tokens=4, dtype="float32", splits=Splits(train=0.5, validation=0.25, test=0.25))
     made = pairs.build(PairInputs(crops / "crops", None, 1, crops / "detector", CPU))
     manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
@@ -232,7 +232,7 @@ def test_hashed_pairs_are_the_classifiers_features_and_the_class_captions(crops,
     assert sum(open_shards(tmp_path, name).num_samples for name in ("train", "validation", "test")) == 40
 
 
-def test_training_refuses_what_does_not_learn_from_pairs_and_mirror_images(source, tmp_path):
+def test_training_on_pairs_rejects_other_systems_and_flips(source, tmp_path):
     written(source, tmp_path / "pairs")
     train = {"steps": 1, "global_batch": 4}
     cases = {
@@ -250,7 +250,7 @@ def test_training_refuses_what_does_not_learn_from_pairs_and_mirror_images(sourc
     assert prepared.model["spec"] == {"channels": 6, "resolution": 1, "num_classes": 0}
 
 
-def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
+def test_captions_are_read_from_a_table_and_gaps_reported(crops, tmp_path):
     table = tmp_path / "captions.csv"
     names = [f"{('dark', 'light')[number % 2]}/{number:02d}.ppm" for number in range(40)]
     table.write_text("path,caption\n" + "".join(f"{name},number {name[-6:-4]}\n" for name in names))
@@ -272,7 +272,7 @@ def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "webdataset"])
-def test_captions_from_files_beside_the_images_and_a_missing_one(crops, tmp_path, kind):
+def test_captions_are_read_from_files_next_to_the_images_and_gaps_reported(crops, tmp_path, kind):
     folder, extensions = tmp_path / "in", (".txt", ".json")
     folder.mkdir()
     for number in range(12):
@@ -305,7 +305,7 @@ def test_captions_from_files_beside_the_images_and_a_missing_one(crops, tmp_path
         write_pairs(found, "x", pairs.splits, pairs.dtype, tmp_path / "out")
 
 
-def test_the_hashing_encoder_is_fixed_and_knows_words_and_their_order():
+def test_hashing_encoder_is_deterministic_and_depends_on_words_and_order():
     encode = HashingText(64, 3)
     texts, tokens = encode(["a red house", "A red house!", "a house red", "something else entirely", "one"])
     torch.testing.assert_close(texts.norm(dim=1), torch.ones(5))
@@ -313,7 +313,7 @@ def test_the_hashing_encoder_is_fixed_and_knows_words_and_their_order():
     near, far = (F.cosine_similarity(texts[0], texts[i], dim=0).item() for i in (2, 3))
     assert 0.9 > near > 0.4 > abs(far)
     assert tokens[4, 0].any() and not tokens[4, 1:].any()
-    # The directions are a part of the format: stored pairs must stay what they are.
+    # The directions are a part of the format: stored pairs must stay valid.
     torch.testing.assert_close(texts[4][:3], torch.tensor(FIXED), rtol=1e-5, atol=1e-6)
     assert not any(each.any() for each in encode(["!"])), "a caption without a word is left out of the pairs"
 
@@ -322,14 +322,14 @@ FIXED = [0.057920648, -0.030352317, -0.059305854]
 """The first numbers of the embedding of "one" in 64 dimensions."""
 
 
-def test_a_clip_that_is_not_there_is_told_in_one_line(crops, monkeypatch):
+def test_missing_transformers_package_is_reported_in_one_line(crops, monkeypatch):
     pairs = parse(PairsConfig, {"type": "clip"}, "pairs")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"pip install 'image-diffusion\[text\]'"):
         pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
 
 
-def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(source, tmp_path):
+def test_killed_embedding_run_resumes_bit_exactly(source, tmp_path):
     written(source, tmp_path / "once")
     pairs = FilePairs()
     made = pairs.build(PairInputs(None, source, 5, None, CPU))
@@ -351,7 +351,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(source, tmp_
 
 
 class FakeClip(torch.nn.Module):
-    """A CLIP of a few numbers, with the parts of transformers' that are used."""
+    """A tiny CLIP with the used part of the interface of transformers."""
 
     def __init__(self, width: int = 8, dim: int = 8) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def fake_tokenizer(captions: list[str], max_length: int, **options: Any) -> Fake
     return FakeTokens(input_ids=ids, attention_mask=mask)
 
 
-def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
+def test_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
     fake = SimpleNamespace(
         CLIPModel=SimpleNamespace(from_pretrained=lambda name: FakeClip()),
         CLIPTokenizerFast=SimpleNamespace(from_pretrained=lambda name: fake_tokenizer),
@@ -404,7 +404,7 @@ def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
         pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
 
 
-def test_a_clip_that_was_replaced_embeds_again_and_samples_no_prior_of_the_other(crops, tmp_path, monkeypatch):
+def test_replaced_clip_embeds_again_and_is_rejected_in_sampling(crops, tmp_path, monkeypatch):
     clips = [FakeClip(), FakeClip()]
     fake = SimpleNamespace(
         CLIPModel=SimpleNamespace(from_pretrained=lambda name: clips[0]),
@@ -424,11 +424,13 @@ def test_a_clip_that_was_replaced_embeds_again_and_samples_no_prior_of_the_other
     clips.reverse()
     with pytest.raises(ValueError, match="but the text encoder is now .* Train again"):
         text_encoder(before["pairs"], None)
-    text_encoder({"text": {name: value for name, value in text.items() if name != "sha256"}}, None)  # of a prior before
+    text_encoder(
+        {"text": {name: value for name, value in text.items() if name != "sha256"}}, None
+    )  # an older prior has no sha256
     assert embedded()[1] == 3
 
 
-def test_captions_without_text_embeddings_go_through_a_clip(source, tmp_path, monkeypatch):
+def test_captions_without_text_embeddings_are_embedded_by_clip(source, tmp_path, monkeypatch):
     fake = SimpleNamespace(
         CLIPModel=SimpleNamespace(from_pretrained=lambda name: FakeClip(dim=6)),
         CLIPTokenizerFast=SimpleNamespace(from_pretrained=lambda name: fake_tokenizer),
@@ -445,7 +447,7 @@ def test_captions_without_text_embeddings_go_through_a_clip(source, tmp_path, mo
     )
 
 
-def test_a_clip_whose_weights_are_not_at_hand_is_told_in_one_line(crops, monkeypatch):
+def test_missing_clip_weights_are_reported_in_one_line(crops, monkeypatch):
     def missing(name: str) -> None:
         raise OSError(f"{name} is not a local folder.\nMore lines.")
 

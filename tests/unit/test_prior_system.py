@@ -1,4 +1,4 @@
-"""The prior as a system: what it asks of its sections, its samples, its evaluation, published weights."""
+"""The prior as a system: checks of its sections, samples, evaluation, and published weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def evaluated() -> EvaluatedPrior:
 
 
 class Perfect(nn.Module):
-    """Knows the image of every caption: it is the caption read backwards."""
+    """Predicts the exact image embedding of every caption: the caption embedding reversed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Perfect(nn.Module):
 
 
 class Pairs:
-    """Pairs in memory, read as shards are."""
+    """Pairs in memory with the interface of shards."""
 
     def __init__(self, count: int, seed: int = 0, dim: int = DIM) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def judged(count: int = 120, network: nn.Module | None = None, **settings: Any) 
     return evaluate_prior({"": network or Perfect()}, evaluated(), SPEC, splits, config)  # type: ignore[arg-type]
 
 
-def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
+def test_perfect_prior_scores_perfectly_only_for_its_own_captions():
     found = judged()
     metrics = found["metrics"]
     assert metrics["similarity_with_image_5"]["value"] == pytest.approx(1, abs=1e-5)
@@ -98,7 +98,7 @@ def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
     assert metrics["nearest_caption_retrieval_at_1"]["value"] < metrics["nearest_caption_retrieval_at_5"]["value"] < 1
 
 
-def test_a_prediction_is_read_beside_what_needs_no_prior():
+def test_predictions_are_compared_with_baselines_without_a_prior():
     metrics = judged()["metrics"]
     for name in ("mean_image", "nearest_caption", "other_caption"):
         low, high = metrics[f"{name}_similarity_with_image"]["interval"]
@@ -118,7 +118,7 @@ def test_a_prediction_is_read_beside_what_needs_no_prior():
     assert not any("nearest" in name for name in alone), "training pairs are no baseline of themselves"
 
 
-def test_fewer_pairs_are_spread_over_the_split_whose_classes_lie_one_after_the_other():
+def test_subset_of_pairs_is_spread_evenly_over_the_split():
     data, fewer = Pairs(120), Pairs(120)
     fewer.stored, fewer.num_samples = data.stored[[round(i * 119 / 29) for i in range(30)]], 30
     settings = {"num_steps": (5,), "num_candidates": 1}
@@ -134,7 +134,7 @@ def test_fewer_pairs_are_spread_over_the_split_whose_classes_lie_one_after_the_o
 
 
 @pytest.mark.parametrize("kind", ["ddim", "ddpm", "legacy_ddim"])
-def test_calls_of_the_network_are_those_that_making_an_embedding_takes(kind: str):
+def test_evaluation_count_matches_the_rows_given_to_the_network(kind: str):
     rows = 0
 
     class Counting(Perfect):
@@ -150,7 +150,7 @@ def test_calls_of_the_network_are_those_that_making_an_embedding_takes(kind: str
     assert system.sampling().num_evaluations(settings) == rows
 
 
-def test_no_number_depends_on_the_size_of_a_batch():
+def test_metrics_do_not_depend_on_the_batch_size():
     torch.manual_seed(0)
     network = PriorConfig(**SMALL).build(SPEC).eval()
     one, other = (judged(20, network, batch_size=size, guidance_scale=1.5)["metrics"] for size in (3, 64))
@@ -163,7 +163,7 @@ def test_a_single_pair_is_not_compared_with_itself():
     assert "similarity_with_image_5" in names and not any("unrelated" in name for name in names)
 
 
-def test_an_unrelated_caption_is_another_one_of_the_whole_set():
+def test_unrelated_captions_differ_and_come_from_the_whole_set():
     captions = torch.eye(5)[torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 4, 4])]
     others = other_captions(captions)
     assert others is not None
@@ -173,14 +173,14 @@ def test_an_unrelated_caption_is_another_one_of_the_whole_set():
     assert other_captions(captions[2:4]).tolist() == [1, 0]
 
 
-def test_similarities_of_zero_count():
+def test_zero_similarities_are_counted():
     text = torch.eye(3)
     found = similarities(text, text.roll(1, 0), text, text)
     assert found["baseline_similarity"].tolist() == [0, 0, 0]
     assert found["difference_from_baseline"].tolist() == [1, 1, 1]
 
 
-def test_pairs_of_another_dimension_are_refused():
+def test_pairs_of_another_dimension_are_rejected():
     splits = {"test": Pairs(5, dim=6)}
     with pytest.raises(ValueError, match="test split has embeddings of 6 dimensions but the network was trained on 8"):
         evaluate_prior({"": Perfect()}, evaluated(), SPEC, splits, PredictionConfig(num_steps=(5,)))  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_pairs_of_another_dimension_are_refused():
         pair_batch(torch.zeros(2, 3, 8, 8), None, Scaling(1.0), True)  # type: ignore[arg-type]
 
 
-def test_the_candidate_nearest_to_the_caption_is_kept_and_each_draws_its_own_noise():
+def test_candidates_draw_separate_noise_and_the_nearest_to_the_caption_is_kept():
     torch.manual_seed(0)
     network = PriorConfig(**SMALL).build(SPEC).eval()
     cond = {"text_embed": torch.randn(4, DIM)}
@@ -206,7 +206,7 @@ def test_the_candidate_nearest_to_the_caption_is_kept_and_each_draws_its_own_noi
     torch.testing.assert_close(generator({"text_embed": cond["text_embed"][2:]}, torch.tensor([2, 3])), kept[2:])
 
 
-def test_a_self_conditioned_network_is_given_the_estimate_before():
+def test_self_conditioned_prior_receives_its_previous_estimate():
     system = PriorSystem(
         network=SMALL | {"self_cond": True}, process={"schedule": {"type": "cosine"}, "num_timesteps": 50}
     )
@@ -287,7 +287,7 @@ def test_a_mistake_is_one_clear_line_before_any_work(changes: dict[str, Any], me
 
 
 @pytest.mark.parametrize("count", [1, 50, "ddim10"])
-def test_the_legacy_sampler_says_how_many_steps_it_takes(count):
+def test_legacy_sampler_reports_its_valid_step_counts(count):
     with pytest.raises(ValueError, match="takes from 2 to 49 steps of 50 timesteps"):
         LegacyDdim(num_steps=count).grid(system_of().process)
 
@@ -300,7 +300,7 @@ def test_the_legacy_sampler_says_how_many_steps_it_takes(count):
         {"norm_in": True, "norm_out": False, "final_proj": False, "rotary": False, "num_time_embeds": 2},
     ],
 )
-def test_a_network_is_told_by_its_shapes(changes):
+def test_network_config_is_inferred_from_weight_shapes(changes):
     config = PriorConfig(**SMALL | changes)
     found = network_of_shapes(config.build(SPEC).state_dict())
     assert found.model_copy(update={"divide_by_maximum": False}) == config
@@ -321,7 +321,7 @@ def test_published_weights_are_read_by_name_and_rebuilt(wrapped, tmp_path):
     assert all(torch.equal(each, tensors[name]) for name, each in model.network.state_dict().items())
 
 
-def test_weights_of_no_published_name_need_an_experiment_and_pickles_are_refused(tmp_path):
+def test_unpublished_weights_require_an_experiment_and_pickles_are_rejected(tmp_path):
     network = PriorConfig(**SMALL).build(SPEC)
     path = tmp_path / "mine.pt"
     torch.save(network.state_dict(), path)
@@ -335,15 +335,15 @@ def test_weights_of_no_published_name_need_an_experiment_and_pickles_are_refused
 
 
 class Unsafe:
-    """What a trainer's file may hold beside tensors."""
+    """A pickled object, as a trainer's file may hold besides tensors."""
 
 
-def test_an_unknown_key_is_told():
+def test_unknown_prior_key_is_reported():
     with pytest.raises(ValueError, match="network.heads is not a known key"):
         parse(PriorSystem, {"type": "prior", "network": {"heads": 8}}, "system")
 
 
-def test_bf16_computes_what_float32_does_up_to_its_precision():
+def test_prior_in_bf16_agrees_with_float32_up_to_rounding():
     torch.manual_seed(0)
     network = PriorConfig(**SMALL | {"self_cond": True, "normformer": True, "norm_in": True}).build(SPEC)
     system = system_of()
@@ -358,8 +358,8 @@ def test_bf16_computes_what_float32_does_up_to_its_precision():
     assert all(each.grad.isfinite().all() for each in network.parameters() if each.grad is not None)
 
 
-def test_a_network_that_is_given_its_own_estimate_is_given_the_clamped_one():
-    """Where it predicts eps, an estimate at much noise lies far outside [-1, 1]."""
+def test_self_conditioned_prior_receives_the_clamped_estimate():
+    """With eps prediction an estimate at high noise lies far outside [-1, 1]."""
     seen: list[float] = []
 
     class Eps(torch.nn.Module):

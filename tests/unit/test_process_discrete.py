@@ -25,7 +25,7 @@ class Section(Config):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.type)
 @pytest.mark.parametrize("num_timesteps", [20, 101, 1000])
-def test_every_schedule_makes_a_process_of_falling_alpha_bar(schedule: object, num_timesteps: int) -> None:
+def test_every_schedule_gives_decreasing_alpha_bar(schedule: object, num_timesteps: int) -> None:
     process = Discrete(schedule=schedule, num_timesteps=num_timesteps).build()
     assert process.alpha_bar.dtype == torch.float64
     assert (process.alpha_bar.diff() < 0).all()
@@ -33,7 +33,7 @@ def test_every_schedule_makes_a_process_of_falling_alpha_bar(schedule: object, n
     torch.testing.assert_close(process.betas, schedule.betas(num_timesteps), rtol=1e-9, atol=1e-13)
 
 
-def test_the_sigmoid_schedule_rises_between_its_ends_as_a_logistic_function_does() -> None:
+def test_sigmoid_schedule_is_logistic_between_its_ends() -> None:
     betas = Sigmoid(beta_start=0.001, beta_end=0.201, scaled=False).betas(5)
     logistic = [1 / (1 + math.exp(-u)) for u in (-6, -3, 0, 3, 6)]
     assert betas.tolist() == pytest.approx([0.001 + 0.2 * each for each in logistic], rel=1e-12)
@@ -41,7 +41,7 @@ def test_the_sigmoid_schedule_rises_between_its_ends_as_a_logistic_function_does
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.lists(st.integers(0, 40), min_size=1, max_size=6))
-def test_respacing_keeps_what_was_asked_for(num_timesteps: int, counts: list[int]) -> None:
+def test_respacing_keeps_the_requested_number_of_timesteps(num_timesteps: int, counts: list[int]) -> None:
     size, longer = divmod(num_timesteps, len(counts))
     sizes = [size + (i < longer) for i in range(len(counts))]
     if sum(counts) == 0 or any(count > size for count, size in zip(counts, sizes, strict=True)):
@@ -62,7 +62,7 @@ def test_respacing_keeps_what_was_asked_for(num_timesteps: int, counts: list[int
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.sampled_from(SCHEDULES))
-def test_a_respaced_process_has_the_marginals_of_the_whole(counts: list[int], schedule: object) -> None:
+def test_respaced_process_keeps_the_marginals(counts: list[int], schedule: object) -> None:
     whole = Discrete(schedule=schedule, num_timesteps=60).build()
     spaced = whole.respaced(counts)
     assert torch.equal(spaced.alpha_bar, whole.alpha_bar[spaced.timestep_map])
@@ -70,7 +70,7 @@ def test_a_respaced_process_has_the_marginals_of_the_whole(counts: list[int], sc
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:-2], ids=lambda each: each.type)
-def test_the_posterior_is_that_of_bayes(schedule: object) -> None:
+def test_posterior_follows_bayes_rule(schedule: object) -> None:
     """c1, c2 and the variance by Ho et al. 2020, equations 6 and 7, from the betas themselves."""
     process = Discrete(schedule=schedule, num_timesteps=200).build()
     betas, bar, steps = process.betas, process.alpha_bar, process.steps
@@ -80,7 +80,7 @@ def test_the_posterior_is_that_of_bayes(schedule: object) -> None:
     torch.testing.assert_close(steps.variance, betas * (1 - previous) / (1 - bar), rtol=1e-8, atol=1e-14)
 
 
-def test_two_small_steps_make_one_large_one() -> None:
+def test_posterior_steps_keep_the_marginals() -> None:
     """Drawing x_s from q(x_s | x_t, x0) keeps the marginal of x_s, also for levels off the unit circle."""
     levels = torch.tensor([[0.1, 0.9], [0.3, 0.8], [0.5, 0.4], [1.0, 0.0]]).double()
     alpha, sigma = levels.unbind(1)
@@ -91,7 +91,7 @@ def test_two_small_steps_make_one_large_one() -> None:
     torch.testing.assert_close(variance, sigma[1:] ** 2)
 
 
-def test_a_grid_runs_from_most_noise_to_the_clean_sample() -> None:
+def test_grid_runs_from_most_noise_to_clean_sample() -> None:
     process = Discrete(rescale_timesteps=True, num_timesteps=500).build()
     grid = process.grid("ddim50")
     assert grid.num_steps == 50 and grid.time[0] == 980 and grid.time[-1] == 0
@@ -101,7 +101,7 @@ def test_a_grid_runs_from_most_noise_to_the_clean_sample() -> None:
     torch.testing.assert_close(own.steps.log_variance.flip(0), process.steps.log_variance)
 
 
-def test_a_section_given_as_text_number_or_list_is_the_same() -> None:
+def test_respacing_accepts_text_number_or_list() -> None:
     assert space_timesteps(1000, 250) == space_timesteps(1000, "250") == space_timesteps(1000, [250])
     assert space_timesteps(7, "") == list(range(7))
 
@@ -115,8 +115,8 @@ def test_tables_are_copied_to_a_device_once() -> None:
     assert process.network_time(t).dtype == torch.float32
 
 
-def test_a_configuration_is_checked_without_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Systems have a process as a default, so that tables would be computed in the start of every command."""
+def test_process_configuration_is_validated_without_building_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems have a default process, so tables would be computed at the start of every command."""
     monkeypatch.delattr(discrete, "DiscreteProcess")
     assert Discrete(respacing="10").num_timesteps == 1000
     with pytest.raises(ValueError, match="Every beta must lie in"):
@@ -151,7 +151,7 @@ def test_a_configuration_is_checked_without_its_tables(monkeypatch: pytest.Monke
         ({"type": "discreet"}, "Unknown process 'discreet'. Known: discrete, continuous, flow, edm."),
     ],
 )
-def test_what_people_are_told(data: dict[str, object], message: str | None) -> None:
+def test_invalid_discrete_processes_are_rejected(data: dict[str, object], message: str | None) -> None:
     whole = {"process": {"type": "discrete"} | data}
     if message is None:
         section = parse(Section, whole, "x.yaml")

@@ -57,7 +57,7 @@ def test_flow_times_follow_their_distribution() -> None:
     assert logit.mean().item() == pytest.approx(0.4, abs=0.02) and logit.std().item() == pytest.approx(0.7, abs=0.02)
 
 
-def test_the_flow_is_straight_with_the_velocity_it_teaches() -> None:
+def test_flow_path_is_linear() -> None:
     process = Flow(time_scale=1000).build()
     t = torch.tensor([0.0, 0.25, 1.0])
     alpha, sigma = process.levels(t)
@@ -70,7 +70,7 @@ def test_the_flow_is_straight_with_the_velocity_it_teaches() -> None:
 
 
 def test_a_shift_scales_the_noise_level_of_every_time_in_training_and_sampling() -> None:
-    """Esser et al. 2024, equation 23: sigma / alpha is s times what it was; the ends stay; the sampler goes first."""
+    """Esser et al. 2024, equation 23: sigma / alpha is scaled by s; the ends stay; the sampler's shift has priority."""
     plain, moved = Flow(time_scale=1000).build(), Flow(time_scale=1000, shift=3.0).build()
     for before, after in (
         (plain.draw(streams(50)), moved.draw(streams(50))),
@@ -86,12 +86,12 @@ def test_a_shift_scales_the_noise_level_of_every_time_in_training_and_sampling()
 
 @pytest.mark.parametrize("process", [Flow(), Continuous()])
 @pytest.mark.parametrize("num_steps", ["ddim50", "10,10", [5, 5], 0, ""])
-def test_a_real_time_has_no_respacing(process: Flow | Continuous, num_steps: str) -> None:
+def test_continuous_time_rejects_respacing(process: Flow | Continuous, num_steps: str) -> None:
     with pytest.raises(ValueError, match="process takes a number of steps, at least 1; got"):
         process.build().grid(num_steps)
 
 
-def test_bad_schedules_are_refused() -> None:
+def test_invalid_gamma_schedules_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"start must be below end; got start 3\.0 and end -3\.0"):
         SigmoidGamma(start=3, end=-3)
     for kind, start, tau in ((SigmoidGamma, -3, 0.004), (SigmoidGamma, -3, 1e17), (CosineGamma, 0.5, 2000.0)):

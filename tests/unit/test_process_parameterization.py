@@ -1,4 +1,4 @@
-"""What outputs mean, and the network as a denoiser."""
+"""Parameterizations of the network output, and the network as a denoiser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEVELS = st.tuples(st.floats(0.05, 2), st.floats(0.05, 2))
 
 @settings(max_examples=80, deadline=None)
 @given(NUMBERS, NUMBERS, LEVELS, st.sampled_from(["eps", "x0", "v", "velocity"]))
-def test_what_the_target_says_reads_back_as_x0_and_eps(
+def test_targets_convert_back_to_x0_and_eps(
     x0: list[float], eps: list[float], levels: tuple[float, float], prediction: str
 ) -> None:
     """For any levels, on the unit circle or off it."""
@@ -40,7 +40,7 @@ def test_what_the_target_says_reads_back_as_x0_and_eps(
 
 @settings(max_examples=40, deadline=None)
 @given(NUMBERS, NUMBERS, st.integers(0, 999), st.sampled_from(["eps", "x0", "v", "velocity", "previous_x"]))
-def test_x0_and_eps_agree_with_x_t_whatever_is_predicted(
+def test_x0_and_eps_are_consistent_with_x_t_for_every_prediction(
     output: list[float], x_t: list[float], t: int, prediction: str
 ) -> None:
     noisy, said = torch.tensor(x_t).double().view(1, -1), torch.tensor(output).double().view(1, -1)
@@ -52,7 +52,7 @@ def test_x0_and_eps_agree_with_x_t_whatever_is_predicted(
             assert torch.equal(step.reverse_mean(denoised, noisy), said)
 
 
-def test_previous_x_reads_back_the_x0_of_its_posterior() -> None:
+def test_previous_x_converts_back_to_x0() -> None:
     x0, x_t = torch.randn(5, 2).double(), torch.randn(5, 2).double()
     step = Discrete().build().steps.at(torch.tensor([0, 1, 10, 500, 999]), x_t)
     denoised = read_output(step.posterior_mean(x0, x_t), x_t, step, "previous_x", "fixed_large")
@@ -105,7 +105,7 @@ def test_a_perfect_network_denoises_perfectly_at_every_point(
         assert calls[-1].shape == (3,) and calls[-1].dtype == dtype and calls[-1][0] == grid.time[i].to(dtype)
 
 
-def test_the_network_is_given_its_time_where_its_input_lies() -> None:
+def test_network_time_is_on_the_device_of_the_input() -> None:
     seen: list[Tensor] = []
 
     def network(x: Tensor, t: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_the_network_is_given_its_time_where_its_input_lies() -> None:
     assert [each.device.type for each in seen] == ["meta", "meta"]
 
 
-def test_the_network_sees_unit_variance_where_the_scale_is_below_one() -> None:
+def test_network_input_has_unit_variance_if_the_scale_is_below_one() -> None:
     x = torch.randn(4, 3, 8, 8) * torch.tensor([0.1, 0.5, 1, 3]).view(-1, 1, 1, 1)
     seen = Continuous(scale=0.5).build().network_input(x)
     torch.testing.assert_close(seen.flatten(1).std(1, correction=0), torch.ones(4))
@@ -125,7 +125,7 @@ def test_the_network_sees_unit_variance_where_the_scale_is_below_one() -> None:
     assert Continuous(scale=0.5).build().network_input(torch.zeros(1, 1, 2, 2)).isfinite().all()
 
 
-def test_the_bound_of_a_perfect_denoiser_beats_that_of_an_ignorant_one() -> None:
+def test_perfect_denoiser_has_a_lower_bound_than_an_inaccurate_one() -> None:
     process = Discrete(num_timesteps=100).build()
     grid, x0 = process.grid(), torch.randint(0, 256, (2, 3, 4, 4)).double() / 127.5 - 1
     eps = torch.randn(2, 3, 4, 4).double()

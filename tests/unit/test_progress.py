@@ -1,4 +1,4 @@
-"""A log tells how far a stage is in lines; a terminal has a bar."""
+"""Progress of a stage: lines in a log, a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_diffusion.core.process import progress as module
 from image_diffusion.core.process.progress import Progress
 
 
-def test_a_log_gets_a_line_at_the_start_now_and_then_and_at_the_end(
+def test_log_has_lines_at_the_start_at_intervals_and_at_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_EVERY_S", 0.05)
@@ -26,7 +26,7 @@ def test_a_log_gets_a_line_at_the_start_now_and_then_and_at_the_end(
     assert 2 <= len(lines) < 10
 
 
-def test_a_line_comes_later_the_longer_it_takes(
+def test_log_interval_grows_with_the_running_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -42,7 +42,7 @@ def test_a_line_comes_later_the_longer_it_takes(
     assert len(counts) < 100
 
 
-def test_the_job_is_named_where_several_print_to_one_place(
+def test_job_name_prefixes_lines_of_concurrent_jobs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(module.VARIABLE, "demo/train")
@@ -56,13 +56,13 @@ def test_the_job_is_named_where_several_print_to_one_place(
     ]
 
 
-def test_nothing_to_do_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_zero_items_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("crop", 0, "image"):
         pass
     assert set(capsys.readouterr().err.splitlines()) == {"crop: 0 of 0 images (0%)"}
 
 
-def test_one_within_another_is_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nested_progress_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("train", 1, "step") as outer:
         with Progress("sample", 1, "image") as inner:
             inner.advance()
@@ -71,7 +71,7 @@ def test_one_within_another_is_lines_too(capsys: pytest.CaptureFixture[str]) -> 
     assert [title and title[1] for title in titles] == ["train", "sample", "sample", "train"]
 
 
-def test_a_terminal_has_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_a_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with Progress("sample", 4, "image") as progress:
         progress.advance(4)

@@ -1,4 +1,4 @@
-"""A folder and a budget give an experiment: what is seen of a folder, the rules, and the file that they write."""
+"""Experiments proposed from a folder and a budget: facts on the folder, rules, and the written file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ FEW = replace(MANY, num_images=500, per_class=(50,) * 10)
 
 
 def at(operations_per_s: float, muon: float = 1.3) -> Callable[[Experiment], Speed]:
-    """A machine of that many operations a second; a step takes six for each parameter, token and image. muon: factor by
-    which a step with Muon takes longer."""
+    """Return a speed model with this rate; a step takes six operations for each parameter, token and image. muon:
+    relative duration of a step with Muon."""
 
     def speed(experiment: Experiment) -> Speed:
         shape = experiment.system.network.shape  # type: ignore[union-attr]
@@ -68,7 +68,7 @@ def test_a_budget_is_a_number_and_a_unit(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "6", "h", "-1h", "0min", "6 hours", "1h30min"])
-def test_other_budgets_are_refused(text: str) -> None:
+def test_invalid_budgets_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a duration\. Give a number and a unit: 10min, 6h or 2d\."):
         seconds_of(text)
 
@@ -94,7 +94,7 @@ def test_the_resolution_follows_from_the_images_and_the_device(
     assert resolution_of(replace(MANY, **changes), machine, 8) == resolution  # type: ignore[arg-type]
 
 
-def test_folders_of_few_images_are_no_classes() -> None:
+def test_folders_with_few_images_are_not_classes() -> None:
     assert classes_of(FEW) == (50,) * 10
     single = replace(FEW, per_class=(1,) * 500)
     assert classes_of(single) == ()
@@ -112,7 +112,7 @@ def test_designs_need_more_steps_the_larger_they_are() -> None:
 
 @pytest.mark.parametrize("facts", [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize(("machine", "operations_per_s"), [(CPU, 4e10), (GPU, 1e14)], ids=["cpu", "gpu"])
-def test_more_time_never_gives_less(facts: Facts, machine: Machine, operations_per_s: float) -> None:
+def test_larger_budgets_never_give_smaller_proposals(facts: Facts, machine: Machine, operations_per_s: float) -> None:
     budgets = ["6min", "8min", "10min", "20min", "40min", "1h", "3h", "6h", "12h", "1d", "2d", "7d"]
     sizes, steps, samples = [], [], []
     for budget in budgets:
@@ -126,7 +126,7 @@ def test_more_time_never_gives_less(facts: Facts, machine: Machine, operations_p
     assert samples == sorted(samples)
 
 
-def test_the_budget_is_used_to_within_a_tenth_where_samples_can_be_many() -> None:
+def test_proposal_uses_nearly_the_whole_budget() -> None:
     for budget in ("10min", "1h", "6h"):
         assert proposed(MANY, budget)[0].total_s == pytest.approx(0.97 * seconds_of(budget), rel=0.07)
 
@@ -136,7 +136,7 @@ def test_a_faster_machine_takes_more_steps_or_a_larger_network() -> None:
     assert (fast.design.operations, fast.steps) > (slow.design.operations, slow.steps)
 
 
-def test_networks_that_do_not_fit_are_not_taken() -> None:
+def test_networks_that_exceed_memory_are_not_proposed() -> None:
     def small(largest: int) -> Callable[[Experiment], Speed]:
         def speed(experiment: Experiment) -> Speed:
             fits = experiment.system.network.shape.width <= largest  # type: ignore[union-attr]
@@ -154,7 +154,7 @@ def test_the_same_speed_gives_the_same_file() -> None:
     assert proposed(FEW, "10min") == proposed(FEW, "10min")
 
 
-def test_muon_is_proposed_where_its_step_takes_little_longer() -> None:
+def test_muon_is_proposed_if_its_step_is_only_slightly_slower() -> None:
     fast = propose(MANY, "images", CPU, "1h", at(4e10, muon=1.4))
     slow = propose(MANY, "images", CPU, "1h", at(4e10, muon=1.6))
     assert (fast.design.optimizer, slow.design.optimizer) == ("muon", "adamw")
@@ -165,7 +165,7 @@ def test_muon_is_proposed_where_its_step_takes_little_longer() -> None:
     assert proposed(MANY, "1h", GPU, 1e14)[1].train.optimizer.type == "adamw"
 
 
-def test_muon_is_not_proposed_where_it_does_not_fit() -> None:
+def test_muon_is_not_proposed_if_it_exceeds_memory() -> None:
     def larger(experiment: Experiment) -> Speed:
         is_muon = experiment.train.optimizer.type == "muon"
         return Speed(0.0, 0.0, 0.0, 0.0, 100.0) if is_muon else at(4e10)(experiment)
@@ -189,7 +189,7 @@ def test_muon_makes_no_budget_too_small() -> None:
 @pytest.mark.parametrize(
     ("short_side", "channels", "prediction"), [(32, 3, "velocity"), (32, 5, "x0"), (64, 3, "x0"), (64, 1, "velocity")]
 )
-def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: int, prediction: str) -> None:
+def test_patches_with_few_values_predict_the_velocity(short_side: int, channels: int, prediction: str) -> None:
     facts = replace(MANY, short_side=short_side, channels=channels, dtype="uint16" if channels == 5 else None)
     experiment = parsed(choices(Request(facts, "images", CPU, 600.0), DESIGNS["cpu"][1], 100, 100))
     assert experiment.system.objective.prediction == prediction  # type: ignore[union-attr]
@@ -199,12 +199,12 @@ def test_patches_of_few_numbers_predict_the_velocity(short_side: int, channels: 
     ("num_images", "where"),
     [(120, "Look at evaluation/nearest.png: `copies` takes 100 images."), (130, "See `copies` in metrics.json.")],
 )
-def test_the_warning_of_copies_names_what_shows_them(num_images: int, where: str) -> None:
+def test_copies_warning_names_the_file_to_check(num_images: int, where: str) -> None:
     warnings = proposed(replace(FEW, num_images=num_images, per_class=()), "10min")[0].warnings
     assert warnings[0].endswith(f" times: samples may be copies of them. {where}")
 
 
-def test_few_images_are_augmented_and_watched() -> None:
+def test_few_images_use_augmentation_best_weights_and_a_warning() -> None:
     _, experiment = proposed(replace(FEW, num_images=200), "10min")  # seen 600 times
     assert experiment.train.augment is not None
     assert (experiment.train.augment.probability, experiment.train.augment.until) == (0.25, 0.9)
@@ -221,7 +221,7 @@ def test_few_images_are_augmented_and_watched() -> None:
 CAPTIONS = CaptionFacts(19_000, "text", 2, 11, ("a red fox: asleep", 'a "dog"', "yes"))
 
 
-def test_captions_of_nearly_all_images_are_the_condition() -> None:
+def test_captions_of_nearly_all_images_become_the_condition() -> None:
     proposal, experiment = proposed(replace(MANY, captions=CAPTIONS), "10min")
     assert from_text(proposal.text)["pairs"] == {
         "type": "captions",
@@ -240,12 +240,12 @@ def test_captions_of_nearly_all_images_are_the_condition() -> None:
 MASKS = MaskFacts("cells/masks", 480, (0, 255))
 
 
-def test_masks_of_nearly_all_images_are_the_condition() -> None:
+def test_masks_of_nearly_all_images_become_the_condition() -> None:
     proposal, experiment = proposed(replace(FEW, masks=MASKS), "10min")
     raw = from_text(proposal.text)
     assert raw["pairs"] == {"type": "images", "path": MASKS.path, "labels": {"value_0": 0, "value_255": 255}}
     assert raw["system"]["condition"] == [{"type": "label"}, {"type": "image", "from": "pairs"}]
-    assert "augment" not in raw["train"] and raw["train"]["weights"] == "best"  # an augmentation moves no masks
+    assert "augment" not in raw["train"] and raw["train"]["weights"] == "best"  # augmentations do not transform masks
     assert experiment.system.objective.label_drop_probability == 0.1  # type: ignore[union-attr]
     assert "10 classes, masks of 2 labels, 64 pixels" in proposal.text.replace("\n# ", " ")
     without = from_text(proposed(replace(FEW, masks=MASKS, per_class=()), "10min")[0].text)
@@ -274,13 +274,13 @@ def test_the_time_of_comparing_masks_is_in_the_forecast() -> None:
     assert slow.steps < fast.steps and 0.9 < slow.total_s / 600 < 1
 
 
-def test_masks_of_some_images_are_a_warning() -> None:
+def test_masks_of_some_images_give_a_warning() -> None:
     proposal, experiment = proposed(replace(FEW, masks=replace(MASKS, count=400)), "10min")
     assert "400 images have a mask. Masks of pictures are used if" in proposal.warnings[1]
     assert not experiment.pair_sets
 
 
-def test_masks_beside_captions_are_a_warning_that_says_how_to_use_both() -> None:
+def test_masks_and_captions_give_a_warning_on_using_both() -> None:
     facts = replace(FEW, captions=replace(CAPTIONS, count=480), masks=MASKS)
     proposal, experiment = proposed(facts, "10min")
     assert (
@@ -294,12 +294,12 @@ def test_masks_beside_captions_are_a_warning_that_says_how_to_use_both() -> None
     ("channels", "cure"),
     [(1, " For grey images, delete data.dtype, set data.range: [low, high] and name them in pairs."), (5, "")],
 )
-def test_masks_of_arrays_are_a_warning_that_says_what_works(channels: int, cure: str) -> None:
+def test_masks_of_arrays_give_a_warning_with_an_alternative(channels: int, cure: str) -> None:
     warnings = proposed(replace(FEW, dtype="uint16", channels=channels, masks=MASKS), "10min")[0].warnings
     assert f"480 images have a mask, which is not used: masks are for pictures of 8 bits.{cure}" in warnings
 
 
-def test_captions_of_some_images_and_notices_are_warnings() -> None:
+def test_captions_of_some_images_and_notices_give_warnings() -> None:
     facts = replace(MANY, captions=replace(CAPTIONS, count=17_000), notices=("metadata.csv is not read",))
     proposal, experiment = proposed(facts, "10min")
     assert "17,000 images have a caption. Captions are used if" in proposal.warnings[0]
@@ -307,7 +307,7 @@ def test_captions_of_some_images_and_notices_are_warnings() -> None:
     assert not experiment.pair_sets and not proposal.files
 
 
-def test_averages_are_as_long_as_a_twentieth_of_the_steps() -> None:
+def test_ema_half_life_is_a_twentieth_of_the_steps() -> None:
     for budget in ("10min", "6h"):
         proposal, _ = proposed(MANY, budget)
         rate = from_text(proposal.text)["train"]["ema"]["rates"][0]
@@ -315,7 +315,7 @@ def test_averages_are_as_long_as_a_twentieth_of_the_steps() -> None:
         assert half_life == pytest.approx(0.05 * proposal.steps, rel=0.1)
 
 
-def test_batches_are_smaller_than_the_set() -> None:
+def test_batches_are_smaller_than_the_data_set() -> None:
     experiment = proposed(replace(MANY, num_images=40, per_class=()), "10min")[1]
     assert experiment.train.global_batch == 8
 
@@ -362,7 +362,7 @@ def test_every_choice_that_is_not_obvious_has_a_reason() -> None:
     assert "arXiv:2203.03466" in text
 
 
-def test_a_budget_that_is_too_small_says_which_is_enough() -> None:
+def test_insufficient_budget_error_states_a_sufficient_one() -> None:
     with pytest.raises(ValueError, match=r"The budget 1min is too small for 20,000 images on 1 CPU core") as error:
         proposed(MANY, "1min")
     enough = str(error.value).rpartition("at least ")[2].removesuffix(".")
@@ -371,7 +371,7 @@ def test_a_budget_that_is_too_small_says_which_is_enough() -> None:
         proposed(MANY, f"{int(enough.removesuffix('min')) - 1}min")
 
 
-def test_a_dozen_images_are_too_few() -> None:
+def test_twelve_images_are_too_few() -> None:
     with pytest.raises(ValueError, match=r"^12 images are too few to train on .* Give at least 30\.$"):
         proposed(replace(MANY, num_images=12), "1h")
 
@@ -404,7 +404,7 @@ def test_grey_pictures_are_grey_however_they_are_stored(tmp_path: Path) -> None:
     assert describe_source(source_of(tmp_path / "rgb")).channels == 1
 
 
-def test_alpha_channels_are_seen(tmp_path: Path) -> None:
+def test_alpha_channels_are_detected(tmp_path: Path) -> None:
     assert describe_source(source_of(pictures(tmp_path, "RGBA", (16, 16)))).transparent
 
 
@@ -432,7 +432,7 @@ def test_grey_pictures_of_16_bits_are_arrays(tmp_path: Path) -> None:
     assert (facts.dtype, facts.channels) == ("uint16", 1)
 
 
-def test_pictures_that_are_not_read_may_be_odd(tmp_path: Path) -> None:
+def test_deep_or_multipage_images_outside_the_read_subset_are_detected(tmp_path: Path) -> None:
     for number in range(70):
         Image.new("RGB", (16, 16)).save(tmp_path / f"{number:02}.jpg")
     plain = describe_source(source_of(tmp_path))
@@ -445,14 +445,14 @@ def test_pictures_that_are_not_read_may_be_odd(tmp_path: Path) -> None:
     assert paged.several_pages and "pages: first" in proposed(paged, "10min")[0].text
 
 
-def test_pictures_that_would_be_nearly_black_are_refused(tmp_path: Path) -> None:
+def test_16_bit_images_that_would_be_nearly_black_are_rejected(tmp_path: Path) -> None:
     pictures(tmp_path, "RGB", (16, 16))
     Image.fromarray(np.full((16, 16), 4_000, np.uint16)).save(tmp_path / "a" / "deep.png")
     with pytest.raises(ValueError, match=r"1 of 9 images that were read have 16 bits and use values up to 4,000 of"):
         describe_source(source_of(tmp_path))
 
 
-def test_what_a_person_may_not_expect_is_noticed(tmp_path: Path) -> None:
+def test_unexpected_masks_and_pages_are_noted(tmp_path: Path) -> None:
     pictures(tmp_path / "soft" / "images", "RGB", (16, 16))
     masks(tmp_path / "soft" / "masks", tmp_path / "soft" / "images", *range(40))
     assert "The folder masks is a class" in describe_source(source_of(tmp_path / "soft")).notices[-1]
@@ -467,12 +467,12 @@ def test_what_a_person_may_not_expect_is_noticed(tmp_path: Path) -> None:
     assert "Files hold several pages, of which the first is used." in describe_source(source_of(flat)).notices[-1]
 
 
-def test_a_class_of_few_images_is_named() -> None:
+def test_classes_with_few_images_are_reported() -> None:
     warnings = proposed(replace(MANY, per_class=(10_000, 9_999, 1)), "6h")[0].warnings
     assert "The smallest class has 1 image: samples of it may be copies." in warnings
 
 
-def test_damaged_files_make_no_arrays_of_pictures(tmp_path: Path) -> None:
+def test_damaged_pictures_are_not_taken_for_arrays(tmp_path: Path) -> None:
     pictures(tmp_path, "RGB", (16, 16), 8)
     for number in range(10):
         (tmp_path / "a" / f"broken{number}.png").write_bytes(b"no picture")
@@ -509,7 +509,7 @@ def test_masks_next_to_the_images_are_found(tmp_path: Path) -> None:
         ((5,), None),
     ],
 )
-def test_masks_have_a_few_values(values: Any, found: object, tmp_path: Path) -> None:
+def test_only_images_with_few_values_are_masks(values: Any, found: object, tmp_path: Path) -> None:
     pictures(tmp_path / "images", "RGB", (16, 16))
     masks(tmp_path / "masks", tmp_path / "images", *values)
     facts = describe_source(source_of(tmp_path))
@@ -523,8 +523,8 @@ def test_images_and_other_folders_are_classes(tmp_path: Path) -> None:
     assert source_of(tmp_path) == Folder(path=str(tmp_path))
 
 
-def test_a_class_of_a_usual_name_is_no_folder_of_masks(tmp_path: Path) -> None:
-    for name in ("mask", "without_mask"):  # photographs of the same names
+def test_class_folder_named_mask_is_not_a_mask_folder(tmp_path: Path) -> None:
+    for name in ("mask", "without_mask"):  # photographs with the same file names
         pictures(tmp_path / name, "RGB", (16, 16))
     assert source_of(tmp_path) == Folder(path=str(tmp_path))
 
@@ -558,7 +558,7 @@ def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
         ("metadata.jsonl", '{"file_name": "images/a/0.png", "caption": "x", "label": 3}', "label", (1,), "caption"),
     ],
 )
-def test_a_folder_is_read_by_the_table_in_it(
+def test_folder_is_read_by_the_table_inside(
     name: str, text: str, label_column: str | None, per_class: tuple[int, ...], column: str | None, tmp_path: Path
 ) -> None:
     pictures(tmp_path / "images", "RGB", (16, 16), 4)
@@ -571,7 +571,7 @@ def test_a_folder_is_read_by_the_table_in_it(
     assert (facts.source.label_column, facts.per_class) == (label_column, per_class)
     assert (facts.captions and facts.captions.column) == column
     _, experiment = proposed(replace(FEW, source=facts.source, per_class=per_class), "10min")
-    assert experiment.data.source == facts.source.model_copy(update={"label_column": None})  # classes of one image
+    assert experiment.data.source == facts.source.model_copy(update={"label_column": None})  # each class has one image
 
 
 @pytest.mark.parametrize(
@@ -581,7 +581,7 @@ def test_a_folder_is_read_by_the_table_in_it(
         ("list.jsonl", '{"file": "images/a/0.png", "label": 1}\n{"file": "images/b/1.png", label: 2}'),
     ],
 )
-def test_a_broken_table_that_names_images_is_not_passed_over(name: str, text: str, tmp_path: Path) -> None:
+def test_invalid_table_that_names_images_is_reported(name: str, text: str, tmp_path: Path) -> None:
     pictures(tmp_path / "images", "RGB", (16, 16), 4)
     (tmp_path / "words.csv").write_text("word,text\nx,images,y\n")  # broken too, but names no images
     (tmp_path / name).write_text(text)
@@ -589,7 +589,7 @@ def test_a_broken_table_that_names_images_is_not_passed_over(name: str, text: st
         source_of(tmp_path)
 
 
-def test_a_table_without_paths_names_its_columns(tmp_path: Path) -> None:
+def test_error_for_table_without_paths_lists_its_columns(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("image,label\nlost.png,x\n")
     with pytest.raises(
         ValueError, match=r"labels\.csv names no images: of its columns \(image, label\) none holds paths"
@@ -597,13 +597,13 @@ def test_a_table_without_paths_names_its_columns(tmp_path: Path) -> None:
         source_of(tmp_path / "labels.csv")
 
 
-def test_volumes_without_axes_are_left_to_a_person(tmp_path: Path) -> None:
+def test_volumes_without_stated_axes_are_rejected(tmp_path: Path) -> None:
     np.save(tmp_path / "0.npy", np.zeros((32, 32, 32), np.uint8))
     with pytest.raises(ValueError, match=r"Nothing states which axes of 32 x 32 x 32 numbers .* data\.axes"):
         describe_source(source_of(tmp_path))
 
 
-def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
+def test_sources_without_images_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere does not exist\. Give the folder"):
         source_of(tmp_path / "nowhere")
     (tmp_path / "a.docx").write_text("words")
@@ -641,7 +641,7 @@ def weights_of(
     return folder
 
 
-def test_weights_fix_the_network_and_the_resolution(tmp_path: Path) -> None:
+def test_weights_determine_network_and_resolution(tmp_path: Path) -> None:
     start = start_of(weights_of(tmp_path, DataSpec(channels=3, resolution=16, num_classes=4)))
     facts = replace(FEW, captions=replace(CAPTIONS, count=500), masks=replace(MASKS, count=500))
     proposal = propose(facts, "images", CPU, "10min", at(4e10), start)
@@ -655,7 +655,7 @@ def test_weights_fix_the_network_and_the_resolution(tmp_path: Path) -> None:
     assert 8 * 60 < proposal.total_s < 10 * 60
 
 
-def test_a_proposal_goes_on_with_the_optimizer_of_the_weights(tmp_path: Path) -> None:
+def test_proposal_keeps_the_optimizer_of_the_weights(tmp_path: Path) -> None:
     muon = {"type": "muon", "lr": 0.005, "momentum": 0.9}
     folder = weights_of(tmp_path, DataSpec(channels=1, resolution=16), optimizer=muon)
     proposal = propose(replace(MANY, per_class=()), "images", CPU, "10min", at(4e10), start_of(folder))
@@ -671,7 +671,7 @@ def test_the_size_of_images_follows_from_latents(tmp_path: Path) -> None:
     assert (start.resolution, start.channels, start.grid, start.codec) == ((64, 128), 3, 2, codec)
 
 
-def test_weights_that_no_proposal_can_start_from_are_refused(tmp_path: Path) -> None:
+def test_unsupported_initial_weights_are_rejected(tmp_path: Path) -> None:
     pixels, text = DataSpec(channels=3, resolution=16), {"text": (4, 8)}
     trained = {"type": "trained", "experiment": "mine"}
     unet = {
@@ -710,7 +710,7 @@ def initialised(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
         (["images/new", "--data", "images", "--budget", "6h"], "images/new lies inside the images, images. Name a"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported_before_measuring(arguments: list[str], message: str, tmp_path: Path) -> None:
     pictures(tmp_path / "images", "RGB", (16, 16))
     done = initialised(tmp_path, *arguments)
     assert done.returncode != 0 and message in done.stderr, done.stderr
@@ -730,7 +730,7 @@ def test_the_command_that_init_prints_can_be_pasted(folder: str, shown: str, tmp
     assert done.returncode == 0 and shown in done.stdout, done.stdout + done.stderr
 
 
-def test_what_is_measured_several_times_is_printed_once(
+def test_repeated_measurements_are_printed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(3):
@@ -806,7 +806,7 @@ def test_a_failed_proposal_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "reason"), [(630, "fewer than the 640 of"), (640, "enough for")])
-def test_the_reason_of_the_samples_is_what_an_interval_needs(number: int, reason: str) -> None:
+def test_reason_for_the_number_of_samples_states_what_an_interval_requires(number: int, reason: str) -> None:
     sections = choices(Request(MANY, "images", CPU, 600.0), DESIGNS["cpu"][0], 200, number)
     chosen = {choice.key: choice for choice in sections["sample"]}
     assert chosen["num_samples"].reason.endswith(f"; {reason} an interval of the distance")

@@ -1,4 +1,4 @@
-"""Checkpoints that others published: what is known of each, and images of one by one command."""
+"""Published checkpoints of other projects: their configuration files, and sampling by one command."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ FOLDER = Path(__file__).parents[2] / "config" / "published"
 DIT = FOLDER / "dit_xl2_imagenet256.yaml"
 
 
-def test_every_checkpoint_that_is_known_has_its_file() -> None:
+def test_every_known_checkpoint_has_a_configuration_file() -> None:
     files = [load(Published, path).file for path in sorted(FOLDER.glob("*.yaml"))]
-    enlarge = {"upsample_cond_500K", "64_256_upsampler", "128_512_upsampler"}  # of images, which no checkpoint has
+    enlarge = {
+        "upsample_cond_500K",
+        "64_256_upsampler",
+        "128_512_upsampler",
+    }  # upsamplers of images, without checkpoints
     assert len(set(files)) == len(files)
     assert {Path(file).stem for file in files} == set(PUBLISHED) - enlarge | {
         "DiT-XL-2-256x256", "DiT-XL-2-512x512", "SiT-XL-2-256x256"
     }  # fmt: skip
 
 
-def test_one_command_makes_images_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_samples_a_published_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     network = DiTConfig(depth=1, width=384, num_heads=6, patch=2, time_frequencies="dit")
     built = network.build(DataSpec(channels=4, resolution=4, num_classes=1000), learned_variance=True)
@@ -60,18 +64,18 @@ def test_one_command_makes_images_of_a_file(tmp_path: Path, capsys: pytest.Captu
         (["mine", "--read", "x.pt"], "--read and --codec go with --published"),
     ],
 )
-def test_the_description_and_the_file_go_together(words: list[str], message: str) -> None:
+def test_published_and_read_options_require_each_other(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sample.main(words)
 
 
-def test_the_command_of_old_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_published_command_names_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["image-diffusion", "published", "--config", "x.yaml"])
     with pytest.raises(SystemExit, match="sample --published FILE --read FILE"):
         image_diffusion.__main__.main()
 
 
-def test_a_sit_is_told_from_a_dit_by_what_is_known_of_its_file(tmp_path: Path) -> None:
+def test_published_sit_checkpoint_is_read_as_flow_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = DiTConfig(depth=1, width=384, num_heads=6, patch=2, time_frequencies="dit")
     built = network.build(DataSpec(channels=4, resolution=4, num_classes=1000), learned_variance=True)
@@ -92,7 +96,7 @@ def test_a_sit_is_told_from_a_dit_by_what_is_known_of_its_file(tmp_path: Path) -
     assert images.shape == (1, 3, 32, 32)
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_wrong_checkpoint_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"does not exist. Get DiT-XL-2-256x256.pt from https://github.com/facebookres"
     ):

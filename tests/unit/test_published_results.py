@@ -1,4 +1,4 @@
-"""Published figures: every full-sized recipe measures what it cites, and metrics.json sets the two side by side."""
+"""Published figures: every full-sized recipe measures what it cites, and metrics.json compares the two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def head(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FULL, ids=lambda path: path.stem)
-def test_a_recipe_measures_what_it_cites_as_its_paper_did(path: Path) -> None:
+def test_recipes_measure_the_metrics_they_cite(path: Path) -> None:
     experiment, text = load_experiment(path), head(path)
     cited = getattr(experiment.evaluate, "published", ())
     assert bool(cited) == bool(FIGURE.search(text)), "what the head cites stands in evaluate.published, and the reverse"
@@ -44,7 +44,7 @@ def test_a_recipe_measures_what_it_cites_as_its_paper_did(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config/published").glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_a_checkpoint_cites_names_its_source(path: Path) -> None:
+def test_figures_cited_for_a_checkpoint_name_their_source(path: Path) -> None:
     for figure in load(Published, path).cited:
         assert figure.metric in ("fid", "bits_per_dim") and figure.value > 0
         assert re.search(r"arXiv:\d{4}\.\d{5}|https://github.com/", figure.source) and figure.differences
@@ -54,8 +54,8 @@ def entry(value: float, debiased: float | None, interval: list[float] | None, do
     return {"value": value, "debiased": debiased, "interval": interval, "n": 50_000, "doubt": doubt}
 
 
-def test_the_interval_is_moved_to_where_published_numbers_lie() -> None:
-    """At 50,000 samples a distance is published with its bias: 2.25 here, of which 0.4 are bias."""
+def test_interval_is_shifted_by_the_bias_of_published_numbers() -> None:
+    """Published distances at 50,000 samples include their bias: 2.25 here, of which 0.4 is bias."""
     [found] = compare_with_published([FID], {"fid": entry(2.25, 1.85, [1.75, 1.95])})
     assert found["interval"] == pytest.approx([2.15, 2.35]) and found["inside"] is True and found["ours"] == 2.25
     [found] = compare_with_published([FID], {"fid": entry(2.5, 2.1, [2.0, 2.2])})
@@ -63,21 +63,21 @@ def test_the_interval_is_moved_to_where_published_numbers_lie() -> None:
 
 
 @pytest.mark.parametrize("entries", [{}, {"fid": entry(2.3, 2.0, [1.9, 2.1], "it guesses")}])
-def test_without_a_number_to_believe_nothing_is_compared(entries: Any) -> None:
+def test_missing_or_doubted_metrics_are_not_compared(entries: Any) -> None:
     [found] = compare_with_published([FID], entries)
     assert found["ours"] is None and found["interval"] is None and found["inside"] is None and found["value"] == 2.27
 
 
-def test_without_an_interval_it_is_not_said_to_be_inside() -> None:
+def test_metric_without_interval_is_not_marked_inside() -> None:
     [found] = compare_with_published([FID], {"fid": entry(2.3, None, None)})
     assert found["ours"] == 2.3 and found["inside"] is None
 
 
-def test_what_is_cited_does_not_change_the_protocol() -> None:
+def test_cited_figures_do_not_change_the_protocol() -> None:
     assert _protocol_settings(EvaluateConfig(published=(FID,))) == _protocol_settings(EvaluateConfig())
 
 
-def test_the_page_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_report_page_shows_own_and_published_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "workflow/scripts"))
     monkeypatch.delitem(sys.modules, "report", raising=False)
     import report

@@ -1,4 +1,4 @@
-"""What the full-sized recipes say they cost is what their operations, counted, take at the share they name."""
+"""The stated costs of full-sized recipes match their counted operations at the stated utilization."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from image_diffusion.experiments.study import operations_of
 from recipes import FULL
 
 PEAK = 790e12
-"""Operations a second of a large bf16 product on an H200, measured (757 to 798)."""
+"""Operations per second of a large bf16 product on an H200, measured (757e12 to 798e12)."""
 RECORDED = {"cifar10", "dit_xl2_imagenet256", "sit_xl2_imagenet256", "speedrun_imagenet256"}
-"""Recipes with so little work for each GPU that it waits for launches: measured (docs/gpu.md), but for the last one, a
+"""Recipes with so little work per GPU that it waits for launches: measured (docs/gpu.md), except the last one, a
 smaller network than the one before with the same batch."""
 COST = re.compile(
     r"Cost: (?:.*, )?([\d,.]+) GFLOP an? (?:image|pair) in training.*? ([\d,]+) steps of ([\d,]+) (?:images|pairs) are "
@@ -24,7 +24,7 @@ COST = re.compile(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FULL, ids=lambda path: path.stem)
-def test_a_recipe_costs_what_it_says(path: Path) -> None:
+def test_stated_recipe_costs_match_counted_operations(path: Path) -> None:
     text = " ".join(line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#"))
     found = COST.search(text)
     assert found, f"{path.stem} does not say its cost as the others do: {COST.pattern}"
@@ -39,7 +39,7 @@ def test_a_recipe_costs_what_it_says(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FULL, ids=lambda path: path.stem)
-def test_a_recipe_for_gpus_computes_as_gpus_do_best(path: Path) -> None:
+def test_gpu_recipes_use_bf16_tf32_and_compilation(path: Path) -> None:
     train = load_experiment(path).train
     waits_for_launches = path.stem in RECORDED
     assert (train.precision, train.tf32) == ("bf16", True)

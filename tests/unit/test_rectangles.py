@@ -1,4 +1,4 @@
-"""Images that are not squares: crops, positions, networks, augmentation and warm starts of a height and a width."""
+"""Rectangular images: crops, positions, networks, augmentation and warm starts with a height and a width."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def data(resolution: Any, **crop: Any) -> DataConfig:
 
 
 def gradient(width: int, height: int) -> Image.Image:
-    """Red grows from left to right, green from top to bottom."""
+    """Return an image whose red grows from left to right and green from top to bottom."""
     pixels = np.zeros((height, width, 3), dtype=np.uint8)
     pixels[:, :, 0] = np.linspace(0, 255, width).astype(np.uint8)
     pixels[:, :, 1] = np.linspace(0, 255, height).astype(np.uint8)[:, None]
     return Image.fromarray(pixels)
 
 
-def test_a_square_is_written_in_one_way() -> None:
+def test_square_resolutions_have_one_notation() -> None:
     assert (data(16).resolution, data([16, 16]).resolution, data([16, 24]).resolution) == (16, 16, SIZE)
     assert (data(16).folder, data([16, 24]).folder) == ("x-16", "x-16x24")
     assert data([16, 16]).crop_identity() == data(16).crop_identity()
@@ -71,13 +71,13 @@ def test_a_square_is_written_in_one_way() -> None:
 
 
 @pytest.mark.parametrize("resolution", [0, 4097, [16], [], [16, 24, 3], "16", [16, 0], 16.5, True])
-def test_anything_else_is_refused(resolution: Any) -> None:
+def test_invalid_resolutions_are_rejected(resolution: Any) -> None:
     with pytest.raises(ValueError, match=r"\[48, 96\]"):
         data(resolution)
 
 
 def covering(image: Image.Image, rows: int, columns: int) -> np.ndarray[Any, Any]:
-    """ADM's crop of a rectangle as its formula states it."""
+    """Return ADM's crop of a rectangle by its formula."""
     while image.width >= 2 * columns and image.height >= 2 * rows:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = max(rows / image.height, columns / image.width)
@@ -103,7 +103,7 @@ def test_the_centre_crop_follows_the_formula(size: tuple[int, int], resolution: 
 
 @pytest.mark.parametrize("kind", ["adm", "resize", "pad", "multi", "random_resized"])
 @pytest.mark.parametrize("size", [(60, 20), (20, 60), (48, 32), (33, 31)])
-def test_every_crop_has_the_shape_that_is_asked_for(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
+def test_every_crop_has_the_requested_shape(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
     gradient(*size).save(tmp_path / "image.png")
     with quiet_pillow():
         crops = crop_image((tmp_path / "image.png").read_bytes(), data([16, 24], type=kind)).crops
@@ -115,7 +115,7 @@ def test_every_crop_has_the_shape_that_is_asked_for(kind: str, size: tuple[int, 
         assert (np.diff(green, axis=0)[inside[1:] & inside[:-1]] >= -2).all()
 
 
-def test_nothing_of_an_image_that_is_padded_is_lost(tmp_path: Path) -> None:
+def test_padding_keeps_the_whole_image(tmp_path: Path) -> None:
     gradient(40, 40).save(tmp_path / "image.png")
     with quiet_pillow():
         (crop,) = crop_image((tmp_path / "image.png").read_bytes(), data([16, 24], type="pad")).crops
@@ -123,7 +123,7 @@ def test_nothing_of_an_image_that_is_padded_is_lost(tmp_path: Path) -> None:
     assert bars.sum() == 8 and crop[0][:, ~bars].min() < 12 and crop[0][:, ~bars].max() > 243
 
 
-def test_several_crops_are_cut_along_the_side_that_is_too_long(tmp_path: Path) -> None:
+def test_multiple_crops_are_cut_along_the_longer_side(tmp_path: Path) -> None:
     for size, expected in (((48, 16), 2), ((24, 48), 3), ((24, 16), 1)):
         gradient(*size).save(tmp_path / "image.png")
         with quiet_pillow():
@@ -131,7 +131,7 @@ def test_several_crops_are_cut_along_the_side_that_is_too_long(tmp_path: Path) -
         assert len(crops) == expected
 
 
-def test_positions_of_a_cell_are_those_of_its_row_and_column() -> None:
+def test_position_embeddings_depend_on_row_and_column_only() -> None:
     square, wide = grid_positions(16, 5).view(5, 5, 16), grid_positions(16, (2, 5)).view(2, 5, 16)
     assert torch.equal(square[:2], wide)
     cpu = torch.device("cpu")
@@ -139,7 +139,7 @@ def test_positions_of_a_cell_are_those_of_its_row_and_column() -> None:
     assert torch.equal(turned[:, :2], tall)
 
 
-def test_every_network_of_images_takes_rectangles() -> None:
+def test_every_image_network_accepts_rectangles() -> None:
     x, t = torch.randn(2, 3, *SIZE), torch.rand(2)
     dit = DiTConfig(depth=1, width=16, num_heads=2, patch=4, rope=True).build(SPEC)
     rin = RinConfig(
@@ -168,7 +168,7 @@ def test_every_network_of_images_takes_rectangles() -> None:
         (lambda: Augment(transpose=True).check("crops", 3, SIZE), "rectangles, 16 x 24"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_one_line(build: Any, words: str) -> None:
+def test_incompatible_rectangles_are_rejected(build: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build()
 
@@ -179,7 +179,7 @@ def test_a_turned_rectangle_is_not_sheared() -> None:
     zero = torch.zeros(1, dtype=torch.float64)
     for angle in (0.5, 1.0, torch.pi / 2):
         turn = Affine(zero, zero + angle, zero, zero, zero, zero)
-        near = (rows**2 + columns**2 < 196)[None, None]  # beyond that the mirrored edges are seen
+        near = (rows**2 + columns**2 < 196)[None, None]  # beyond that mirrored edges are visible
         torch.testing.assert_close(warp(disc, turn)[near], disc[near], rtol=0, atol=1e-2)
     noise = torch.rand(1, 3, 32, 48) * 2 - 1
     half = Affine(zero, zero + torch.pi, zero, zero, zero, zero)
@@ -199,13 +199,13 @@ def test_tiles_of_rectangles_are_joined() -> None:
 def test_positions_are_interpolated_in_both_directions() -> None:
     table = grid_positions(16, (8, 8))[None]
     wide = _interpolated(table, (32, 32), 32, (16, 32)).view(4, 8, 16)
-    column = slice(0, 8)  # the first half of the channels tells the column
+    column = slice(0, 8)  # the first half of the channels encodes the column
     torch.testing.assert_close(wide[1, :, column], table.view(8, 8, 16)[3, :, column], rtol=0, atol=1e-4)
     assert not torch.allclose(wide[1, :, 8:], table.view(8, 8, 16)[1, :, 8:], atol=0.05)
 
 
 @pytest.mark.parametrize("size", [(16, 48), (48, 16), (48, 48)])
-def test_the_image_tower_is_of_the_longer_side_and_wide_ones_of_before_are_made_again(
+def test_image_tower_follows_the_longer_side_and_older_wide_towers_are_rebuilt(
     size: tuple[int, int], tmp_path: Path
 ) -> None:
     source, splits = PaintedDigits(num_images=40), Splits(train=0.5, validation=0.25, test=0.25)
@@ -228,7 +228,7 @@ def test_the_image_tower_is_of_the_longer_side_and_wide_ones_of_before_are_made_
 
 
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48), (256, 512), (64, 32), (40, 72)])
-def test_the_look_of_a_crop_is_that_of_its_whole(shape: tuple[int, int]) -> None:
+def test_grey_thumbnail_covers_the_whole_crop(shape: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (1, *shape), dtype=np.uint8)
     expected = np.asarray(Image.fromarray(pixels[0]).resize((32, 32), Image.Resampling.BOX))
     assert grey(pixels).shape == (32, 32)

@@ -1,4 +1,4 @@
-"""What detectors see in real images: several in one pass, kept in files, read by every evaluation that follows."""
+"""Detector features of real images: several detectors in one pass, stored in files, read by later evaluations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_COPIES = EvaluateConfig(copies=False)
 
 
 class Quarters:
-    """Mean brightness of the quarters of an image, which of two classes it is, and rows that keep their place."""
+    """A detector: mean brightness of an image's quarters, logits of two classes, and spatial features."""
 
     doubt: str | None = None
 
@@ -45,7 +45,7 @@ class Quarters:
 
 
 class Counted(Samples):
-    """Samples that know how often they were read."""
+    """Samples that count their reads."""
 
     reads = 0
 
@@ -70,7 +70,7 @@ def both() -> list[Quarters]:
     return [Quarters("first", CLASSES), Quarters("second", [])]
 
 
-def test_several_detectors_judge_in_one_pass_each_under_its_own_name(data: RealImages) -> None:
+def test_several_detectors_evaluate_in_one_pass_under_their_names(data: RealImages) -> None:
     samples = images(130, 2)
     result = evaluate_samples(samples, data, both(), NO_COPIES)
     assert samples.reads == -(-130 // AT_ONCE), "each image is read once for all detectors"
@@ -81,9 +81,7 @@ def test_several_detectors_judge_in_one_pass_each_under_its_own_name(data: RealI
     assert [each["name"] for each in result["protocol"]["detectors"]] == ["first", "second"]
 
 
-def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looked_at(
-    data: RealImages, tmp_path: Path
-) -> None:
+def test_stored_features_give_the_same_file_without_processing_real_images(data: RealImages, tmp_path: Path) -> None:
     for detector in both():
         write_features(detector, data.image_sets, tmp_path / detector.identity["name"])
     expected = evaluate_samples(images(130, 2), data, both(), NO_COPIES)
@@ -102,7 +100,7 @@ def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looke
     assert statistics["fd"].count == 300 and set(statistics) == {"fd", "spatial_fd"}
 
 
-def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
+def test_stored_features_are_read_back(data: RealImages, tmp_path: Path) -> None:
     write_features(both()[0], data.image_sets, tmp_path / "first")
     [seen] = read_features([tmp_path / "first"], both()[:1], data.image_sets)
     assert seen is not None
@@ -112,8 +110,8 @@ def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
     assert np.load(tmp_path / "first/train-features.npy", mmap_mode="r").dtype == np.float32
 
 
-def test_parts_that_jobs_have_looked_at_are_joined_to_the_same_bytes(data: RealImages, tmp_path: Path) -> None:
-    """Also where a part has no image of the smaller split."""
+def test_features_of_parallel_jobs_join_bit_exactly(data: RealImages, tmp_path: Path) -> None:
+    """Some parts have no image of the smaller split."""
     write_features(both()[0], data.image_sets, tmp_path / "one")
     parts, looked = [tmp_path / f"part-{part}.npz" for part in range(12)], []
     for part, path in reversed([*enumerate(parts)]):
@@ -136,7 +134,7 @@ def test_parts_that_jobs_have_looked_at_are_joined_to_the_same_bytes(data: RealI
     assert not parts[1].exists()
 
 
-def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Path) -> None:
+def test_features_of_other_detectors_or_images_are_rejected(data: RealImages, tmp_path: Path) -> None:
     folder = tmp_path / "first"
     write_features(both()[0], data.image_sets, folder)
 
@@ -154,7 +152,7 @@ def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Pa
     about = read_json(folder / "reference.json")
     before = {name: {"data": split["data"]} for name, split in about["splits"].items()}
     write_json(folder / "reference.json", about | {"splits": before})
-    judged(RealImages(data.train, other_split), both())  # of a version that did not write it
+    judged(RealImages(data.train, other_split), both())  # an older version did not write it
     write_json(folder / "reference.json", about | {"format": 0})
     with pytest.raises(ValueError, match="has format 0; this version reads format 2"):
         judged(data, both())
@@ -166,7 +164,7 @@ def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Pa
         judged(data, both())
 
 
-def test_detectors_are_named_by_their_type_alone_and_once() -> None:
+def test_detectors_may_be_given_by_type_and_only_once() -> None:
     settings = EvaluateConfig.model_validate({"detectors": ["inpipe", {"type": "dinov2", "model": "dinov2_vits14"}]})
     assert [each.type for each in settings.detectors] == ["inpipe", "dinov2"]
     with pytest.raises(ValidationError, match="Two of them call their Fréchet distance fd_dinov2"):

@@ -1,4 +1,4 @@
-"""Numbers that must not be believed: who is told, and where they no longer count."""
+"""Unreliable metrics: where they are reported, and where they are left out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 @pytest.mark.parametrize(
     ("accuracy", "n", "chance", "labels", "believed"),
     [
-        (5 / 33, 33, 1 / 12, "classes", False),  # as it was seen: mosaics scored better than photographs
-        (5 / 33, 33_000, 1 / 12, "classes", False),  # surely better than a guess, and of no use
+        (5 / 33, 33, 1 / 12, "classes", False),  # an observed case: mosaics scored better than photographs
+        (5 / 33, 33_000, 1 / 12, "classes", False),  # significantly better than a guess, but useless
         (0.677, 2000, 0.1, "classes", True),
         (0.9, 1000, 0.9, "classes", False),  # one class is nine tenths of the images
         (0.3, 100, 0.25, "rotation", False),
@@ -37,7 +37,7 @@ SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
         (0.5, 4, 0.25, "classes", False),
     ],
 )
-def test_a_judge_near_chance_is_not_believed(accuracy: float, n: int, chance: float, labels: str, believed: bool):
+def test_classifier_near_chance_is_doubted(accuracy: float, n: int, chance: float, labels: str, believed: bool):
     doubt = judge_doubt({"accuracy": accuracy, "num_held_out": n, "chance": chance, "labels": labels})
     assert (doubt is None) is believed
     if doubt is not None:
@@ -51,15 +51,15 @@ def test_a_judge_near_chance_is_not_believed(accuracy: float, n: int, chance: fl
         ("fd", Estimate(9.1, 33), Estimate(8.77, 33), True),
         ("fd", Estimate(9.0, 200, 1.2, (1.0, 1.4)), Estimate(8.0, 200, 1.0, (0.7, 1.3)), False),
         ("fd", Estimate(9.0, 200, 1.4, (1.2, 1.6)), Estimate(8.0, 200, 1.0, (0.7, 1.3)), True),
-        ("agreement", Estimate(0.9, 200), Estimate(0.95, 200), True),  # no distance
+        ("agreement", Estimate(0.9, 200), Estimate(0.95, 200), True),  # not a distance
     ],
 )
-def test_samples_within_the_floor_are_not_ranked(name: str, made: Estimate, real: Estimate, believed: bool):
+def test_distances_within_the_floor_are_doubted(name: str, made: Estimate, real: Estimate, believed: bool):
     assert (floor_doubt(name, made, real) is None) is believed
 
 
 def noise(count: int, seed: int) -> Samples:
-    """Images that say nothing of their class."""
+    """Return images that are independent of their class."""
     rng = np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (count, 16, 16, 3), dtype=np.uint8)
     return Samples(pixels, np.arange(count) % 12, [f"class {number}" for number in range(12)], digest=f"set {seed}")
@@ -74,14 +74,14 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return evaluate_samples(noise(64, 2), data, [detector], EvaluateConfig())
 
 
-def test_floor_and_samples_are_compared_at_one_number(result: dict[str, Any]):
+def test_floor_and_samples_are_compared_at_equal_counts(result: dict[str, Any]):
     found = result["metrics"]["inpipe_fd"]
     assert found["n"] == 64 and found["floor_n"] == 33
     assert found["ratio"] == pytest.approx(found["at_floor_n"] / found["floor"])
-    assert found["at_floor_n"] > found["value"]  # of fewer images
+    assert found["at_floor_n"] > found["value"]  # the distance of fewer images is larger
 
 
-def test_a_doubted_number_is_no_headline(
+def test_doubted_metric_is_not_a_headline(
     result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     assert result["doubt"].startswith("this data set is too small to judge by its own classes: the classifier is right")
@@ -107,7 +107,7 @@ def test_a_doubted_number_is_no_headline(
     history = read_journal(written / "journal" / "evaluate")
     assert history is not None
     keys = {point.key for point in history.points}
-    assert "doubted/inpipe_fd" in keys and "inpipe_fd" not in keys  # MLflow's best is chosen by the second
+    assert "doubted/inpipe_fd" in keys and "inpipe_fd" not in keys  # MLflow ranks runs by the second
     assert history.params["doubt"] == result["doubt"]
 
     write_json(written / "config" / "plan.json", {"headline": "inpipe_fd", "system": "dit", "dataset": "a-16"})

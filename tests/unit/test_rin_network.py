@@ -1,4 +1,4 @@
-"""What a RIN is, apart from its agreement with the original."""
+"""Properties of a RIN, apart from its agreement with the original."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIANTS.append({"time_as_latent": True, "dual_patch_norm": False, "qk_norm": Tr
 
 
 def tiny(spec: DataSpec = SPEC, **changes) -> Rin:
-    """A small RIN whose every parameter is away from its start, so that every part takes part in the output."""
+    """Return a small RIN with random values for all parameters, so that every part affects the output."""
     torch.manual_seed(0)
     network = RinConfig(**{**TINY, **changes}).build(spec)
     for name, parameter in network.named_parameters():
@@ -65,7 +65,7 @@ def test_every_option_gives_predictions_and_latents_that_learn(changes):
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: ",".join(changes) or "plain")
-def test_every_input_plays_its_part(changes):
+def test_every_input_changes_the_output(changes):
     network = tiny(**changes).eval()
     given = inputs(network)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_every_input_plays_its_part(changes):
             assert not torch.allclose(call(network, given, **{name: changed}), plain, atol=1e-4), name
 
 
-def test_rows_of_zeros_say_that_there_is_no_estimate():
+def test_zero_rows_mean_no_estimate():
     network = tiny().eval()
     given = inputs(network)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_rows_of_zeros_say_that_there_is_no_estimate():
     assert not torch.allclose(with_all, without, atol=1e-3)
 
 
-def test_the_norm_tells_of_latents_that_grow_where_the_latents_themselves_are_normalised():
+def test_latent_norm_shows_growth_hidden_by_normalisation():
     network, given = tiny(), inputs(tiny())
     with torch.no_grad():
         _, latents, norm = call(network, given, return_latents=True)
@@ -112,8 +112,8 @@ def test_a_sample_does_not_depend_on_its_batch():
             torch.testing.assert_close(alone[0], whole[i], rtol=1e-4, atol=1e-5)
 
 
-def test_patches_know_where_they_are():
-    """The same patch everywhere gives another prediction in each place, by the position embedding and the edges."""
+def test_predictions_depend_on_patch_positions():
+    """Identical patches give a different prediction at each position, by position embedding and edges."""
     network = tiny().eval()
     given = inputs(network)
     same = given["x"][:, :, :2, :2].repeat(1, 1, 4, 4)
@@ -124,7 +124,7 @@ def test_patches_know_where_they_are():
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: ",".join(changes) or "plain")
-def test_d36_flash_attention_or_not_the_result_is_the_same(changes):
+def test_d36_flash_and_math_attention_agree(changes):
     """D-36: with flash attention the original crashes unless its patch attention is off."""
     network = tiny(**changes).eval()
     outputs = []
@@ -136,7 +136,7 @@ def test_d36_flash_attention_or_not_the_result_is_the_same(changes):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}], ids=["plain", "qk_norm"])
-def test_lower_precision_stays_near(changes, dtype):
+def test_lower_precision_is_close_to_float32(changes, dtype):
     network = tiny(**changes).eval()
     with torch.no_grad():
         exact = call(network, inputs(network))
@@ -161,12 +161,12 @@ def test_the_weights_survive_a_round_trip():
 
 
 @pytest.mark.parametrize("patch", [3, 16])
-def test_a_patch_that_does_not_divide_the_image(patch):
+def test_patch_that_does_not_divide_the_image_is_rejected(patch):
     with pytest.raises(ValueError, match=f"x of 8 x 8 pixels cannot be cut into patches of {patch} x {patch}. Set"):
         RinConfig(**{**TINY, "patch": patch}).build(SPEC)
 
 
-def test_shapes_and_labels_that_do_not_fit():
+def test_wrong_shapes_and_labels_are_rejected():
     network = tiny()
     given = inputs(network)
     with pytest.raises(ValueError, match="x has 4 x 16 x 16 .* but the network was built for 4 x 8 x 8"):
@@ -191,6 +191,6 @@ def test_what_people_are_told_of_a_configuration(data, message):
         parse(RinConfig, data, "x.yaml")
 
 
-def test_the_configuration_survives_being_written_down():
+def test_rin_configuration_survives_a_round_trip():
     config = RinConfig(**TINY)
     assert parse(RinConfig, dump(config), "x.yaml") == config

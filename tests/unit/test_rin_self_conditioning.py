@@ -1,4 +1,4 @@
-"""Self-conditioning: two passes in training, and what is carried from step to step in sampling."""
+"""Self-conditioning: two passes in training, and latents and estimates carried between sampling steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLERS = [Ddpm(num_steps=5), Ddim(num_steps=5), Euler(num_steps=5), DpmSolver(
 
 
 class Recorder(torch.nn.Module):
-    """Notes what it is given; predicts a blend of x and the estimate, and counts its calls in the latents."""
+    """Records its inputs; predicts a blend of x and the estimate, and counts its calls in the latents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def rin(**changes) -> RinSystem:
     return RinSystem(network=NETWORK, **changes)
 
 
-def test_each_sample_decides_on_its_own_whether_it_is_given_its_estimate():
+def test_self_conditioning_is_drawn_separately_for_each_sample():
     """A difference from the original, which decides once for a whole batch."""
     network, batch = Recorder(), batch_of(list(range(500)))
     rin(self_conditioning=SelfConditioning(probability=0.7)).build_objective(SPEC)(network, batch)
@@ -73,8 +73,8 @@ def test_each_sample_decides_on_its_own_whether_it_is_given_its_estimate():
 
 @pytest.mark.parametrize("prediction", ["v", "eps", "x0"])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_d22_the_estimate_is_of_the_image_itself(prediction, scale):
-    """D-22: below scale 1 the original inverts its variance-normalised input, and as if alpha² + sigma² were 1."""
+def test_d22_estimate_is_the_image_at_any_scale(prediction, scale):
+    """D-22: below scale 1 the original inverts its variance-normalised input and assumes alpha² + sigma² = 1."""
     system = rin(process=Continuous(scale=scale), objective=Denoising(prediction=prediction))
     process, batch = system.process.build(), batch_of([0, 1, 2, 3])
     noise, t = batch.streams.normal("noise", (3, 4, 4)), torch.tensor([0.1, 0.4, 0.7, 0.9])
@@ -93,7 +93,7 @@ def test_d22_the_estimate_is_of_the_image_itself(prediction, scale):
 
 
 @pytest.mark.parametrize("clamps", [True, False])
-def test_the_estimate_is_held_to_the_range_of_pixels_if_wanted(clamps):
+def test_estimate_is_clamped_to_the_pixel_range_if_set(clamps):
     network, batch = Recorder(), batch_of(list(range(20)))
     system = rin(self_conditioning=SelfConditioning(probability=1, clamp=clamps))
     system.build_objective(SPEC)(network, batch)
@@ -114,7 +114,7 @@ class OldCache(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_every_weight_learns_where_the_first_pass_casts_it_without_gradient():
+def test_every_weight_gets_gradients_after_a_first_pass_without_them():
     gradients, batch, system = [], batch_of([0, 1]), rin()
     for cached in (False, True):
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_every_weight_learns_where_the_first_pass_casts_it_without_gradient():
         assert torch.is_autocast_cache_enabled() or torch.__version__ < "2.11"
 
 
-def test_without_self_conditioning_there_is_one_pass():
+def test_training_without_self_conditioning_takes_one_pass():
     network = Recorder()
     system = rin(self_conditioning=SelfConditioning(probability=0))
     system.build_objective(SPEC)(network, batch_of([0, 1]))
@@ -139,7 +139,7 @@ def test_without_self_conditioning_there_is_one_pass():
     assert all(call["latents"] is None and call["self_cond"] is None for call in network.calls)
 
 
-def test_losses_belong_to_the_sample_and_the_norm_of_the_latents_is_told():
+def test_losses_and_latent_norms_are_per_sample():
     torch.manual_seed(0)
     system = rin(objective=Denoising(prediction="v", label_drop_probability=0.3))
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
@@ -188,7 +188,7 @@ def sample(system: RinSystem, network, sampler, guidance: Guidance | None = None
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: sampler.type)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_step_is_given_what_the_step_before_it_found(sampler, scale):
+def test_each_step_receives_the_latents_and_estimate_of_the_step_before(sampler, scale):
     network, system = Recorder(), rin(process=Continuous(scale=scale))
     sample(system, network, sampler)
     process = system.process.build()
@@ -204,7 +204,7 @@ def test_a_step_is_given_what_the_step_before_it_found(sampler, scale):
             torch.testing.assert_close(after["self_cond"], x0.clamp(-1, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_heun_carries_from_call_to_call():
+def test_heun_carries_latents_between_its_calls():
     network = Recorder()
     sample(rin(), network, Heun(num_steps=3))
     assert [call["t"][0].item() for call in network.calls] == pytest.approx([1, 2 / 3, 2 / 3, 1 / 3, 1 / 3])
@@ -213,7 +213,7 @@ def test_heun_carries_from_call_to_call():
     ]  # fmt: skip
 
 
-def test_a_second_batch_starts_anew():
+def test_second_batch_starts_without_carried_latents():
     network, system = Recorder(), rin()
     sampler = Ddim(num_steps=2)
     grid = sampler.grid(system.process)
@@ -239,7 +239,7 @@ def test_each_half_of_a_guided_batch_carries_its_own_latents_and_the_guided_esti
     assert torch.equal(second["self_cond"][:2], second["self_cond"][2:])
 
 
-def test_guidance_may_set_in_and_end_on_the_way():
+def test_guidance_may_start_and_end_during_sampling():
     network = Recorder()
     images = sample(rin(), network, Ddim(num_steps=8), Guidance(guidance_scale=2.0, interval=(0.3, 3.0)))
     sizes = [len(call["x"]) for call in network.calls]
@@ -249,7 +249,7 @@ def test_guidance_may_set_in_and_end_on_the_way():
 
 
 @pytest.mark.parametrize("sampler", [Ddim(num_steps=4), Ddpm(num_steps=4), Heun(num_steps=4)], ids=lambda s: s.type)
-def test_r5_a_perfect_predictor_returns_the_image_whatever_the_scale(sampler):
+def test_r5_perfect_predictor_returns_the_image_at_scale_below_1(sampler):
     """D-22: with scale 0.5 the original ends at pixel 0.75 where x0 is 1."""
     system = rin(process=Continuous(scale=0.5), objective=Denoising(prediction="x0"))
 
@@ -301,7 +301,7 @@ def test_what_people_are_told_of_a_configuration(data, message):
 @pytest.mark.parametrize(
     ("self_conditioning", "refused"), [({}, True), ({"clamp": False}, False), ({"probability": 0.0}, False)]
 )
-def test_latents_are_not_held_to_the_range_of_pixels(tmp_path, self_conditioning, refused):
+def test_clamping_the_estimate_of_latents_is_rejected(tmp_path, self_conditioning, refused):
     path = tmp_path / "mine.yaml"
     sections = {
         "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 32},
@@ -319,7 +319,7 @@ def test_latents_are_not_held_to_the_range_of_pixels(tmp_path, self_conditioning
 
 @pytest.mark.parametrize("probability", [0.0, 0.9])
 def test_autoguidance_leads_away_from_the_weaker_network(probability):
-    """A weaker network is asked without an estimate of its own."""
+    """The weaker network receives no estimate of its own."""
     system = rin(self_conditioning=SelfConditioning(probability=probability))
     networks = []
     for seed in (0, 1):
@@ -340,12 +340,12 @@ def test_autoguidance_leads_away_from_the_weaker_network(probability):
     assert not torch.equal(images(strong, 2.0, weak), images(strong))
 
 
-def test_importance_sampling_needs_timesteps():
+def test_importance_sampling_requires_discrete_timesteps():
     system = rin(objective=Denoising(timestep_sampling=LossSecondMoment()))
     with pytest.raises(ValueError, match="loss_second_moment needs a discrete process"):
         system.build_objective(SPEC)
 
 
-def test_the_system_survives_being_written_down():
+def test_rin_system_survives_a_round_trip():
     system = rin(process=Continuous(scale=0.5), self_conditioning=SelfConditioning(clamp=False))
     assert parse(AnySystem, dump(system), "x.yaml") == system

@@ -1,4 +1,4 @@
-"""Sampling: an image depends on its seed alone; foreign weights are sampled without training."""
+"""Sampling: images depend only on their seeds; weights of other projects are sampled without training."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ def test_an_image_is_the_same_in_any_batch(guidance_scale: float) -> None:
     seeds, labels = torch.arange(7), torch.arange(7) % 4
     whole = generator(seeds, labels)
     for rows in (slice(0, 1), slice(1, 4), slice(4, 7)):
-        # One grey level: sums in a batch of another size may differ in their last bit.
+        # One grey level: sums in a batch of another size may differ in the last bit.
         difference = generator(seeds[rows], labels[rows]).int() - whole[rows].int()
         assert difference.abs().max() <= 1
     assert len(np.unique(whole.flatten(1).numpy(), axis=0)) == 7
@@ -86,12 +86,12 @@ def test_autoguidance_leads_away_from_the_weaker_network() -> None:
     ("labels", "expected"),
     [("balanced", [0, 1, 2, 0, 1]), (["b", 2], [1, 2, 1, 2, 1]), ([0], [0, 0, 0, 0, 0])],
 )
-def test_labels_are_those_asked_for(labels: object, expected: list[int]) -> None:
+def test_requested_labels_are_used(labels: object, expected: list[int]) -> None:
     found = requested_labels(labels, ["a", "b", "c"], torch.arange(5))  # type: ignore[arg-type]
     assert found is not None and found.tolist() == expected
 
 
-def test_random_labels_belong_to_the_seed_and_no_classes_give_none() -> None:
+def test_random_labels_follow_the_seed_and_are_none_without_classes() -> None:
     whole = requested_labels("random", ["a", "b", "c"], torch.arange(100))
     part = requested_labels("random", ["a", "b", "c"], torch.arange(50, 100))
     assert whole is not None and part is not None
@@ -100,20 +100,20 @@ def test_random_labels_belong_to_the_seed_and_no_classes_give_none() -> None:
 
 
 @pytest.mark.parametrize("label", ["d", 3, -1])
-def test_a_class_that_does_not_exist_is_named(label: int | str) -> None:
+def test_unknown_class_is_rejected(label: int | str) -> None:
     with pytest.raises(ValueError, match="the classes are 0 to 2: a, b, c"):
         requested_labels([label], ["a", "b", "c"], torch.arange(1))
 
 
-def test_guidance_of_a_network_that_never_dropped_labels_is_refused() -> None:
+def test_guidance_without_label_dropout_in_training_is_rejected() -> None:
     with pytest.raises(ValueError, match="no labels were dropped in training"):
         Generator(
             random_network(system(0.0)), system(0.0).reading, SPEC, Rgb(), settings(guidance={"guidance_scale": 2.0})
         )
 
 
-def test_the_variance_of_the_objective_decides_the_steps() -> None:
-    """Unless the sampler names another: samples and bits per dimension are then of one model."""
+def test_sampler_uses_the_variance_of_the_objective() -> None:
+    """Unless the sampler sets another: samples and bits per dimension then use the same model."""
     of = DiTSystem(network=system().network, objective={"variance": "fixed_large", "loss": "simple"})
     network, seeds, labels = random_network(of), torch.arange(4), torch.zeros(4, dtype=torch.int64)
     images = {
@@ -185,7 +185,7 @@ def write_model(folder: Path) -> Path:
     return folder / "weights.safetensors"
 
 
-def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
+def test_joined_parts_are_identical_to_one_job_and_pictures_are_kept_if_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = settings(num_samples=23, batch_size=4, images_per_job=8, first_seed=5, pictures=True)
@@ -213,7 +213,7 @@ def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
         assert (np.asarray(picture) == images[-1]).all()
 
 
-def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp_path: Path) -> None:
+def test_leftovers_of_killed_runs_are_removed_but_not_parts_to_join(tmp_path: Path) -> None:
     names = ["part-0-of-3.npz", ".part-1-of-3.npz.ab_c.tmp", "part-0-of-2.npz", ".part-1-of-2.npz.x.tmp"]
     others = [".samples.npz.x.tmp", "samples.npz", "apart-0-of-9.npz", "part-0-of-9.npz.txt"]
     for name in (*names, *others):
@@ -235,7 +235,7 @@ def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp
     assert {path.name for path in tmp_path.iterdir()} == {*others, "part-0-of-2.npz"}
 
 
-def test_a_damaged_part_is_told_and_removed(tmp_path: Path) -> None:
+def test_damaged_part_is_reported_and_removed(tmp_path: Path) -> None:
     for name in ("part-0-of-2.npz", "part-1-of-2.npz"):
         save_samples(tmp_path / name, torch.zeros(4, 3, 8, 8, dtype=torch.uint8), None)
     parts = [tmp_path / "part-0-of-2.npz", tmp_path / "part-1-of-2.npz"]
@@ -249,7 +249,7 @@ def test_a_damaged_part_is_told_and_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == parts[:1]
 
 
-def test_samples_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_samples_are_memory_mapped(tmp_path: Path) -> None:
     images = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
     save_samples(tmp_path / "ours.npz", images, torch.tensor([1, 0]))
     pixels = images.permute(0, 2, 3, 1).numpy()
@@ -264,7 +264,7 @@ def test_samples_are_read_where_they_lie(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ours", "small"])
-def test_a_flipped_bit_in_samples_is_found(tmp_path: Path, name: str) -> None:
+def test_flipped_bit_in_samples_is_detected(tmp_path: Path, name: str) -> None:
     images = torch.randint(0, 256, (20, 3, 8, 8), dtype=torch.uint8)
     save_samples(tmp_path / "ours.npz", images, torch.zeros(20, dtype=torch.int64))
     np.savez_compressed(tmp_path / "small.npz", images.permute(0, 2, 3, 1).numpy())
@@ -275,7 +275,7 @@ def test_a_flipped_bit_in_samples_is_found(tmp_path: Path, name: str) -> None:
         read_arrays(tmp_path / f"{name}.npz")
 
 
-def test_samples_that_another_run_described_are_refused(tmp_path: Path) -> None:
+def test_samples_that_do_not_match_their_description_are_rejected(tmp_path: Path) -> None:
     for name in ("one", "two"):
         images = torch.full((4, 3, 8, 8), len(name) + (name == "two"), dtype=torch.uint8)
         save_samples(tmp_path / name / "samples.npz", images, None)
@@ -287,7 +287,7 @@ def test_samples_that_another_run_described_are_refused(tmp_path: Path) -> None:
         read_samples(tmp_path / "one/samples.npz")
 
 
-def test_only_what_the_grid_shows_is_made_when_asked_and_the_journal_says_what_the_weights_have_seen(
+def test_shown_option_makes_only_grid_images_and_journal_records_examples_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = write_model(tmp_path / "train")
@@ -307,7 +307,7 @@ def test_only_what_the_grid_shows_is_made_when_asked_and_the_journal_says_what_t
     assert ("examples_seen", 1, 1.0) in {(point.key, point.step, point.value) for point in history.points}
 
 
-def test_a_weaker_network_of_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weaker_network_of_other_data_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, classes in (("strong", 4), ("weak", 3)):
         spec = SPEC.model_copy(update={"num_classes": classes})
         model = {

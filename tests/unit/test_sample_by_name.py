@@ -1,4 +1,4 @@
-"""A person names what is trained, and says what is to be drawn in a few words."""
+"""Sampling a trained experiment by its name, with short options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drawn(*given: str) -> tuple[np.ndarray, np.ndarray]:
     return arrays["arr_0"], arrays["arr_1"]
 
 
-def test_an_experiment_is_drawn_by_its_name(results: Path) -> None:
+def test_experiment_is_sampled_by_its_name(results: Path) -> None:
     images, labels = drawn("mine")
     assert (len(images), sorted(set(labels.tolist()))) == (16, [0, 1])
     again, labels = drawn("mine", "--num", "2", "--label", "light", "--label", "1", "--seed", "3")
@@ -42,7 +42,7 @@ def test_an_experiment_is_drawn_by_its_name(results: Path) -> None:
     assert (settings["seed"], settings["sampler"]["num_steps"], settings["batch_size"]) == (3, 2, 2)
 
 
-def test_any_other_key_is_set_and_the_rest_stays(results: Path) -> None:
+def test_set_option_changes_only_the_given_keys(results: Path) -> None:
     drawn("mine", "--num", "1", "--guidance", "2", "--set", "sample.sampler.num_steps=5", "-s", "sample.num_samples=3")
     settings = json.loads(Path("drawn/mine/samples.json").read_text())["settings"]
     assert settings["num_samples"] == 3, "--set goes before the short option"
@@ -50,7 +50,7 @@ def test_any_other_key_is_set_and_the_rest_stays(results: Path) -> None:
     assert settings["guidance"]["guidance_scale"] == 2
 
 
-def test_a_weights_folder_is_drawn_with_the_defaults_of_its_system(results: Path) -> None:
+def test_weights_folder_is_sampled_with_the_defaults_of_its_system(results: Path) -> None:
     images, _ = drawn("results/mine/train", "--num", "1", "--set", "sample.sampler.num_steps=2")
     assert len(images) == 1
 
@@ -70,14 +70,14 @@ def test_a_weights_folder_is_drawn_with_the_defaults_of_its_system(results: Path
         (["mine", "--num", "none"], "num_samples is 'none': input should be a valid integer"),
     ],
 )
-def test_a_mistake_is_one_clear_line(results: Path, given: list[str], message: str) -> None:
+def test_sample_command_errors_are_one_line(results: Path, given: list[str], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         sample.main(given)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not Path("drawn").exists()
 
 
-def test_the_files_of_the_experiments_it_builds_on_are_found(results: Path) -> None:
+def test_files_of_required_experiments_are_found(results: Path) -> None:
     plan = a_plan("mine", codec="vae", codec_experiment="vae", small_images_experiment="small")
     write_json(plan_file(results, "mine"), asdict(plan))
     assert find_trained("mine", results) == TrainedFiles(
@@ -90,7 +90,7 @@ def test_the_files_of_the_experiments_it_builds_on_are_found(results: Path) -> N
     )
 
 
-def test_from_python_a_row_of_a_table_is_an_image_as_the_command_draws_it(results: Path) -> None:
+def test_loaded_model_draws_the_same_images_as_the_command(results: Path) -> None:
     images, labels = drawn("mine", "--num", "3", "--seed", "0")
     make = image_diffusion.load("mine")
     assert np.array_equal(make({"seed": range(3), "label": labels}), images)
@@ -100,7 +100,7 @@ def test_from_python_a_row_of_a_table_is_an_image_as_the_command_draws_it(result
     assert not np.array_equal(other({"seed": range(3)}), images)
 
 
-def test_from_python_a_mistake_is_one_clear_line(results: Path) -> None:
+def test_loaded_model_errors_are_one_line(results: Path) -> None:
     with pytest.raises(ValueError, match="'mien' is no trained experiment"):
         image_diffusion.load("mien")
     with pytest.raises(ValueError, match="stpes is not a known key"):

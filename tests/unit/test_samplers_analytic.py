@@ -45,7 +45,7 @@ class GaussianDenoiser:
 
 
 def exact_flow(grid: Grid, noise: Tensor) -> Tensor:
-    """The end of the probability flow ODE: along each eigenvector it keeps (x_t - mean) / standard deviation."""
+    """Return the end of the probability flow ODE, which keeps (x_t - mean) / standard deviation per eigenvector."""
     alpha, sigma = grid.alpha[0], grid.sigma[0]
     values, vectors = torch.linalg.eigh(COVARIANCE)
     shrink = (values / (alpha**2 * values + sigma**2)).sqrt()
@@ -53,13 +53,13 @@ def exact_flow(grid: Grid, noise: Tensor) -> Tensor:
 
 
 def straight(num_steps: int) -> Grid:
-    """The path of flow matching, evenly in time."""
+    """The path of flow matching, evenly spaced in time."""
     t = torch.linspace(1, 0, num_steps + 1, dtype=F64)
     return Grid(t[:-1], 1 - t, t)
 
 
 def preserving(num_steps: int) -> Grid:
-    """alpha^2 + sigma^2 = 1, evenly in angle from just below a right angle."""
+    """alpha^2 + sigma^2 = 1, evenly spaced in angle from just below a right angle."""
     angle = torch.linspace(math.pi / 2 - 1e-3, 0, num_steps + 1, dtype=F64)
     return Grid(angle[:-1], angle.cos(), angle.sin())
 
@@ -84,20 +84,20 @@ def straight_levels(num_steps: int) -> Grid:
 
 
 def preserving_levels(num_steps: int) -> Grid:
-    """The variance preserving path at the noise levels of EDM."""
+    """The variance-preserving path at the noise levels of EDM."""
     level = noise_levels(num_steps)
     return Grid(level[:-1], (1 + level**2).rsqrt(), level * (1 + level**2).rsqrt())
 
 
 def label(value: object) -> str:
-    """How a parameter is shown in the name of its test."""
+    """Return the parametrize id of a parameter."""
     if isinstance(value, SamplerConfig):
         return "-".join([value.type, *(f"{k}={v}" for k, v in value.model_dump(exclude_defaults=True).items())])
     return str(getattr(value, "__name__", value))
 
 
 def observed_order(sampler: SamplerConfig, path: Callable[[int], Grid], num_steps: int) -> float:
-    """log2 of how much smaller the largest error gets with twice the steps."""
+    """Return log2 of the factor by which twice the steps reduce the largest error."""
     streams = image_streams(torch.arange(64))
     noise = initial_noise(streams, (3,)).double()
     errors = []
@@ -115,7 +115,7 @@ def test_order_of_one_step_solvers(sampler: SamplerConfig, order: int, path: Cal
 
 
 @pytest.mark.parametrize("sampler", [Ddpm, Ddim, DpmSolver, UniPc, Euler, Heun])
-def test_one_step_of_the_discrete_process_gives_the_mean_of_what_the_noise_leaves_open(
+def test_one_discrete_step_gives_the_conditional_mean(
     sampler: type[SamplerConfig],
 ) -> None:
     streams = image_streams(torch.arange(64))
@@ -131,8 +131,8 @@ def test_one_step_of_the_discrete_process_gives_the_mean_of_what_the_noise_leave
 
 
 @pytest.mark.parametrize("sampler", [DpmSolver(), DpmSolver(adds_noise=True), UniPc()], ids=label)
-def test_twenty_steps_of_the_discrete_process_have_the_spread_of_the_data(sampler: SamplerConfig) -> None:
-    """The last step of order 2 ends at diffusers' last timestep: at timestep 0, of far less noise, it overshoots."""
+def test_twenty_discrete_steps_reproduce_the_standard_deviation(sampler: SamplerConfig) -> None:
+    """The last step of order 2 ends at diffusers' last timestep; at timestep 0, with far less noise, it overshoots."""
     streams = image_streams(torch.arange(2000))
     noise, grid = initial_noise(streams, (3,)).double(), sampler.grid(Discrete())
     isotropic = GaussianDenoiser(grid, 0.25 * torch.eye(3, dtype=F64))
@@ -141,7 +141,7 @@ def test_twenty_steps_of_the_discrete_process_have_the_spread_of_the_data(sample
     assert deviations.numpy() == pytest.approx(0.5, rel=0.06)
 
 
-def test_multistep_solvers_take_the_timesteps_and_the_steps_of_diffusers() -> None:
+def test_multistep_solvers_match_timesteps_and_steps_of_diffusers() -> None:
     import diffusers
 
     betas: dict[str, Any] = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
@@ -159,11 +159,11 @@ def test_multistep_solvers_take_the_timesteps_and_the_steps_of_diffusers() -> No
 
 
 @pytest.mark.parametrize("num_steps", ["20", "ddim20", [20], "", 1000])
-def test_stated_timesteps_and_all_of_them_keep_timestep_0(num_steps: str | int | list[int]) -> None:
+def test_respacings_and_all_timesteps_include_timestep_0(num_steps: str | int | list[int]) -> None:
     grid = DpmSolver(num_steps=num_steps).grid(Discrete())
     torch.testing.assert_close(grid.time, Discrete().build().grid(num_steps).time)
     assert grid.time[-1] == 0
-    assert UniPc(num_steps=250).grid(Discrete(respacing="250")).time[-1] == 0  # those that training has
+    assert UniPc(num_steps=250).grid(Discrete(respacing="250")).time[-1] == 0  # all timesteps used in training
     with pytest.raises(ValueError, match=r"asks for 1001 timesteps of a section that has 1000. Use at most 1000."):
         UniPc(num_steps=1001).grid(Discrete())
 
@@ -176,7 +176,7 @@ def test_order_of_multistep_solvers(sampler: SamplerConfig, order: int, path: Ca
 
 
 @pytest.mark.parametrize("path", [straight, preserving])
-def test_encoding_and_sampling_return_with_order_one(path: Callable[[int], Grid]) -> None:
+def test_encoding_and_sampling_recover_the_image_with_order_one(path: Callable[[int], Grid]) -> None:
     streams = image_streams(torch.arange(64))
     x0 = MEAN + initial_noise(streams, (3,)).double() @ FACTOR.T
     errors = []
@@ -191,12 +191,12 @@ def test_encoding_and_sampling_return_with_order_one(path: Callable[[int], Grid]
 
 @pytest.mark.parametrize("sampler", [DpmSolver(), UniPc()], ids=lambda s: s.type)
 def test_multistep_solvers_start_where_alpha_is_zero(sampler: SamplerConfig) -> None:
-    """Evenly in time the log-SNR has no bounds, which costs order 2 a logarithm, and nothing becomes infinite."""
+    """With even times the log-SNR is unbounded, which lowers order 2 by a logarithm; all values stay finite."""
     assert observed_order(sampler, straight, 128) > 1.6
 
 
-def test_a_scheduler_runs_on_the_levels_of_the_grid_and_starts_where_they_have_a_logarithm() -> None:
-    """alpha / sigma of the straight path at sigma = 1 has none; diffusers' UniPC, too, then starts at 1 - 1e-6."""
+def test_scheduler_runs_on_grid_levels_and_starts_at_finite_log_snr() -> None:
+    """alpha / sigma of the straight path is 0 at sigma = 1; like diffusers' UniPC it then starts at 1 - 1e-6."""
     from diffusers import DPMSolverMultistepScheduler
 
     scheduler = DPMSolverMultistepScheduler(prediction_type="sample", use_flow_sigmas=True)
@@ -207,7 +207,7 @@ def test_a_scheduler_runs_on_the_levels_of_the_grid_and_starts_where_they_have_a
 
 
 @pytest.mark.parametrize("sampler", [Ddim(), DpmSolver(), UniPc()], ids=lambda s: s.type)
-def test_exponential_integrators_see_a_path_only_through_its_noise_levels(sampler: SamplerConfig) -> None:
+def test_exponential_integrators_depend_only_on_the_noise_levels_of_a_path(sampler: SamplerConfig) -> None:
     streams = image_streams(torch.arange(8))
     noise = initial_noise(streams, (3,)).double()
     results = []
@@ -220,18 +220,18 @@ def test_exponential_integrators_see_a_path_only_through_its_noise_levels(sample
 
 
 def moments(sampler: Sde, grid: Grid) -> tuple[float, float]:
-    """The exact mean and variance of samples of N(0.7, 0.25): the sum of the squares of what each noise adds."""
+    """Return the exact mean and variance of samples of N(0.7, 0.25), summing the squared effect of each noise."""
 
     def denoiser(x: Tensor, i: int) -> Denoised:
         alpha, sigma = grid.alpha[i].item(), grid.sigma[i].item()
         x0 = 0.7 + alpha * 0.25 / (alpha**2 * 0.25 + sigma**2) * (x - alpha * 0.7)
         return Denoised(x0, (x - alpha * x0) / sigma)
 
-    count = grid.num_steps + 1  # of noises: the first one, and one of each step but the last
+    count = grid.num_steps + 1  # number of noises: the initial one, and one for each step but the last
     rows = torch.cat([torch.zeros(1, count, dtype=F64), torch.eye(count, dtype=F64)])  # the first row has no noise
 
     class Impulses(Streams):
-        """What step i adds: 1 in row i + 2."""
+        """The noise of step i: 1 in row i + 2."""
 
         def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
             return rows[:, int(self.epoch[0]) + 1, None]
@@ -244,21 +244,21 @@ def moments(sampler: Sde, grid: Grid) -> tuple[float, float]:
 @pytest.mark.parametrize("path", [straight, preserving])
 @pytest.mark.parametrize("last_step", ["mean", "tweedie"])
 @pytest.mark.parametrize("form", list(FORMS))
-def test_every_diffusion_has_the_marginals_of_the_process_in_order_one(
+def test_every_diffusion_form_keeps_the_marginals_with_order_one(
     form: Form, last_step: Literal["mean", "tweedie"], path: Callable[[int], Grid]
 ) -> None:
-    """Mean and variance of Gaussian data without sampling error. Of some forms the error of order 1 cancels here."""
+    """Mean and variance of Gaussian data without sampling error. For some forms the error of order 1 cancels."""
     sampler = Sde(diffusion=form, last_step=last_step)
     errors = []
     for num_steps in (200, 400):
         mean, variance = moments(sampler, path(num_steps))
-        assert mean == pytest.approx(0.7, abs=2e-4)  # the second path does not start at quite no signal
+        assert mean == pytest.approx(0.7, abs=2e-4)  # the second path starts with a trace of signal
         errors.append(abs(variance - 0.25))
     assert errors[1] < 2e-3
     assert math.log2(errors[0] / errors[1]) > 0.75
 
 
-def test_an_sde_without_diffusion_is_the_ode() -> None:
+def test_sde_without_diffusion_equals_the_ode() -> None:
     streams = image_streams(torch.arange(8))
     noise, grid = initial_noise(streams, (3,)).double(), straight(20)
     samples = [
@@ -267,7 +267,7 @@ def test_an_sde_without_diffusion_is_the_ode() -> None:
     torch.testing.assert_close(*samples, rtol=0, atol=1e-4)
 
 
-def test_the_grid_and_the_steps_of_the_published_sde() -> None:
+def test_sde_follows_the_published_grid_and_steps() -> None:
     """249 steps of (1 - 0.04) / 249 and one of 0.04; D = t: x + dt (x0 - eps) - dt eps + sqrt(2 t dt) z."""
     grid, size = Sde().grid(Flow()), 0.96 / 249
     assert grid.num_steps == Sde().calls(grid) == 250
@@ -325,7 +325,7 @@ def test_mean_and_covariance_are_recovered(sampler: SamplerConfig, path: Callabl
     [(Ddpm(), 6), (Ddim(), 6), (Euler(), 6), (Heun(), 11), (DpmSolver(), 6), (UniPc(), 6)],
     ids=label,
 )
-def test_the_network_is_asked_as_often_as_a_sampler_says(sampler: SamplerConfig, calls: int) -> None:
+def test_number_of_network_calls_matches_the_sampler(sampler: SamplerConfig, calls: int) -> None:
     grid, asked = preserving(6), []
     optimal = GaussianDenoiser(grid, COVARIANCE)
 
@@ -340,7 +340,7 @@ def test_the_network_is_asked_as_often_as_a_sampler_says(sampler: SamplerConfig,
 
 @pytest.mark.parametrize("num_steps", [2, 5])
 def test_ancestral_sampling_with_the_learned_variance_is_exact_in_few_steps(num_steps: int) -> None:
-    """p(x_s | x_t) of isotropic Gaussian data is Gaussian: a network that knows its variance needs no small steps."""
+    """p(x_s | x_t) of isotropic Gaussian data is Gaussian: with its exact variance large steps are exact."""
     grid, count, variance = preserving(num_steps), 10_000, 0.25
     optimal = GaussianDenoiser(grid, variance * torch.eye(3, dtype=F64))
 

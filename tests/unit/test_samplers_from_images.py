@@ -1,4 +1,4 @@
-"""Samples of which a part is known, that start from an image, or that consist of tiles: with every sampler."""
+"""Inpainting, image-to-image and tiled sampling with every sampler."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MASK = RIGHT.expand(len(SEEDS), 1, 4, 4)
 
 
 def toy(grid: Grid) -> Denoiser:
-    """x0 = 0.4 x_t + 0.1 of the whole image, and the eps that follows."""
+    """A denoiser: x0 = 0.4 x_t + 0.1 with x_t averaged over the image, and the resulting eps."""
 
     def denoiser(x: Tensor, i: int) -> Denoised:
         x0 = 0.4 * x.mean((2, 3), keepdim=True) + 0.1 + 0 * x
@@ -74,7 +74,7 @@ def sampled(sampler: SamplerConfig, process: Process, source: FromImages, seeds:
 
 @pytest.mark.parametrize("resamplings", [1, 3])
 @every
-def test_what_is_known_is_exact_and_the_rest_depends_on_it(
+def test_known_pixels_are_exact_and_determine_the_rest(
     sampler: SamplerConfig, process: Process, resamplings: int
 ) -> None:
     made, other = (
@@ -87,8 +87,8 @@ def test_what_is_known_is_exact_and_the_rest_depends_on_it(
     assert not torch.equal(made[~mask], sampled(sampler, process, FromImages())[~mask])
 
 
-def test_what_is_known_has_the_noise_of_every_level() -> None:
-    """As if it were drawn from q(x_s | x0) at each: the mean and variance of 2^15 numbers."""
+def test_known_pixels_have_the_noise_of_every_level() -> None:
+    """Mean and variance of 2^15 values are those of q(x_s | x0) at each level."""
     x0, count = 0.6, 2**15
     for sampler, process in (CASES[0], *CASES[3:7]):
         grid, streams = sampler.grid(process), image_streams(torch.arange(8))
@@ -102,7 +102,7 @@ def test_what_is_known_has_the_noise_of_every_level() -> None:
             assert step.x.std().item() == pytest.approx(sigma, abs=error + 1e-5)
 
 
-def test_a_learned_variance_and_mean_are_those_of_the_posterior_where_x0_is_known() -> None:
+def test_learned_mean_and_variance_are_posterior_for_known_pixels() -> None:
     grid = Discrete().build().grid(6)
     x, known = torch.randn(2, *SHAPE), torch.zeros(2, *SHAPE)
 
@@ -131,17 +131,17 @@ def test_strength_0_is_the_image_and_strength_1_is_sampling_from_noise(
 
 
 @every
-def test_an_image_from_images_belongs_to_its_seed(sampler: SamplerConfig, process: Process) -> None:
+def test_sample_from_images_depends_only_on_its_seed(sampler: SamplerConfig, process: Process) -> None:
     def made(rows: slice) -> Tensor:
         x0 = image(SEEDS[rows])
         source = FromImages(x0.flip(3), 0.7, x0, MASK[rows], resamplings=2)
         return sampled(sampler, process, source, SEEDS[rows])
 
-    # One rounding: the mean over an image may be summed in another order in another batch.
+    # Rounding: another batch may sum the mean over an image in another order.
     torch.testing.assert_close(made(slice(1, 2)), made(slice(0, 3))[1:2], rtol=0, atol=1e-5)
 
 
-def test_noise_that_is_added_again_differs_from_one_repeat_to_the_next() -> None:
+def test_each_resampling_adds_new_noise() -> None:
     sampler = Ddim(num_steps=2)
     three, two = (
         sampled(sampler, Discrete(), FromImages(known=image(), mask=MASK, resamplings=repeats)) for repeats in (3, 2)
@@ -149,14 +149,14 @@ def test_noise_that_is_added_again_differs_from_one_repeat_to_the_next() -> None
     assert not torch.equal(three, two)
 
 
-def test_one_tile_is_the_image_itself() -> None:
+def test_single_tile_equals_the_denoiser() -> None:
     grid = Discrete().build().grid(4)
     only = toy(grid)
     assert Tiles(overlap=0.0).joined([only], (4, 4)) is only and Tiles().shape((4, 4)) == (4, 4)
 
 
 @pytest.mark.parametrize(("overlap", "width"), [(0.0, 16), (0.5, 12), (0.75, 10)])
-def test_tiles_pass_into_each_other_without_a_seam(overlap: float, width: int) -> None:
+def test_overlapping_tiles_blend_without_a_seam(overlap: float, width: int) -> None:
     tiles = Tiles(rows=1, columns=2, overlap=overlap)
     assert tiles.shape((8, 8)) == (8, width)
 
@@ -175,7 +175,7 @@ def test_tiles_pass_into_each_other_without_a_seam(overlap: float, width: int) -
     torch.testing.assert_close(joined.x0 + joined.eps, torch.ones(1, 3, 8, width))
 
 
-def test_tiles_of_a_denoiser_that_sees_one_pixel_are_that_denoiser_on_the_whole() -> None:
+def test_tiles_of_a_pointwise_denoiser_equal_the_whole_image() -> None:
     grid = Discrete().build().grid(4)
 
     def pointwise(x: Tensor, i: int) -> Denoised:

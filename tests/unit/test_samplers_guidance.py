@@ -1,4 +1,4 @@
-"""Guidance is a network made of networks: what it calls, what it mixes, and what it leaves alone."""
+"""Guided networks: calls of the wrapped networks, mixed channels, and unguided times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NULL = {"label": torch.tensor(10)}
 
 
 class Recorder:
-    """A network with 2 C output channels whose output tells its inputs apart; remembers every call."""
+    """A network with 2 C output channels whose output depends on every input; records every call."""
 
     def __init__(self, offset: float = 0.0) -> None:
         self.offset = offset
@@ -45,14 +45,14 @@ def inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def told(x: Tensor, t: Tensor, /, text: Tensor, image: Tensor, label: Tensor) -> Tensor:
-    """A network whose parts of the condition change what one another do; its other channels tell the text alone."""
+    """A network whose conditions interact; its last channels depend on the text alone."""
     mean = t.view(-1, 1, 1, 1) * x + (text + 2 * image + 4 * text * image + 8 * label).view(-1, 1, 1, 1)
     return torch.cat([mean, text.view(-1, 1, 1, 1).expand_as(x)], dim=1)
 
 
 @pytest.mark.parametrize("names", [("image", "text"), ("text", "image"), ("text",)])
-def test_each_part_has_a_scale_over_those_before_it(names: tuple[str, ...]) -> None:
-    """Against equation 3 of Brooks et al. 2023, call by call."""
+def test_each_condition_is_scaled_relative_to_those_before_it(names: tuple[str, ...]) -> None:
+    """Compare with equation 3 of Brooks et al. 2023, evaluated call by call."""
     generator = torch.Generator().manual_seed(0)
     x, t, label = torch.randn(3, 3, 2, 2, generator=generator), torch.tensor([0.2, 0.5, 0.9]), torch.ones(3)
     cond = {"text": torch.tensor([1.0, 2.0, 3.0]), "image": torch.tensor([0.5, -1.0, 2.0])}
@@ -80,7 +80,7 @@ def test_each_part_has_a_scale_over_those_before_it(names: tuple[str, ...]) -> N
     torch.testing.assert_close(ones, told(x, t, **cond, label=label))
 
 
-def test_scales_rise_and_end_as_one_scale_does_and_cost_a_prediction_each() -> None:
+def test_scales_follow_power_and_interval_and_each_costs_a_prediction() -> None:
     grid = Flow().build().grid(8)
     cond = {"text": torch.tensor([1.0]), "image": torch.tensor([0.5]), "label": torch.ones(1)}
     null, x = {"image": torch.tensor(0.0)}, torch.linspace(-1, 1, 12).view(1, 3, 2, 2)
@@ -94,7 +94,7 @@ def test_scales_rise_and_end_as_one_scale_does_and_cost_a_prediction_each() -> N
         assert Guidance(scales={"image": 3, "text": 1}, **more).share(grid) == 2 * share
 
 
-def test_scales_that_do_not_fit_are_told_and_unset_ones_are_not_written() -> None:
+def test_invalid_scales_are_rejected_and_unset_ones_are_not_written() -> None:
     with pytest.raises(ValueError, match="guidance_scale is 2 and scales is set, each in place of the other"):
         Guidance(guidance_scale=2, scales={"text": 2})
     with pytest.raises(ValueError, match="a scale for 'text', which is no condition of the network. Known: label"):
@@ -102,7 +102,7 @@ def test_scales_that_do_not_fit_are_told_and_unset_ones_are_not_written() -> Non
     assert "scales" not in Guidance().model_dump() and Guidance(scales={"a": 2}).model_dump()["scales"] == [["a", 2.0]]
 
 
-def test_scales_in_another_order_are_another_configuration() -> None:
+def test_order_of_scales_is_part_of_the_configuration() -> None:
     one, other = ({"scales": dict(pairs)} for pairs in ((("a", 2.0), ("b", 3.0)), (("b", 3.0), ("a", 2.0))))
     written = [dump(Guidance.model_validate(scales)) for scales in (one, other)]
     assert digest(written[0]) != digest(written[1])
@@ -110,7 +110,7 @@ def test_scales_in_another_order_are_another_configuration() -> None:
     assert [list((scales or {}).items()) for scales in again] == [[("a", 2.0), ("b", 3.0)], [("b", 3.0), ("a", 2.0)]]
 
 
-def test_scale_one_is_the_network_itself() -> None:
+def test_scale_one_returns_the_network() -> None:
     network = Recorder()
     assert guided(network, 1.0, NULL) is network
     assert guided(network, 1.0, {}) is network
@@ -122,7 +122,7 @@ def test_scale_one_is_the_network_itself() -> None:
     labels=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     first_three=st.booleans(),
 )
-def test_one_batched_call_mixes_the_guided_channels_only(scale: float, labels: list[int], first_three: bool) -> None:
+def test_one_batched_call_guides_only_the_selected_channels(scale: float, labels: list[int], first_three: bool) -> None:
     network = Recorder()
     label = torch.tensor(labels)
     x = torch.linspace(-1, 1, 16 * len(labels)).view(-1, 4, 2, 2)
@@ -150,7 +150,7 @@ def test_a_condition_without_null_is_shared(inputs: tuple[Tensor, Tensor, dict[s
 
 
 def test_autoguidance_moves_away_from_the_weaker_network(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
-    """Both are asked with the same condition, each once."""
+    """Both are called once with the same condition."""
     x, t, cond = inputs
     strong, weak = Recorder(), Recorder(offset=0.5)
     out = guided(strong, 2.0, {}, negative=weak)(x, t, **cond)
@@ -193,8 +193,8 @@ def test_an_interval_of_noise_levels_follows_the_grid(inputs: tuple[Tensor, Tens
     assert [len(call[0]) for call in network.calls] == [3, 3, 3, 3, 6, 6, 6, 6, 3, 3]
 
 
-def test_a_power_lets_the_scale_rise_from_one(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
-    """1 at the first time, guidance_scale at the end; between them as MDTv2's code has it, of its t / T."""
+def test_power_raises_the_scale_from_one(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    """1 at the first time, guidance_scale at the end; in between the formula of MDTv2's code in t / T."""
     x, _, cond = inputs
     network = Recorder()
     risen = Guidance(guidance_scale=3.0, power=4.0).build(network, NULL, Flow(time_scale=1000).build().grid(10))
@@ -204,7 +204,7 @@ def test_a_power_lets_the_scale_rise_from_one(inputs: tuple[Tensor, Tensor, dict
     torch.testing.assert_close(risen(x, t, **cond), torch.stack(expected))
 
 
-def test_a_power_needs_a_time_from_one_to_zero() -> None:
+def test_power_requires_a_time_from_one_to_zero() -> None:
     reading = Reading(process=Edm(), prediction="x0", variance="fixed_small", drops_labels=True)
     chosen = SampleConfig(sampler=Heun(num_steps=4), guidance=Guidance(guidance_scale=2, power=2.0))
     with pytest.raises(ValueError, match=r"^sample.guidance.power is set, but time of the process edm is a logarithm"):
@@ -212,7 +212,7 @@ def test_a_power_needs_a_time_from_one_to_zero() -> None:
     check_guidance("sample", chosen, reading.model_copy(update={"process": Flow()}))
 
 
-def test_a_forecast_counts_the_points_that_are_guided() -> None:
+def test_share_counts_the_guided_points() -> None:
     grid = Flow(time_scale=1000).build().grid(10)
     assert Guidance(guidance_scale=1, interval=(0.3, 1.6)).share(grid) == 0
     assert Guidance(guidance_scale=2).share(grid) == 1
@@ -220,7 +220,7 @@ def test_a_forecast_counts_the_points_that_are_guided() -> None:
     assert Guidance(guidance_scale=2, interval=(3 / 7, 3 / 7 + 1e-9)).share(grid) == pytest.approx(0.1)
 
 
-def test_an_interval_between_the_points_guides_nowhere() -> None:
+def test_interval_between_grid_points_guides_no_step() -> None:
     ones = torch.ones(2, dtype=torch.float64)
     grid = Grid(ones[:1], ones, torch.tensor([1.0, 0.0], dtype=torch.float64))
     low, high = times_between(grid, 0.1, 0.2)

@@ -1,4 +1,4 @@
-"""What holds for every sampler: equivalences, images that belong to their seed, and mistakes that are told."""
+"""Properties of every sampler: equivalences, dependence on the seed alone, and reported errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ levels = st.lists(st.floats(0.02, 50), min_size=1, max_size=6, unique=True).map(
 
 
 def toy_denoiser(grid: Grid) -> Denoiser:
-    """x0 = 0.4 x_t + 0.1, and the eps that follows."""
+    """A denoiser: x0 = 0.4 x_t + 0.1, and the resulting eps."""
 
     def denoiser(x: Tensor, i: int) -> Denoised:
         x0 = 0.4 * x + 0.1
@@ -64,14 +64,14 @@ def toy_denoiser(grid: Grid) -> Denoiser:
 
 
 def preserving(noise_levels: list[float]) -> Grid:
-    """The variance preserving path at the given sigma / alpha, and the clean sample."""
+    """The variance-preserving path at the given sigma / alpha, and the clean sample."""
     level = torch.tensor([*noise_levels, 0.0], dtype=torch.float64)
     return Grid(level[:-1], (1 + level**2).rsqrt(), level * (1 + level**2).rsqrt())
 
 
 @settings(max_examples=50, deadline=None)
 @given(levels=levels, seed=st.integers(0, 2**40))
-def test_ddim_with_eta_one_is_ancestral_sampling(levels: list[float], seed: int) -> None:
+def test_ddim_with_eta_one_equals_ancestral_sampling(levels: list[float], seed: int) -> None:
     grid, streams = preserving(levels), image_streams(torch.tensor([seed, seed + 1]))
     noise = initial_noise(streams, SHAPE).double()
     ddim = [step.x for step in Ddim(eta=1.0).trajectory(toy_denoiser(grid), grid, noise, streams)]
@@ -81,7 +81,7 @@ def test_ddim_with_eta_one_is_ancestral_sampling(levels: list[float], seed: int)
 
 @settings(max_examples=30, deadline=None)
 @given(kept=st.integers(2, 40), eta=st.floats(0, 1), data=st.data())
-def test_variance_of_ddim_is_eta_squared_times_the_posterior_s(kept: int, eta: float, data: st.DataObject) -> None:
+def test_ddim_variance_is_eta_squared_times_posterior_variance(kept: int, eta: float, data: st.DataObject) -> None:
     """On the discrete process: beta_t (1 - alpha_bar_{t-1}) / (1 - alpha_bar_t), Eq. 7 of Ho et al. 2020."""
     process = Discrete(respacing=kept).build()
     t = data.draw(st.integers(1, kept - 1))
@@ -101,7 +101,7 @@ def test_variance_of_ddim_is_eta_squared_times_the_posterior_s(kept: int, eta: f
 @settings(max_examples=30, deadline=None)
 @given(num_steps=st.integers(1, 9), seed=st.integers(0, 2**40))
 def test_straight_paths_are_exact_in_one_euler_step(num_steps: int, seed: int) -> None:
-    """When each noise belongs to one image the velocity eps - x0 is constant (Liu et al. 2023, rectified flow)."""
+    """If each noise maps to one image, the velocity eps - x0 is constant (Liu et al. 2023, rectified flow)."""
     streams = image_streams(torch.tensor([seed]))
     noise, x0 = initial_noise(streams, SHAPE).double(), streams.normal("image", SHAPE).double()
     for sampler in (Euler(num_steps=num_steps), Heun(num_steps=num_steps)):
@@ -121,7 +121,7 @@ def test_euler_is_ddim_without_noise(levels: list[float]) -> None:
 @pytest.mark.parametrize("sampler", EVERY, ids=lambda s: s.type)
 @settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(5)), size=st.integers(1, 5))
-def test_an_image_belongs_to_its_seed(sampler: SamplerConfig, order: list[int], size: int) -> None:
+def test_image_depends_only_on_its_seed(sampler: SamplerConfig, order: list[int], size: int) -> None:
     """The same bits in any batch: alone, with others, first or last."""
     grid = sampler.grid(Continuous())
     seeds = torch.tensor([3, 1, 4, 2**33, 5])
@@ -136,7 +136,7 @@ def test_an_image_belongs_to_its_seed(sampler: SamplerConfig, order: list[int], 
 
 @pytest.mark.parametrize("sampler", EVERY, ids=lambda s: s.type)
 def test_every_sampler_returns_the_image_of_a_perfect_network(sampler: SamplerConfig) -> None:
-    """In float32, whatever the process and the noise; also where the image is scaled by 0.5 inside the process."""
+    """In float32, for every process and noise, also if the process scales the image by 0.5."""
     processes: list[Process] = [Discrete(), Continuous(), Continuous(scale=0.5)]
     steps_between = isinstance(sampler, TimeDifferenceSampler) and sampler.draws_noise
     for process in [*processes, *([] if steps_between else [Flow()])]:
@@ -154,7 +154,7 @@ def test_every_sampler_returns_the_image_of_a_perfect_network(sampler: SamplerCo
 
 @pytest.mark.parametrize("sampler", EVERY, ids=lambda s: s.type)
 def test_trajectory_ends_at_the_sample(sampler: SamplerConfig) -> None:
-    """One entry a step; where the process ends at x = alpha x0, as some do, the sample is x / alpha."""
+    """One entry per step; if the process ends at x = alpha x0, the sample is x / alpha."""
     grid = sampler.grid(Continuous())
     shrunk = Grid(grid.time, 0.5 * grid.alpha, grid.sigma)
     streams = image_streams(torch.arange(2))
@@ -164,7 +164,7 @@ def test_trajectory_ends_at_the_sample(sampler: SamplerConfig) -> None:
     assert torch.equal(sampler(toy_denoiser(shrunk), shrunk, noise, streams), steps[-1].x / 0.5)
 
 
-def test_clipped_x0_and_eps_still_agree_with_x_t() -> None:
+def test_clipped_x0_and_eps_remain_consistent_with_x_t() -> None:
     grid = preserving([5.0, 1.0, 0.2])
     x = initial_noise(image_streams(torch.arange(4)), SHAPE).double()
     denoised = clipped(lambda x_t, i: Denoised(3 * x_t, -x_t, log_variance=x_t), grid)(x, 1)
@@ -174,7 +174,7 @@ def test_clipped_x0_and_eps_still_agree_with_x_t() -> None:
 
 
 @pytest.mark.parametrize("sampler", [Ddpm(), Ddim(eta=0.5)], ids=lambda s: s.type)
-def test_samplers_that_draw_noise_do_not_fit_flow(sampler: SamplerConfig) -> None:
+def test_samplers_that_draw_noise_are_rejected_for_flow(sampler: SamplerConfig) -> None:
     with pytest.raises(ValueError, match=rf"The {sampler.type} sampler adds noise at every step.*Use sde"):
         sampler.grid(Flow())
 
@@ -185,10 +185,8 @@ def test_samplers_that_draw_noise_do_not_fit_flow(sampler: SamplerConfig) -> Non
     ids=lambda process: process.type,
 )
 @pytest.mark.parametrize(("num_steps", "most"), [(1, 1e-12), (1000, 0.07)])
-def test_the_last_step_of_the_sde_begins_at_little_noise(
-    process: Flow | Continuous, num_steps: int, most: float
-) -> None:
-    """Its mean leaves about as much noise in the image as there is where it begins; one step alone takes x0."""
+def test_last_step_of_the_sde_starts_at_low_noise(process: Flow | Continuous, num_steps: int, most: float) -> None:
+    """Its mean leaves about as much noise in the image as at its start; a single step returns x0."""
     sampler, streams = Sde(num_steps=num_steps), image_streams(torch.arange(4))
     grid = sampler.grid(process)
     noise = initial_noise(streams, (3, 16, 16)).double()
@@ -202,20 +200,20 @@ def test_the_last_step_of_the_sde_begins_at_little_noise(
     assert num_steps == 1 or last.item() == pytest.approx(0.04, rel=1e-5)
 
 
-def test_a_flow_without_shift_ends_with_the_published_step() -> None:
+def test_sde_last_step_has_the_published_size() -> None:
     assert Sde().grid(Flow()).sigma[-2].item() == 0.04
     assert Sde(shift=3.0).grid(Flow()).sigma[-2].item() == pytest.approx(0.04, rel=1e-12)
     assert Sde(last_step_size=0.1, shift=3.0).grid(Flow()).sigma[-2].item() == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("sampler", [Euler(), Heun(), DpmSolver(), UniPc()], ids=lambda s: s.type)
-def test_solvers_of_the_ode_do_not_take_a_time_difference(sampler: SamplerConfig) -> None:
+def test_ode_solvers_reject_a_time_difference(sampler: SamplerConfig) -> None:
     with pytest.raises(ValueError, match=r"sampler\.time_difference is not a known key"):
         parse(SampleConfig, {"sampler": {"type": sampler.type, "time_difference": 0.1}}, "sample.yaml")
 
 
 @pytest.mark.parametrize("sampler", [Ddpm, Ddim])
-def test_a_time_difference_is_of_continuous_time(sampler: type[Ddpm | Ddim]) -> None:
+def test_time_difference_requires_continuous_time(sampler: type[Ddpm | Ddim]) -> None:
     assert sampler(time_difference=0.1, num_steps=5).grid(Continuous()).target is not None
     with pytest.raises(
         ValueError, match=r"time_difference is 0\.1, but in the process discrete time is not continuous"
@@ -223,7 +221,7 @@ def test_a_time_difference_is_of_continuous_time(sampler: type[Ddpm | Ddim]) -> 
         sampler(time_difference=0.1).grid(Discrete())
 
 
-def test_what_is_unset_follows_the_model() -> None:
+def test_unset_sampler_settings_follow_the_model() -> None:
     assert Ddpm().fitted("fixed_large", True).model_dump(include={"variance", "clip_denoised"}) == {
         "variance": "fixed_large",
         "clip_denoised": True,
@@ -266,20 +264,20 @@ class Section(Config):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_mistake_in_the_configuration_is_told_in_one_line(data: dict[str, object], message: str) -> None:
+def test_invalid_sampler_configurations_are_reported_in_one_line(data: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"sample.yaml: {message}")) as caught:
         parse(Section, {"sampler": data}, "sample.yaml")
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("sampler", EVERY, ids=lambda s: s.type)
-def test_configuration_returns(sampler: SamplerConfig) -> None:
+def test_sampler_configuration_survives_a_round_trip(sampler: SamplerConfig) -> None:
     assert parse(Sampler, dump(sampler), "sample.yaml") == sampler
 
 
 @pytest.mark.parametrize("sampler", [DpmSolver(), UniPc()], ids=lambda s: s.type)
-def test_multistep_solvers_are_diffusers_on_its_own_noise_levels(sampler: SamplerConfig) -> None:
-    """Same numbers as the scheduler used as diffusers' pipelines do, at the timesteps it chooses itself."""
+def test_multistep_solvers_match_diffusers_at_its_noise_levels(sampler: SamplerConfig) -> None:
+    """Same numbers as the scheduler in diffusers' pipelines, at the timesteps that it chooses."""
     import diffusers
 
     name = "DPMSolverMultistepScheduler" if sampler.type == "dpm_solver" else "UniPCMultistepScheduler"
@@ -304,7 +302,7 @@ def test_multistep_solvers_are_diffusers_on_its_own_noise_levels(sampler: Sample
     torch.testing.assert_close(sampler(denoiser, grid, noise, streams), x, rtol=1e-3, atol=1e-3)
 
 
-def test_diffusers_is_imported_only_when_asked_for() -> None:
-    """It takes seconds, and most samplers do without it."""
+def test_diffusers_is_imported_lazily() -> None:
+    """Importing it takes seconds, and most samplers do not use it."""
     code = "import sys, image_diffusion.samplers; sys.exit('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

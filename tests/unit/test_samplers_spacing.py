@@ -28,7 +28,7 @@ LINEAR: dict[str, Any] = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule":
 
 
 def scheduler_of_diffusers(name: str) -> Any:
-    """Return the scheduler of diffusers that takes the steps of one of our samplers."""
+    """Return the diffusers scheduler that corresponds to one of our samplers."""
     import diffusers
 
     match name:
@@ -42,7 +42,7 @@ def scheduler_of_diffusers(name: str) -> Any:
 
 
 @pytest.mark.parametrize("num_steps", [4, 20, 50])
-def test_sigmas_and_timesteps_are_those_of_diffusers(num_steps: int) -> None:
+def test_karras_sigmas_and_timesteps_match_diffusers(num_steps: int) -> None:
     grid = DpmSolver(spacing="karras", num_steps=num_steps).grid(Discrete())
     for scheduler in map(scheduler_of_diffusers, ["dpm_solver", "unipc", "euler"]):
         scheduler.set_timesteps(num_steps)
@@ -54,7 +54,7 @@ def test_sigmas_and_timesteps_are_those_of_diffusers(num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("sampler", [DpmSolver(**KARRAS), UniPc(**KARRAS)], ids=lambda each: each.type)
-def test_samples_are_those_of_diffusers(sampler: SpacedByNoise) -> None:
+def test_karras_samples_match_diffusers(sampler: SpacedByNoise) -> None:
     torch.manual_seed(0)
     grid, noise, scheduler = (
         sampler.grid(Discrete()),
@@ -80,7 +80,7 @@ def test_samples_are_those_of_diffusers(sampler: SpacedByNoise) -> None:
 
 
 @pytest.mark.parametrize("sampler", EVERY, ids=lambda each: each.type)
-def test_every_such_sampler_takes_it_and_tells_where_it_does_not_go(sampler: SpacedByNoise) -> None:
+def test_samplers_accept_karras_spacing_and_reject_other_processes(sampler: SpacedByNoise) -> None:
     plain = sampler.model_copy(update={"spacing": "time", "num_steps": "11"}).grid(Discrete())
     grid = sampler.grid(Discrete(rescale_timesteps=True, num_timesteps=4000, schedule=Cosine()))
     assert grid.num_steps == 11 and grid.time[0] == 999.75 and grid.time[-1] == 0
@@ -97,7 +97,7 @@ def test_every_such_sampler_takes_it_and_tells_where_it_does_not_go(sampler: Spa
         sampler.model_copy(update={"num_steps": "ddim50"}).grid(Discrete())
 
 
-def test_churn_on_edm_tells_of_settings_that_would_do_nothing() -> None:
+def test_churn_on_edm_rejects_settings_without_effect() -> None:
     for given, told in (({"spacing": "karras"}, "spacing is karras"), ({"shift": 3.0}, "shift is 3")):
         with pytest.raises(ValueError, match=told):
             Heun.model_validate({"s_churn": 30.0, "num_steps": 10} | given).grid(Edm())

@@ -1,4 +1,4 @@
-"""The metrics check themselves: a judge that does not tell degraded images from real ones gives no headline."""
+"""Self-test of metrics: a detector that cannot distinguish degraded images from real ones gives no headline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = EvaluateConfig(copies=False)
 
 
 def stripes(count: int, seed: int) -> Samples:
-    """Noise on stripes: what blur and fading remove."""
+    """Return noisy stripes: detail that blur and fading remove."""
     rng = np.random.default_rng(seed)
     pixels = rng.normal(128, 40, (count, 16, 16, 3)) + 40 * (np.arange(16) % 2 * 2 - 1)[:, None]
     labels = np.zeros(count, np.int64)
@@ -32,7 +32,7 @@ def stripes(count: int, seed: int) -> Samples:
 
 
 class Judge:
-    """Mean and deviation of the colours; a `blind` one sees noise of its own, drawn by the image's own pixels."""
+    """A detector of the mean and deviation of colours; a `blind` one returns constant features."""
 
     classes: list[str] = []  # noqa: RUF012
     doubt: str | None = None
@@ -42,7 +42,7 @@ class Judge:
         self._blind = blind
 
     def __call__(self, images: Tensor) -> Detected:
-        if self._blind:  # which looks at nothing: farther from a faded image are its features for no reason
+        if self._blind:  # independent of the image, so that a faded image is no farther away
             return Detected(torch.ones(len(images), 6))
         pixels = images.float().flatten(2) / 255
         return Detected(torch.cat([pixels.mean(2), pixels.std(2)], dim=1))
@@ -56,14 +56,14 @@ def data() -> RealImages:
     return RealImages(stripes(200, 0), stripes(60, 1))
 
 
-def test_a_judge_that_sees_passes_and_keeps_its_headline(data: RealImages):
+def test_working_detector_passes_and_keeps_its_headline(data: RealImages):
     result = evaluate_samples(stripes(120, 2), data, [Judge("seeing")], SETTINGS)
     assert set(result["self_test"]) == {"seeing_fd", "seeing_kd"} and result["doubt"] is None
     for entry in result["self_test"].values():
         assert entry["n"] == 100 and entry["passed"] and entry["half"] < entry["degraded"]
 
 
-def test_a_blind_judge_loses_its_headline_in_the_file_in_mlflow_and_on_the_page(data: RealImages, tmp_path: Path):
+def test_blind_detector_loses_its_headline_in_file_mlflow_and_page(data: RealImages, tmp_path: Path):
     result = evaluate_samples(stripes(120, 2), data, [Judge("blind", blind=True), Judge("seeing")], SETTINGS)
     assert not result["self_test"]["blind_fd"]["passed"] and result["self_test"]["seeing_fd"]["passed"]
     assert "the self-test of blind_fd failed: 100 real images" in result["doubt"]
@@ -77,7 +77,7 @@ def test_a_blind_judge_loses_its_headline_in_the_file_in_mlflow_and_on_the_page(
     assert line is not None and line[2] == "not to rely on"
 
 
-def test_the_same_test_without_a_split_to_compare_with(data: RealImages):
+def test_self_test_gives_the_same_values_without_a_validation_split(data: RealImages):
     whole = evaluate_samples(stripes(120, 2), data, [Judge("seeing")], SETTINGS)["self_test"]
     found = run_self_test([Judge("seeing")], data.train)
     assert {name: entry["degraded"] for name, entry in found.items()} == pytest.approx(
@@ -86,7 +86,7 @@ def test_the_same_test_without_a_split_to_compare_with(data: RealImages):
     assert run_self_test([Judge("seeing")], stripes(39, 3)) == {}, "too few images to be halved"
 
 
-def test_halves_share_no_image_and_the_degraded_are_the_second(data: RealImages):
+def test_halves_are_disjoint_and_the_second_is_degraded(data: RealImages):
     first, second = halves(data.train.num_samples)
     assert len(first) == len(second) == 100 and not set(first) & set(second)
     assert [len(half) for half in halves(10_000)] == [2500, 2500] and [len(half) for half in halves(39)] == [0, 0]
@@ -97,7 +97,7 @@ def test_halves_share_no_image_and_the_degraded_are_the_second(data: RealImages)
     assert abs(float(after.float().mean()) - (63.75 + float(before.float().mean()) / 2)) < 0.5
 
 
-def test_a_judge_that_was_doubted_keeps_its_own_reason(data: RealImages):
+def test_doubted_detector_keeps_its_own_reason(data: RealImages):
     judge = copy.copy(Judge("blind", blind=True))
     judge.doubt = "it guesses"
     assert evaluate_samples(stripes(120, 2), data, [judge], SETTINGS)["doubt"] == "it guesses"

@@ -1,4 +1,4 @@
-"""A password reaches MLflow and nobody else."""
+"""Passwords and other secrets reach only the servers they are meant for."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ STORES = {
 
 
 @pytest.mark.parametrize(("uri", "expected"), STORES.items())
-def test_what_is_shown_of_a_store_has_no_password(uri: str, expected: str) -> None:
+def test_displayed_store_uri_has_no_password(uri: str, expected: str) -> None:
     assert without_password(uri) == expected
 
 
-def test_stores_are_told_apart_without_their_passwords() -> None:
+def test_stores_are_distinguished_without_their_passwords() -> None:
     names = {uri: variable_of(uri) for uri in STORES}
     assert len(set(names.values())) == len(names)
     assert variable_of("http://me:other@host:5000") == names["http://me:s3cr3t@host:5000"]
 
 
-def test_errors_and_tracebacks_show_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_show_no_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("IMAGE_DIFFUSION_TRACEBACK", "1")
     monkeypatch.setenv(STORE, "")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t0ken")
@@ -76,7 +76,7 @@ def test_errors_and_tracebacks_show_none(monkeypatch: pytest.MonkeyPatch, capsys
     assert hidden("nothing to hide") == "nothing to hide"
 
 
-def test_a_store_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STORE, raising=False)
     with pytest.raises(ValueError, match="No MLflow store is named. Set MLFLOW_TRACKING_URI, or use --store."):
         store_named(None)
@@ -84,7 +84,7 @@ def test_a_store_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store_named(None) == "sqlite:///other.db"
 
 
-def test_the_follower_has_it_in_its_environment_alone() -> None:
+def test_tracking_process_gets_the_password_only_by_environment() -> None:
     following = Following({"every_s": 5, "uri": "http://me:s3cr3t@host", "project": "p"}, Path("src"), "results", ["a"])
     assert "s3cr3t" not in " ".join(following._command())
     assert following._environment()[STORE] == "http://me:s3cr3t@host"
@@ -92,7 +92,7 @@ def test_the_follower_has_it_in_its_environment_alone() -> None:
 
 @pytest.fixture
 def asked() -> Iterator[tuple[str, list[str | None]]]:
-    """The address of a server that grants nothing, and who asked it."""
+    """The address of a server that refuses every request, and the Authorization headers it received."""
     found: list[str | None] = []
 
     class Refuses(BaseHTTPRequestHandler):
@@ -111,7 +111,7 @@ def asked() -> Iterator[tuple[str, list[str | None]]]:
 
 
 @pytest.mark.parametrize("way", ["in the URI", "in MLflow's variables"])
-def test_it_reaches_the_server_either_way(
+def test_password_reaches_the_server_by_uri_and_by_variables(
     way: str, asked: tuple[str, list[str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from image_diffusion.tracking.connection import Connection, TrackingError
@@ -165,7 +165,7 @@ KEYS = [
 
 @pytest.mark.parametrize("url", PLANTED)
 @pytest.mark.parametrize("key", KEYS)
-def test_no_key_of_a_configuration_takes_a_secret(key: str, url: str, tmp_path: Path) -> None:
+def test_secrets_in_configurations_are_rejected(key: str, url: str, tmp_path: Path) -> None:
     data: Any = [url] if key in ("data.source.urls", "sample.prompts") else url
     for name in reversed(key.split(".")):
         data = {name: data}
@@ -180,14 +180,14 @@ def test_no_key_of_a_configuration_takes_a_secret(key: str, url: str, tmp_path: 
 
 
 @pytest.mark.parametrize("query", ["a=1", "download", "${SIG}&a=1", "a=$SIG", "${SIG}x"])
-def test_the_query_of_a_stream_comes_from_the_environment_alone(query: str) -> None:
+def test_query_of_a_stream_url_must_come_from_the_environment(query: str) -> None:
     for url in (f"https://host/{{0..3}}.tar?{query}", f'pipe:curl "https://host/a.tar?{query}"'):
         with pytest.raises(ValueError, match=r"write \?\$\{NAME\} in its place"):
             parse(TarStream, {"urls": [url]}, "x.yaml")
     assert parse(TarStream, {"urls": ["https://host/a.tar?${SIG}", "https://h/b.tar?a=${A}&b=${B}"]}, "x.yaml")
 
 
-def test_a_url_reaches_a_shell_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_is_quoted_for_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIG", "a=1&b='$(x)' \"")
     command = f"printf %s {for_shell('https://h/$x`y`;{a}?${SIG}')}"
     assert subprocess.check_output(["sh", "-c", command], text=True) == "https://h/$x`y`;{a}?a=1&b='$(x)' \""
@@ -196,7 +196,7 @@ def test_a_url_reaches_a_shell_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
         for_shell("https://h/?${NOT_THERE}")
 
 
-def test_an_error_on_shards_behind_a_url_shows_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_on_remote_shards_show_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_WAITS_S", ())
     for url in ("http://bob:S3CRETPASS@127.0.0.1:1/set", "s3x://key:S3CRETPASS@bucket/set"):
         with pytest.raises(ValueError, match=r"set/manifest\.json cannot be fetched") as error:
@@ -205,7 +205,7 @@ def test_an_error_on_shards_behind_a_url_shows_none(tmp_path: Path, monkeypatch:
 
 
 class Guarded:
-    """A web server of a folder that asks for a user, a password and a signature. refused: its answers of 401."""
+    """A web server for a folder that requires user, password and signature. refused: number of 401 responses."""
 
     def __init__(self, folder: Path) -> None:
         outer, self.refused = self, 0
@@ -244,7 +244,7 @@ train: {{steps: 1, global_batch: 2, grid_every_steps: null}}
 """
 
 
-def test_nothing_that_an_experiment_leaves_holds_a_secret(
+def test_outputs_of_an_experiment_contain_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with webdataset.TarWriter(str(tmp_path / "a.tar"), encoder=False) as writer:

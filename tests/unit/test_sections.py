@@ -1,4 +1,4 @@
-"""A section or a key that would do nothing is one clear line before any work."""
+"""Sections and keys without effect are reported in one line before any work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TEXT = {
 
 
 def told(folder: Path, sections: dict[str, Any]) -> str:
-    """What is said of an experiment; empty when nothing is wrong with it."""
+    """Return the error message for an experiment; empty if it is valid."""
     path = folder / "mine.yaml"
     path.write_text(yaml.safe_dump({"data": DATA, "train": {"steps": 1}} | sections))
     try:
@@ -206,7 +206,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         ({"system": {"type": "prior"}}, "pairs is missing, and a system of type prior needs it"),
     ],
 )  # fmt: skip
-def test_what_would_do_nothing_is_told_before_any_work(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+def test_settings_without_effect_are_reported(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     found = told(tmp_path, sections)
     assert message in found and len(found.splitlines()) == 1, found
     assert found.startswith(str(tmp_path / "mine.yaml"))
@@ -233,7 +233,7 @@ UNCLIPPED = {"sample": {"sampler": NOT_CLIPPED}}
         ({"system": SMALL_DIT} | UNCLIPPED, ""),
     ],
 )
-def test_eps_does_not_begin_where_there_is_no_signal(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+def test_eps_prediction_from_pure_noise_is_rejected(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     """With 1 % of error in eps, samples had a standard deviation of millions."""
     found = told(tmp_path, {"train": {"steps": 1, "grid_every_steps": None}} | sections)
     begins = "sample.sampler begins where alpha is 0, so that eps does not determine x0. Set system.objective"
@@ -241,7 +241,7 @@ def test_eps_does_not_begin_where_there_is_no_signal(tmp_path: Path, sections: d
 
 
 @pytest.mark.parametrize("section", ["sample", "preview"])
-def test_guidance_of_three_channels_needs_three(tmp_path: Path, section: str) -> None:
+def test_first_three_guidance_requires_three_channels(tmp_path: Path, section: str) -> None:
     sections = GREY | {section: {"guidance": {"channels": "first_three"}}}
     message = f"{section}.guidance.channels is first_three, but x has 1 channel. Use all."
     assert message in told(tmp_path, sections)
@@ -249,7 +249,7 @@ def test_guidance_of_three_channels_needs_three(tmp_path: Path, section: str) ->
 
 
 @pytest.mark.parametrize(("num_steps", "is_told"), [(50, True), (250, False), ("ddim125", True), ("", True)])
-def test_timesteps_that_are_sampled_and_not_trained_are_told(
+def test_sampling_at_untrained_timesteps_gives_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int | str, is_told: bool
 ) -> None:
     log_line_once.cache_clear()
@@ -266,11 +266,11 @@ def test_timesteps_that_are_sampled_and_not_trained_are_told(
 
 
 @pytest.mark.parametrize("sections", [PRIOR, RIN, DVAE, DIT, DVAE | {"preview": {"batch_size": 4}}])
-def test_the_rest_is_accepted(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_valid_sections_are_accepted(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert told(tmp_path, sections) == ""
 
 
-def test_classes_of_a_folder_are_known_before_any_work(tmp_path: Path) -> None:
+def test_labels_are_checked_against_folder_classes_before_any_work(tmp_path: Path) -> None:
     for name in ("ant", "bee", "empty"):
         (tmp_path / "images" / name).mkdir(parents=True)
     for name in ("ant", "bee"):
@@ -287,7 +287,7 @@ def test_classes_of_a_folder_are_known_before_any_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_system_names_only_keys_that_its_sections_have(system: Any) -> None:
+def test_system_lists_only_keys_of_its_sections(system: Any) -> None:
     for section in system.sections.values():
         if section.keys is not None:
             assert section.keys < set(section.kind.model_fields)
@@ -295,8 +295,8 @@ def test_a_system_names_only_keys_that_its_sections_have(system: Any) -> None:
     assert experiment_of(system) is experiment_of(system)
 
 
-def test_a_system_answers_few_questions() -> None:
-    """What a stage asks about samples or metrics belongs to `Sampling` or `Evaluation`."""
+def test_system_interface_stays_small() -> None:
+    """Methods about samples or metrics belong to `Sampling` or `Evaluation`."""
     questions = [
         name
         for name, value in vars(System).items()
@@ -305,6 +305,6 @@ def test_a_system_answers_few_questions() -> None:
     assert len(questions) <= 10 and len(questions) + len(System.__class_vars__) <= 15
 
 
-def test_an_unknown_system_is_told_with_those_that_are_known() -> None:
+def test_error_for_unknown_system_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"Unknown system 'vqgan'\. Known: dit, iddpm, rin, autoencoder, dvae, prior"):
         parse_experiment({"data": DATA, "train": {"steps": 1}, "system": {"type": "vqgan"}}, "x")
