@@ -122,8 +122,8 @@ def test_a_shard_is_fetched_when_it_is_first_read_and_kept(tmp_path: Path, crops
     for number in (0, 39, 1, 38):
         assert torch.equal(there.gather(np.array([number])), here.gather(np.array([number])))
     assert server.shards == {"shard-00000.tar": 1, "shard-00004.tar": 1}
-    cached = open_shards(server.url, "all", cache=tmp_path)
-    assert torch.equal(cached.gather(np.arange(40)), here.gather(np.arange(40))) and server.shards == EACH_ONCE
+    held = open_shards(server.url, "all", cache=tmp_path).hold()
+    assert torch.equal(held.gather(np.arange(40)), here.gather(np.arange(40))) and server.shards == EACH_ONCE
     expected = {each["sha256"] for each in here.manifest["shards"]} | {here.manifest["index"]}
     kept = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert {path.name for path in kept} == expected
@@ -143,8 +143,8 @@ def test_training_goes_on_from_the_cache(tmp_path: Path, crops: Path, server: Se
 def test_readers_of_one_machine_fetch_once_together(tmp_path: Path, crops: Path, server: Server) -> None:
     here = open_shards(crops, "all")
     with ThreadPoolExecutor(4) as pool:
-        pixels = pool.map(lambda _: open_shards(server.url, "all", cache=tmp_path).gather(np.arange(40)), range(4))
-        assert all(torch.equal(each, here.gather(np.arange(40))) for each in pixels)
+        sets = pool.map(lambda _: open_shards(server.url, "all", cache=tmp_path).hold(), range(4))
+        assert all(torch.equal(each.gather(np.arange(40)), here.gather(np.arange(40))) for each in sets)
     assert server.shards == EACH_ONCE
 
 
@@ -174,12 +174,12 @@ def test_a_connection_that_fails_is_tried_again(tmp_path: Path, crops: Path, ser
 
 def test_a_damaged_cache_is_fetched_anew(tmp_path: Path, crops: Path, server: Server) -> None:
     here = open_shards(crops, "all")
-    open_shards(server.url, "all", cache=tmp_path).gather(np.arange(40))
+    open_shards(server.url, "all", cache=tmp_path).hold()
     short, flipped = (tmp_path / here.manifest["shards"][shard]["sha256"] for shard in (1, 2))
     short.write_bytes(short.read_bytes()[:-1])
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"\x01")
     (tmp_path / here.manifest["index"]).write_bytes(b"\x93NUMPY")
-    found = open_shards(server.url, "all", cache=tmp_path)
+    found = open_shards(server.url, "all", cache=tmp_path).hold()
     assert torch.equal(found.gather(np.arange(40)), here.gather(np.arange(40)))
     assert server.shards == EACH_ONCE | {"shard-00001.tar": 2, "shard-00002.tar": 2}
     assert server.fetched["index.npy"] == 2

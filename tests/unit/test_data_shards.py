@@ -88,7 +88,7 @@ def make(tmp_path: Path) -> Make:
 
 def test_gather_returns_any_samples_in_any_order_with_their_twins(make: Make) -> None:
     folder, plain, labels = make([4, 0, 7, 1])
-    for dataset in (open_shards(folder), open_shards(folder, in_background=True)):
+    for dataset in (open_shards(folder), open_shards(folder, in_background=True).hold()):
         assert (dataset.num_samples, dataset.shape, dataset.dtype) == (12, (2, 1, 2, 2), torch.float16)
         assert (dataset.labels == labels).all() and dataset.labels.dtype == np.int64
         assert dataset.classes == ["a", "b", "c"] and dataset.num_classes == 3
@@ -144,6 +144,7 @@ def sets() -> dict[str, tuple[Path, np.ndarray, np.ndarray]]:
     batch=st.integers(1, 12),
     start=st.integers(0, 40),
     prefetch=st.integers(1, 4),
+    hold=st.booleans(),
     flip=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_ranks_together_read_the_stream_from_any_start(
@@ -154,6 +155,7 @@ def test_ranks_together_read_the_stream_from_any_start(
     batch: int,
     start: int,
     prefetch: int,
+    hold: bool,
     flip: float,
 ) -> None:
     if str(counts) not in sets:
@@ -161,6 +163,8 @@ def test_ranks_together_read_the_stream_from_any_start(
     folder, plain, labels = sets[str(counts)]
     total, steps, seed = sum(counts), 3, 7
     dataset = open_shards(folder)
+    if hold:
+        dataset = dataset.hold()
     streams = [iter(Batches(dataset, batch, seed, rank, world, start, flip, prefetch)) for rank in range(world)]
     for step in range(steps):
         shares = [next(stream) for stream in streams]
@@ -284,7 +288,7 @@ def test_a_flipped_bit_is_found_before_it_is_read(make: Make, known: bool, monke
     monkeypatch.setattr(checksums, "_SETTLED_S", -1.0)
     folder, plain, _ = make([4, 5])
     if known:
-        assert (open_shards(folder).gather(np.arange(9)).numpy() == plain).all()
+        assert (open_shards(folder).hold().gather(np.arange(9)).numpy() == plain).all()
     flip(folder / "shard-00000.tar", 1700)
     dataset = open_shards(folder)
     assert (dataset.gather(np.arange(4, 9)).numpy() == plain[4:]).all()
@@ -306,11 +310,11 @@ def test_a_file_is_hashed_once_for_its_stamp(make: Make, monkeypatch: pytest.Mon
     folder, _, _ = make([4, 5])
     for settled in (3600.0, -1.0, -1.0):  # at first it was written too short a time ago
         monkeypatch.setattr(checksums, "_SETTLED_S", settled)
-        open_shards(folder).gather(np.arange(9))
+        open_shards(folder).hold()
         open_shards(folder, in_background=True)
     assert sorted(Counter(hashed).items()) == [("index.npy", 3), ("shard-00000.tar", 3), ("shard-00001.tar", 3)]
     os.utime(folder / "shard-00001.tar")
-    open_shards(folder).gather(np.arange(9))
+    open_shards(folder).hold()
     assert hashed[9:] == ["shard-00001.tar"]
 
 
@@ -376,7 +380,7 @@ def test_numbers_of_another_kind_than_the_manifest_says_are_refused(make: Make, 
     folder, _, _ = make([0, 5])
     write_json(folder / "manifest.json", read_json(folder / "manifest.json") | change)
     with pytest.raises(ValueError, match=r"shard-00001\.tar does not hold .*, as the manifest says\. Run the stage"):
-        open_shards(folder).gather(np.arange(5))
+        open_shards(folder).hold()
 
 
 def test_a_class_that_does_not_exist_is_refused(make: Make) -> None:
@@ -403,9 +407,10 @@ def test_crops_are_mirrored_when_they_are_read(tmp_path: Path, make: Make) -> No
     without = {**dataset.manifest, "offsets": {"npy": dataset.manifest["offsets"]["npy"]}}
     crops = Shards(folder, without, "all")
     flip = np.array([True, False, False, True, True, False])
-    found, plain = crops.gather(np.arange(6), flip), crops.gather(np.arange(6))
-    assert torch.equal(found[torch.from_numpy(flip)], plain[torch.from_numpy(flip)].flip(-1))
-    assert torch.equal(found[torch.from_numpy(~flip)], plain[torch.from_numpy(~flip)])
+    for each in (crops, Shards(folder, without, "all").hold()):
+        found, plain = each.gather(np.arange(6), flip), each.gather(np.arange(6))
+        assert torch.equal(found[torch.from_numpy(flip)], plain[torch.from_numpy(flip)].flip(-1))
+        assert torch.equal(found[torch.from_numpy(~flip)], plain[torch.from_numpy(~flip)])
 
 
 def test_many_shards_need_no_descriptors(make: Make) -> None:

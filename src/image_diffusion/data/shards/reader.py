@@ -189,6 +189,17 @@ class Shards:
         self.labels, self._shard, self._row = self.labels[rows], self._shard[rows], self._row[rows]
         self._chosen, self.num_samples = self._chosen[rows], len(rows)
 
+    def hold(self) -> Shards:
+        """Read every sample into memory once and gather from there. Returns itself."""
+        self._fetch(np.unique(self._shard))
+        rows = (
+            self._row if self._mirror_offset is None else np.concatenate([self._row, self._row + self._mirror_offset])
+        )
+        self._table = self._table.index_select(0, torch.from_numpy(rows))
+        self._row = np.arange(self.num_samples)
+        self._mirror_offset = None if self._mirror_offset is None else self.num_samples
+        return self
+
     def _read_index(self) -> NDArray[np.void]:
         """Read the index, a row for each sample of the set. Raises ValueError when it does not fit the manifest."""
         if isinstance(self._folder, Path):
