@@ -44,7 +44,7 @@ def update(flat: Flat, optimizer: Any, step: int) -> None:
     optimizer.torch.step()
 
 
-def test_an_update_is_that_of_the_library() -> None:
+def test_update_equals_bitsandbytes_own_optimizer() -> None:
     """On each piece of the flat vector, with its own rate and decay."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     flat, factors = Flat(network()), dict.fromkeys(dict(network().named_parameters()), 1.0)
@@ -139,7 +139,7 @@ def test_sharding_that_divides_its_moments_is_rejected() -> None:
             TrainConfig.model_validate(settings)
 
 
-def test_a_missing_library_is_told_in_one_line(
+def test_missing_bitsandbytes_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
@@ -149,7 +149,7 @@ def test_a_missing_library_is_told_in_one_line(
     assert capfd.readouterr().err == told
 
 
-def test_a_library_without_kernels_for_a_gpu_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitsandbytes_without_gpu_kernels_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
 
     def no_kernels(*_: Any, **__: Any) -> None:

@@ -89,7 +89,7 @@ def embedded(folder: Path) -> int:
     return write_pairs(made, "x", FeaturePairs().splits, "float16", folder / "features")[1]
 
 
-def test_images_saved_again_with_equal_pixels_change_the_ids_and_embed_nothing(tmp_path: Path) -> None:
+def test_resaved_images_with_equal_pixels_change_ids_but_embed_nothing(tmp_path: Path) -> None:
     def made(folder: Path) -> dict[str, bytes]:
         source = {"type": "folder", "path": str(tmp_path / "in")}
         data = {"name": "x", "source": source, "resolution": 8, "num_shards": 1}
@@ -131,7 +131,7 @@ def trained(training: Training, output: Path, start: Path | None = None) -> byte
     return (output / "weights.safetensors").read_bytes()
 
 
-def test_a_mirrored_image_comes_with_the_features_of_the_mirrored_image(sets: Path) -> None:
+def test_mirrored_images_come_with_features_of_mirrored_images(sets: Path) -> None:
     features = open_shards(sets / "features", "all")
     assert features.manifest["kind"] == "features" and features.shape == (3, 2, 2)
     crops = open_shards(sets / "crops", "train").join(features)
@@ -141,7 +141,7 @@ def test_a_mirrored_image_comes_with_the_features_of_the_mirrored_image(sets: Pa
     assert torch.equal(examples.joined_sets[0].float(), Blurred().maps(examples.stored).half().float())
 
 
-def test_teachers_see_maps() -> None:
+def test_teachers_return_feature_maps() -> None:
     torch.manual_seed(0)
     images = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     description = {
@@ -169,7 +169,7 @@ def test_teachers_see_maps() -> None:
         teacher.maps(torch.zeros(2, 4, 16, 16, dtype=torch.uint8))
 
 
-def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_anew(sets: Path, tmp_path: Path) -> None:
+def test_transformers_teacher_is_encoded_again_when_its_weights_change(sets: Path, tmp_path: Path) -> None:
     """Of 8 x 8 pixels brought to 32 x 32, in patches of 8: 4 x 4 places, which need not be the grid of the tokens."""
 
     def made(seed: int) -> tuple[int, Any]:
@@ -189,7 +189,7 @@ def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_a
         training_of(tmp_path, sets, 1, tmp_path / config.name)
 
 
-def test_the_spatial_norm_in_numbers() -> None:
+def test_spatial_norm_equals_hand_computed_values() -> None:
     """Positions 0, 0, 0, 4 of one channel: mean 1, deviation 2 (over n - 1)."""
     features = torch.tensor([0.0, 0.0, 0.0, 4.0]).view(1, 1, 2, 2)
     for share, expected in ((1.0, [-0.5, -0.5, -0.5, 1.5]), (0.5, [-0.25, -0.25, -0.25, 1.75]), (None, [0, 0, 0, 4])):
@@ -200,7 +200,7 @@ def test_the_spatial_norm_in_numbers() -> None:
 
 
 @pytest.mark.parametrize("projector", ["conv", "mlp"])
-def test_the_term_is_minus_the_mean_cosine_of_projected_tokens_and_features(projector: str) -> None:
+def test_alignment_term_is_negative_mean_cosine_of_projected_tokens_and_features(projector: str) -> None:
     system = a_system(projector=projector, projector_width=8, weight=0.7)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
@@ -218,13 +218,13 @@ def test_the_term_is_minus_the_mean_cosine_of_projected_tokens_and_features(proj
     assert torch.equal(objective.uniform()(network, a_batch()).loss, plain.loss)  # type: ignore[attr-defined]
 
 
-def test_projectors_are_those_of_the_papers() -> None:
+def test_projectors_have_the_shapes_of_the_papers() -> None:
     conv, mlp = (Projector(Alignment(block=1, projector=each), 16, 5) for each in ("conv", "mlp"))
     shapes = [tuple(each.shape) for each in (*conv.parameters(), *mlp.parameters())]
     assert shapes == [(5, 16, 3, 3), (5,), (2048, 16), (2048,), (2048, 2048), (2048,), (5, 2048), (5,)]
 
 
-def test_after_the_last_aligned_step_training_is_the_plain_one(sets: Path, tmp_path: Path) -> None:
+def test_gradients_equal_plain_training_after_the_last_aligned_step(sets: Path, tmp_path: Path) -> None:
     """The same gradient of every parameter that the plain training has; none of the projector."""
 
     def gradient(step: int, **changes: Any) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def test_after_the_last_aligned_step_training_is_the_plain_one(sets: Path, tmp_p
     assert not torch.equal(during["blocks.0.attn.qkv.weight"], gradient(3, alignment=None)["blocks.0.attn.qkv.weight"])
 
 
-def test_what_is_written_holds_no_projector(sets: Path, tmp_path: Path) -> None:
+def test_written_weights_contain_no_projector(sets: Path, tmp_path: Path) -> None:
     training, once = training_of(tmp_path, sets, 4), tmp_path / "once"
     whole = trained(training, once)
     assert trained(training_of(tmp_path, sets, 2), tmp_path / "twice") != whole
@@ -258,7 +258,7 @@ def test_what_is_written_holds_no_projector(sets: Path, tmp_path: Path) -> None:
         trained(training_of(tmp_path, sets, 1, **changes), tmp_path / f"next-{len(changes)}", once)
 
 
-def test_features_lie_beside_the_words_of_a_condition(sets: Path, tmp_path: Path) -> None:
+def test_features_are_stored_next_to_caption_conditions(sets: Path, tmp_path: Path) -> None:
     words = parse(CaptionPairs, {"encoder": {"type": "hashed", "dim": 8}, "num_tokens": 2}, "pairs")
     made = words.build(PairInputs(sets / "crops", None, 3, None, torch.device("cpu")))
     write_pairs(made, "x", words.splits, words.dtype, tmp_path / "captions")
@@ -317,7 +317,7 @@ FEATURES = {"type": "features"}
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(system: Any, pairs: Any, line: str) -> None:
+def test_incompatible_alignment_sections_are_reported_in_one_line(system: Any, pairs: Any, line: str) -> None:
     raw = {
         "data": {"name": "x", "source": {"type": "digits"}, "resolution": 8},
         "system": {"type": "dit", "network": NETWORK} | system,

@@ -56,7 +56,7 @@ def defined_names() -> Iterator[str]:
                 yield node.name.strip("_").lower()
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_import_circles() -> None:
     assert circles() == set()
 
 
@@ -66,11 +66,11 @@ def test_folders_are_small() -> None:
     assert large == {}
 
 
-def test_names_say_something() -> None:
+def test_names_are_meaningful() -> None:
     assert [name for name in defined_names() if name in EMPTY_NAMES] == []
 
 
-def test_docstrings_stand_alone() -> None:
+def test_docstrings_open_with_a_noun_or_verb() -> None:
     root = SOURCE.parents[1]
     opening = [
         f"{path.relative_to(root)}:{node.value.lineno}"
@@ -88,7 +88,7 @@ def test_each_command_of_a_rule_is_a_stage() -> None:
     assert {stage for stage in stages if re.search(rf"\b{PACKAGE} {stage}\b", rules)} == stages
 
 
-def test_few_functions_are_given_a_whole_section() -> None:
+def test_few_functions_take_a_whole_config_section() -> None:
     count = Counter(
         ast.unparse(argument.annotation)
         for path in SOURCE.rglob("*.py")
@@ -100,7 +100,7 @@ def test_few_functions_are_given_a_whole_section() -> None:
     assert {name: count[name] for name in MOST_GIVEN if count[name] > MOST_GIVEN[name]} == {}
 
 
-def test_what_benches_import_exists() -> None:
+def test_imports_of_benchmarks_exist() -> None:
     """No test runs most of them."""
     missing = [
         f"{path.name}: {node.module}.{alias.name}"

@@ -53,7 +53,7 @@ def test_skypilot_knows_every_key_of_the_task() -> None:
     assert TASK["envs"]["MIRROR"] is None, "SkyPilot asks for it"
 
 
-def test_a_new_project_has_what_the_clone_has(tmp_path: Path) -> None:
+def test_new_project_has_the_cloud_files_of_the_clone(tmp_path: Path) -> None:
     begin(tmp_path / "mine")
     page = (tmp_path / "mine/config/README.md").read_text()
     for path in (tmp_path / "mine/config").glob("*.*"):  # `make` is of a clone, and so it says; this has other commands
@@ -79,7 +79,7 @@ def test_the_task_runs_snakemake_on_the_gpus_of_the_machine_with_a_mirror(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["clone", "project"])
-def test_the_task_installs_what_is_locked(kind: str, tmp_path: Path) -> None:
+def test_task_installs_locked_requirements(kind: str, tmp_path: Path) -> None:
     """With stand-ins for Python and make, which write down what they are asked for."""
     log = tmp_path / "log"
     python = 'echo "$@" >>"$LOG"; [[ "$*" != *"uv python find"* ]] || echo "$PWD/bin/python3"'
@@ -161,6 +161,6 @@ def test_the_container_is_built_from_the_lock() -> None:
         ("USER 1000", "USER root", ["runs as root"]),
     ],
 )
-def test_a_wrong_recipe_is_noticed(line: str, other: str, fault: list[str]) -> None:
+def test_faulty_container_recipes_are_detected(line: str, other: str, fault: list[str]) -> None:
     assert line in RECIPE
     assert faults(RECIPE.replace(line, other)) == fault

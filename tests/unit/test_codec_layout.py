@@ -33,13 +33,13 @@ TRAINED: dict[str, Config] = {
 }
 
 
-def test_a_gpu_has_them_innermost_and_a_cpu_takes_them_as_they_come() -> None:
+def test_gpu_uses_channels_last_and_cpu_preserves_layout() -> None:
     assert layout_on(torch.device("cuda", 1)) is torch.channels_last
     assert layout_on(CPU) is torch.preserve_format
 
 
 @pytest.mark.parametrize("convolution", [F.conv2d, F.conv_transpose2d])
-def test_what_a_gpu_convolves_lies_as_its_weights_do_whatever_it_is_given(convolution: Callable[..., Tensor]) -> None:
+def test_gpu_convolution_output_follows_weight_layout(convolution: Callable[..., Tensor]) -> None:
     with FakeTensorMode():
         x, weight = torch.randn(2, 8, 16, 16, device="cuda"), torch.randn(8, 8, 3, 3, device="cuda")
         laid_out = weight.to(memory_format=layout_on(weight.device))
@@ -78,7 +78,7 @@ def laid_out(network: nn.Module) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *TRAINED])
-def test_every_codec_gives_the_numbers_that_it_gives_laid_out_otherwise(
+def test_codec_outputs_do_not_depend_on_memory_layout(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_transformers(monkeypatch)

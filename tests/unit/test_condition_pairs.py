@@ -263,7 +263,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.mark.parametrize("case", CASES, ids="_".join)
-def test_every_pair_of_kinds_trains_resumes_and_is_drawn_with_guidance(made: Made, case: tuple[str, ...]) -> None:
+def test_every_pair_of_conditions_trains_resumes_and_samples_with_guidance(made: Made, case: tuple[str, ...]) -> None:
     model = load_model(made.trained(case).parent)
     kinds = [WRITTEN[name]["pairs"]["type"] for name in case[1:] if "pairs" in WRITTEN.get(name, {})]
     assert [{"hashed": "pairs"}.get(kind, kind) for kind in kinds] == list(model.pairs)
@@ -288,7 +288,7 @@ def test_every_pair_of_kinds_trains_resumes_and_is_drawn_with_guidance(made: Mad
 
 
 @pytest.mark.slow
-def test_every_pair_of_kinds_is_drawn_where_the_package_cannot_be_imported(made: Made, tmp_path: Path) -> None:
+def test_every_pair_of_conditions_samples_without_the_package(made: Made, tmp_path: Path) -> None:
     cases = [case for case in CASES if case[0] == "dit"]
     for case in cases:
         made.sampled(case)
@@ -300,7 +300,7 @@ def test_every_pair_of_kinds_is_drawn_where_the_package_cannot_be_imported(made:
         assert difference <= 1, (case, difference)
 
 
-def test_a_new_kind_joins_the_cases_by_itself() -> None:
+def test_new_condition_types_join_the_cases_automatically() -> None:
     class Another(LabelCondition):
         type: Literal["another"] = "another"  # type: ignore[assignment]
 
@@ -309,7 +309,7 @@ def test_a_new_kind_joins_the_cases_by_itself() -> None:
     assert experiment(Path(), "dit", "another")["system"]["condition"] == [{"type": "another"}]
 
 
-def test_an_image_that_lacks_one_of_the_sets_is_left_out_of_all(made: Made) -> None:
+def test_images_missing_from_one_set_are_left_out_of_all(made: Made) -> None:
     made.trained(("dit", "numbers", "image from pairs"))
     dataset = made.results / "datasets" / "x-8"
     crops, *sets = (open_shards(dataset / name, "all") for name in ("crops", "numbers", "images"))
@@ -332,7 +332,7 @@ def test_an_image_that_lacks_one_of_the_sets_is_left_out_of_all(made: Made) -> N
         crops.join(open_shards(dataset / "images", "all"))
 
 
-def test_equal_images_keep_their_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_duplicate_images_keep_their_own_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of three pairs of equal images in one shard: of one an image is held out, of one an image has no number."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
     for number in range(6):
@@ -358,7 +358,7 @@ def test_equal_images_keep_their_own_numbers(tmp_path: Path, capsys: pytest.Capt
     )
 
 
-def test_a_list_of_one_set_is_the_set_alone(made: Made, tmp_path: Path) -> None:
+def test_list_of_one_set_equals_the_set(made: Made, tmp_path: Path) -> None:
     alone, listed = (experiment(made.folder, "dit", "numbers") for _ in range(2))
     alone["pairs"] = listed["pairs"][0]
     for name, sections in (("alone", alone), ("listed", listed)):
@@ -463,7 +463,7 @@ def guided(objective: dict[str, Any], guidance: dict[str, Any], **sample: Any) -
         "no scale",
     ],
 )
-def test_sets_that_do_not_fit_are_told_in_one_line(
+def test_incompatible_sets_are_reported_in_one_line(
     made: Made, tmp_path: Path, parts: list[str], sections: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "mine.yaml"
@@ -473,7 +473,7 @@ def test_sets_that_do_not_fit_are_told_in_one_line(
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1, caught.value
 
 
-def test_the_last_line_counts_rows_and_columns_of_numbers(
+def test_last_line_of_embed_counts_rows_and_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = {"type": "numbers", "columns": ["age", "dose", "time"]}

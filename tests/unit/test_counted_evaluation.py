@@ -48,7 +48,7 @@ def bench() -> Any:
     ],
     ids=["manifold", "kernel", "monge", "frechet", "copies"],
 )
-def test_the_formulas_count_what_the_metrics_do(
+def test_formulas_match_counted_flops_of_metrics(
     bench: Any, metric: Callable[..., Any], formula: Callable[[Any], int]
 ) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_the_formulas_count_what_the_metrics_do(
     assert counter.get_total_flops() == pytest.approx(formula(bench), rel=0.02)
 
 
-def test_50_000_images_are_judged_in_five_minutes_at_half_the_peak_of_an_h200(bench: Any) -> None:
+def test_metrics_of_50_000_images_take_five_minutes_at_half_the_peak_of_an_h200(bench: Any) -> None:
     """67 TFLOP/s in float32, and in float64 on tensor cores."""
     found = {name: bench.looked(judge)[0] for name, judge in bench.JUDGES.items()}
     assert found["Inception"] == pytest.approx(11.4e9, rel=0.01)
@@ -86,7 +86,7 @@ def test_neighbours_are_compared_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(multiplied) > 3 and {*multiplied} == {"cuda"}
 
 
-def test_statistics_of_a_reference_take_the_same_memory_for_any_number_of_images() -> None:
+def test_reference_statistics_memory_does_not_grow_with_the_number_of_images() -> None:
     """Of Inception's 2048 dimensions far below 4 GB: features lie in a file, and 4,096 rows at a time are in memory."""
 
     def peak(rows: int, dimension: int) -> int:

@@ -33,7 +33,7 @@ def crop(data: bytes) -> Crop:
         return crop_image(data, DataConfig.model_validate(config))
 
 
-def test_damage_anywhere_is_a_bad_image_or_an_image() -> None:
+def test_random_damage_gives_a_crop_or_a_bad_image() -> None:
     chance = random.Random(0)
     data = jpeg(turned=6)
     for _ in range(300):
@@ -111,13 +111,13 @@ WHOLE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", FILLED_UP)
-def test_pixels_that_a_decoder_makes_up_are_damage(kind: str) -> None:
+def test_pixels_filled_in_by_the_decoder_count_as_damage(kind: str) -> None:
     with pytest.raises(BadImage, match="^damaged: its data end too early or have a hole"):
         crop(FILLED_UP[kind])
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_grey_corners_and_zeros_of_a_whole_jpeg_are_none(kind: str) -> None:
+def test_grey_corners_and_zeros_of_intact_jpegs_are_not_damage(kind: str) -> None:
     assert crop(WHOLE[kind]).crops[0].shape == (3, 16, 16)
 
 

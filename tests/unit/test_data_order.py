@@ -25,7 +25,7 @@ from image_diffusion.data.shards.order import Balanced, Shuffled, epoch_order, s
     interrupted_at=st.floats(0, 1),
     new_world_size=st.integers(1, 5),
 )
-def test_every_sample_comes_once_an_epoch_for_any_world_batch_and_interruption(
+def test_each_sample_comes_once_per_epoch_for_any_world_batch_and_interruption(
     num_samples: int,
     world_size: int,
     global_batch: int,
@@ -57,7 +57,7 @@ def test_the_order_of_an_epoch_never_changes() -> None:
     assert epoch_order(10, seed=1, epoch=0).tolist() != epoch_order(10, seed=0, epoch=0).tolist()
 
 
-def test_every_sample_is_equally_likely_at_every_place() -> None:
+def test_samples_are_uniform_at_every_position() -> None:
     n, epochs = 12, 6000
     counts = np.zeros((n, n))
     for epoch in range(epochs):
@@ -82,7 +82,7 @@ def test_neighbouring_seeds_and_epochs_give_unrelated_orders() -> None:
     seed=st.integers(0, 2**63 - 1),
     cuts=st.lists(st.integers(0, 180), max_size=5),
 )
-def test_balanced_classes_come_equally_often_and_none_of_their_samples_twice_before_the_others(
+def test_balanced_classes_are_drawn_equally_and_repeat_samples_only_after_all_others(
     counts: list[int], rounds: int, seed: int, cuts: list[int]
 ) -> None:
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))

@@ -92,7 +92,7 @@ def test_cifar10_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert (np.asarray(image) == pixels[number]).all()
 
 
-def test_a_set_of_folders_and_one_of_a_table(tmp_path: Path) -> None:
+def test_torchvision_sets_of_folders_and_tables(tmp_path: Path) -> None:
     """Food101 keeps its classes in an attribute of its own, EuroSAT beside the files."""
     for i, label in enumerate(LABELS):
         for path in (f"food/food-101/images/f{label}/{i}.jpg", f"euro/eurosat/2750/e{label}/{i}.png"):
@@ -126,7 +126,7 @@ class Odd:
         return None, self._given[number]
 
 
-def test_classes_are_asked_of_each_image_where_attributes_tell_others() -> None:
+def test_classes_come_from_each_image_if_attributes_contradict_them() -> None:
     assert torchvision_set._targets(Odd(7, 10, 7), "Odd") == [7, 10, 7]
     assert torchvision_set._class_names(Odd(), 2) is None
     with pytest.raises(ValueError, match="torchvision's Odd gives dict with an image, not the number of a class"):
@@ -156,7 +156,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
         server.shutdown()
 
 
-def test_downloads_happen_only_where_they_are_asked_for(tmp_path: Path, mirror: list[str]) -> None:
+def test_downloads_happen_only_on_request(tmp_path: Path, mirror: list[str]) -> None:
     source: dict[str, Any] = {"type": "torchvision", "name": "MNIST", "path": str(tmp_path / "in")}
     with pytest.raises(ValueError, match=r"holds no files\. Put those of the set there, or set data\.source\.download"):
         list(parse(Source, source, "here").file_groups())
@@ -170,7 +170,7 @@ def test_downloads_happen_only_where_they_are_asked_for(tmp_path: Path, mirror: 
     assert len(mirror) >= 4 and not refresh(parsed, tmp_path / "source.json")
 
 
-def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path, mirror: list[str]) -> None:
+def test_unusable_torchvision_sets_are_reported_in_one_line(tmp_path: Path, mirror: list[str]) -> None:
     source: dict[str, Any] = {"type": "torchvision", "name": "MNIST", "path": str(tmp_path), "download": True}
     for change, message in (
         ({"options": {"split": "test"}}, r"unexpected keyword argument 'split'\. Put its files there"),
