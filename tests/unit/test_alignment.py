@@ -1,4 +1,4 @@
-"""REPA and iREPA: features that are encoded once, the term, a projector that is not written, and what does not go."""
+"""REPA and iREPA: features encoded once, the loss term, the projector that is not saved, and rejected settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def a_batch(step: int = 1) -> Batch:
 
 
 class Blurred:
-    """A teacher that tells left from right."""
+    """Teacher whose features distinguish left from right."""
 
     identity: dict[str, Any] = {"type": "blurred"}  # noqa: RUF012
 
@@ -69,7 +69,7 @@ class Blurred:
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with crops of noise in three classes, and with what a teacher sees in them."""
+    """Folder with crops of noise in three classes, and with a teacher's features of them."""
     folder = tmp_path_factory.mktemp("sets")
     generator = np.random.default_rng(0)
     for number in range(60):
@@ -84,7 +84,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def embedded(folder: Path) -> int:
-    """Encode the features; returns how many shards were written."""
+    """Encode the features; return the number of shards written."""
     made = TeacherFeatures(folder / "crops", Blurred(), {"encoder": FeaturePairs().encoded_by})
     return write_pairs(made, "x", FeaturePairs().splits, "float16", folder / "features")[1]
 
@@ -108,7 +108,7 @@ def test_resaved_images_with_equal_pixels_change_ids_but_embed_nothing(tmp_path:
 
 
 def training_of(folder: Path, sets: Path, steps: int, features: str | Path = "features", **changes: Any) -> Training:
-    """A small training on those. changes: of the system."""
+    """Small training on these sets. changes: changes to the system section."""
     plain = changes.get("alignment", 1) is None
     stage = {
         "experiment": "x",
@@ -125,7 +125,7 @@ def training_of(folder: Path, sets: Path, steps: int, features: str | Path = "fe
 
 
 def trained(training: Training, output: Path, start: Path | None = None) -> bytes:
-    """The weights that it ends with."""
+    """Train, and return the final weights."""
     torch.manual_seed(0)
     run(training.build, training.stage.train, training.model, training.data, output, None, start)
     return (output / "weights.safetensors").read_bytes()
@@ -170,7 +170,7 @@ def test_teachers_return_feature_maps() -> None:
 
 
 def test_transformers_teacher_is_encoded_again_when_its_weights_change(sets: Path, tmp_path: Path) -> None:
-    """Of 8 x 8 pixels brought to 32 x 32, in patches of 8: 4 x 4 places, which need not be the grid of the tokens."""
+    """Images of 8 x 8 pixels are resized to 32 x 32; patches of 8 give 4 x 4 features, whatever the token grid."""
 
     def made(seed: int) -> tuple[int, Any]:
         write_tower("Dinov2", tmp_path / "tower", seed)
@@ -210,7 +210,7 @@ def test_alignment_term_is_negative_mean_cosine_of_projected_tokens_and_features
     losses, seen = objective(network, a_batch()), []
     network.blocks[1].register_forward_hook(lambda module, given, tokens: seen.append(tokens))
     plain = system.model_copy(update={"alignment": None}).build_objective(SPEC)(network, a_batch())
-    projected = network.get_submodule(PROJECTOR)(seen[0][:, 1:].unflatten(1, (4, 4)))  # but for the token of the class
+    projected = network.get_submodule(PROJECTOR)(seen[0][:, 1:].unflatten(1, (4, 4)))  # except the class token
     goal = target(a_batch().features, 4, 1.0)  # type: ignore[arg-type]
     cosine = (F.normalize(projected, dim=-1) * F.normalize(goal, dim=-1)).sum(-1).mean((1, 2))
     torch.testing.assert_close(losses.loss, plain.loss - 0.7 * cosine)
@@ -225,7 +225,7 @@ def test_projectors_have_the_shapes_of_the_papers() -> None:
 
 
 def test_gradients_equal_plain_training_after_the_last_aligned_step(sets: Path, tmp_path: Path) -> None:
-    """The same gradient of every parameter that the plain training has; none of the projector."""
+    """Every parameter has the gradient of plain training, and the projector has none."""
 
     def gradient(step: int, **changes: Any) -> dict[str, Tensor]:
         training = training_of(tmp_path, sets, 9, **changes)

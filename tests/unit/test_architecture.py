@@ -1,4 +1,4 @@
-"""The shape of the package: no import circles, small folders, and names that say something. `make lint` runs this."""
+"""Structure of the package: no import circles, small folders, meaningful names. `make lint` runs this."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ EMPTY_NAMES = frozenset(
     "inherited judged kept known lifeline looks made making mistakes of once ours panel seen spare telling there "
     "together told wanted".split()
 )
-"""Names that say nothing about what a module, a function or a class is."""
+"""Names that do not describe a module, a function or a class."""
 MOST_GIVEN = {"TrainConfig": 17, "DataConfig": 29, "EvaluateConfig": 12}
-"""Functions that may be given a whole section of an experiment; others are given the values that they read."""
+"""Most functions that may take a whole section of an experiment; others take the values that they read."""
 EMPTY_OPENINGS = ("What ", "Whether ", "Who ", "Of ", "Those ", "The same")
-"""First words of docstrings that leave the reader to find the noun."""
+"""First words of docstrings that lack a noun or a verb."""
 
 
 def circles() -> set[frozenset[str]]:
-    """The sets of modules that import each other in a circle; imports inside functions and for types count."""
+    """Return sets of modules that import each other in a circle, counting imports in functions and for types."""
     graph = grimp.build_graph(PACKAGE, cache_dir=None)
     names = sorted(graph.modules)
     number = {name: index for index, name in enumerate(names)}
@@ -48,7 +48,7 @@ def circles() -> set[frozenset[str]]:
 
 
 def defined_names() -> Iterator[str]:
-    """The names of all modules, functions and classes, without leading underscores."""
+    """Return names of all modules, functions and classes, without leading underscores."""
     for path in SOURCE.rglob("*.py"):
         yield path.stem.strip("_").lower()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -101,7 +101,7 @@ def test_few_functions_take_a_whole_config_section() -> None:
 
 
 def test_imports_of_benchmarks_exist() -> None:
-    """No test runs most of them."""
+    """Most benchmarks are run by no test."""
     missing = [
         f"{path.name}: {node.module}.{alias.name}"
         for path in (SOURCE.parents[1] / "tests" / "bench").rglob("*.py")

@@ -1,4 +1,4 @@
-"""What files of arrays state beside their numbers: pages, the size of a pixel, and volumes of NIfTI."""
+"""Metadata of array files (pages, pixel size, missing data) and NIfTI volumes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ome(numbers: NDArray[Any] = STACK[:1], axes: str = "ZYX", **metadata: Any) -
 
 
 def test_ome_xml_with_planes_in_other_files_is_rejected() -> None:
-    """tifffile gives zeros in their place: one file a channel, or an acquisition that was aborted."""
+    """tifffile reads such planes as zeros: one file per channel, or an aborted acquisition."""
     whole = ome(STACK[:3], "CYX")
     with tifffile.TiffFile(io.BytesIO(whole)) as file:
         assert file.ome_metadata is not None
@@ -157,7 +157,7 @@ def test_nodata_is_detected_before_white_is_inverted() -> None:
 @pytest.mark.parametrize("stated", ["7", "-9999", "255.5", "nan", "inf", "1e400", "-1.7976931348623157e+308", "none"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32"])
 def test_geotiff_without_nodata_pixels_is_read(stated: str, dtype: str) -> None:
-    numbers = np.arange(6).reshape(2, 3).astype(dtype)  # with a 0, which tifffile has for a value that it cannot read
+    numbers = np.arange(6).reshape(2, 3).astype(dtype)  # has a 0, tifffile's result for an unreadable value
     data = tiff(numbers, extratags=[(42113, "s", 0, stated, True)])
     assert np.array_equal(read(data, dtype=dtype).images[0][0], numbers)
 
@@ -239,7 +239,7 @@ def nifti(numbers: NDArray[Any], version: int = 1, **changed: Any) -> bytes:
 
 VOLUME = np.random.default_rng(5).integers(-1000, 2000, (24, 20, 6)).astype(np.int16)
 SLICES = VOLUME.transpose(2, 1, 0)[:, ::-1]
-"""From the feet to the head; the front above, the left at the left."""
+"""Slices from feet to head, with anterior at the top and the patient's left at the left."""
 
 
 @pytest.mark.parametrize("is_compressed", [False, True], ids=["nii", "nii.gz"])
@@ -255,7 +255,7 @@ def test_a_volume_gives_its_slices(version: int, is_compressed: bool) -> None:
 
 
 def test_volume_in_another_orientation_is_reoriented() -> None:
-    """Stored from head to feet, the left of the patient first in the second dimension."""
+    """Stored from head to feet, with the patient's left first in the second dimension."""
     stored = VOLUME.transpose(2, 0, 1)[::-1]
     affine = np.array([[0, 0.5, 0, 0], [0, 0, 0.25, 0], [-3, 0, 0, 0], [0, 0, 0, 1.0]])
     found = read(nifti(np.ascontiguousarray(stored), affine=affine), dtype="int16", pages="all")
@@ -300,7 +300,7 @@ def lzw() -> bytes:
 
 
 def packed() -> bytes:
-    """Numbers of 12 bits without gaps."""
+    """Return a TIFF of packed 12-bit values."""
     data = bytearray(tiff(STACK[0]))
     with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
         at = file.pages[0].tags["BitsPerSample"].valueoffset  # type: ignore[union-attr]
@@ -312,7 +312,7 @@ def packed() -> bytes:
 def test_missing_imagecodecs_is_named_in_the_message(
     make: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An intact file is not taken for a damaged one, which the crop would leave out."""
+    """An intact file must not be reported as damaged, because the crop stage would leave it out."""
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
     monkeypatch.setattr(tifffile.tifffile, "imagecodecs", _imagecodecs)
     monkeypatch.setattr(tifffile.TIFF.DECOMPRESSORS, "_codecs", {})

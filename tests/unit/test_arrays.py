@@ -1,4 +1,4 @@
-"""Images that are arrays: each layout is read rightly or refused in one line, and numbers keep their values."""
+"""Arrays as images: each layout is read correctly or rejected in one line, and values are kept."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ CYX = counts((3, 20, 24))
 YXC = np.ascontiguousarray(CYX.transpose(1, 2, 0))
 
 
-# What a file holds, with the settings that it needs beside three channels of uint16: always the numbers of CYX.
+# TIFF layouts with writer options; each must yield the values of CYX, three channels of uint16.
 @pytest.mark.parametrize("big", [False, True], ids=["classic", "big"])
 @pytest.mark.parametrize("order", ["<", ">"], ids=["little", "big-endian"])
 @pytest.mark.parametrize("compression", [None, "zlib"])
@@ -117,7 +117,7 @@ YXC = np.ascontiguousarray(CYX.transpose(1, 2, 0))
 def test_every_layout_of_tiff_gives_its_numbers(
     options: dict[str, Any], compression: str | None, order: str, big: bool
 ) -> None:
-    if options.get("imagej"):  # writes classic files with the high byte first
+    if options.get("imagej"):  # writes classic big-endian files
         big, order = False, ">"
     data = tiff(CYX, **options, compression=compression, byteorder=order, bigtiff=big)
     assert np.array_equal(read(data), CYX)
@@ -252,7 +252,7 @@ def pages(*numbers: Numbers) -> bytes:
     return buffer.getvalue()
 
 
-# What a file holds, settings, and what its one line says.
+# Name of the case, file contents, settings, expected one-line message.
 REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("as many rows as channels", lambda: npy(counts((3, 24, 3))), {}, "which axis of 3 x 24 x 3 has the 3 channels"),
     ("no axis fits", lambda: npy(counts((5, 20, 24))), {}, "which axis of 5 x 20 x 24 has the 3 channels"),
@@ -446,7 +446,7 @@ def test_shards_keep_every_12_bit_value_in_uint16(tmp_path: Path) -> None:
     assert np.array_equal(shards.gather(np.array([0]))[0].numpy(), ramp)
     assert shards.levels is not None
     rounded = shards.levels.restore(shards.levels.normalise(shards.gather(np.array([0])))).numpy()
-    assert len(np.unique(rounded)) >= 4090  # of 4,096, the rest lies beyond the quantiles
+    assert len(np.unique(rounded)) >= 4090  # of 4,096; the others lie beyond the quantiles
 
 
 def test_range_is_measured_or_configured_per_channel(tmp_path: Path) -> None:
@@ -706,7 +706,7 @@ def test_multi_frame_dicom_requires_data_pages() -> None:
 
 
 def test_compressed_dicom_without_its_decoder_stops_the_crop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, whole series of intact scans would be listed as damaged, and left out."""
+    """Otherwise, whole series of intact scans would be listed as damaged and left out."""
     pydicom = pytest.importorskip("pydicom", reason="the extra `arrays`")
     path = pydicom.data.get_testdata_file("MR_small_jpeg_ls_lossless.dcm", download=False)
     monkeypatch.setattr("pydicom.pixels.get_decoder", lambda _: SimpleNamespace(is_available=False))

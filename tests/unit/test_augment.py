@@ -1,5 +1,5 @@
-"""Augmentation as a condition of the network: drawn for a sample and epoch, exact where it can be, and without a trace
-in what is written and sampled."""
+"""Augmentation as a condition of the network: drawn per sample and epoch, exact for integer shifts and symmetries, and
+absent from saved weights and samples."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def images(count: int, size: int = 16, channels: int = 3) -> Tensor:
 
 
 def a_batch(samples: Tensor, epoch: int = 3) -> Batch:
-    """Samples of 64 images."""
+    """Return a batch of some of 64 images."""
     return Batch(images(64)[samples], {"label": samples}, Streams(7, torch.full_like(samples, epoch), samples))
 
 
 def draws(count: int = 1, **values: Any) -> Draws:
-    """Operations on some samples: none but those given."""
+    """Return draws in which only the given operations are set."""
     zeros = {field.name: torch.zeros(count, dtype=torch.float64) for field in fields(Draws)}
     flips = {name: torch.zeros(count, dtype=torch.bool) for name in ("horizontal_flip", "vertical_flip", "transpose")}
     given = {name: torch.as_tensor(value).expand(count) for name, value in values.items()}
@@ -64,7 +64,7 @@ def draws(count: int = 1, **values: Any) -> Draws:
 
 
 def affine(count: int = 1, **values: float) -> Affine:
-    """Maps of some images: those that stay, but for the values given."""
+    """Return affine maps that are the identity except for the given values."""
     return Affine(*(torch.full((count,), values.get(field.name, 0.0), dtype=torch.float64) for field in fields(Affine)))
 
 
@@ -112,7 +112,7 @@ def test_zero_strength_changes_nothing(nothing: Augment) -> None:
 def test_the_eight_symmetries_keep_every_value() -> None:
     x, found = images(1), set()
     for mirrored, upside_down, transposed in product((False, True), repeat=3):
-        seen = x.flip(3) if mirrored else x  # as it is read
+        seen = x.flip(3) if mirrored else x  # mirrored when it is read
         seen = STRONG.apply(seen, draws(vertical_flip=upside_down, transpose=transposed))
         expected = x.flip(3) if mirrored else x
         expected = expected.flip(2) if upside_down else expected
@@ -138,7 +138,7 @@ def test_resampled_quarter_turn_equals_rot90() -> None:
 
 
 def test_affine_maps_are_composed_in_order() -> None:
-    """Where a point comes from, by matrices that are multiplied in the order of the operations, and then inverted."""
+    """Compare with source points by matrices multiplied in the order of the operations and then inverted."""
     maps = affine(log2_scale=0.5, rotation=0.4, log2_stretch=-0.7, direction=1.1)
 
     def turn(angle: float) -> np.ndarray:
@@ -150,7 +150,7 @@ def test_affine_maps_are_composed_in_order() -> None:
 
 
 def test_enlarging_a_ramp_makes_it_flatter() -> None:
-    """To the error that PyTorch's bicubic kernel has on a ramp."""
+    """Exact up to the error of PyTorch's bicubic kernel on a ramp."""
     ramp = torch.linspace(-0.9, 0.9, 32).expand(1, 1, 32, 32)
     inside = (..., slice(8, 24), slice(8, 24))
     torch.testing.assert_close(warp(ramp, affine(log2_scale=1.0))[inside], ramp[inside] / 2, rtol=0, atol=5e-3)
@@ -175,12 +175,12 @@ def test_color_operations_equal_hand_computed_values() -> None:
 
 @pytest.fixture(scope="module")
 def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with crops of noise in three classes."""
+    """Folder with crops of noise in three classes."""
     return crops_of_twelve(tmp_path_factory.mktemp("sets"), num_shards=2)
 
 
 def training_of(folder: Path, crops: Path, steps: int, **train: Any) -> Training:
-    """A small training on those."""
+    """Small training on these crops."""
     stage = {
         "experiment": "x",
         "codec": {"type": "rgb"},
@@ -195,7 +195,7 @@ def training_of(folder: Path, crops: Path, steps: int, **train: Any) -> Training
 
 
 def trained(training: Training, output: Path) -> bytes:
-    """The weights that it ends with."""
+    """Train, and return the final weights."""
     run(training.build, training.stage.train, training.model, training.data, output)
     return (output / "weights.safetensors").read_bytes()
 
@@ -229,7 +229,7 @@ def test_training_resumes_bit_exactly_and_writes_no_augmentation_map(crops: Path
 
 
 def test_augmentation_map_learns_and_is_unused_in_validation_previews_and_samples(crops: Path, tmp_path: Path) -> None:
-    """The same weights sample the same, with a map that has learnt and without one."""
+    """The same weights give the same samples with and without a trained map."""
     training = training_of(tmp_path, crops, 9)
     trainer = Trainer(training.build(ALONE), training.stage.train, ALONE)
     batches = trainer.batches(0)

@@ -1,4 +1,4 @@
-"""What a checkpoint takes to save, and whether a time limit leaves as much."""
+"""Forecast of the time to save a checkpoint, and advice on the time limit's signal lead."""
 
 from __future__ import annotations
 

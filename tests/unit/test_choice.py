@@ -1,4 +1,4 @@
-"""Choice of a step of a training by a rule: what a rule may be, which point it names, what is said of it."""
+"""Choice of a training step by a rule: valid rules, the chosen point, and the stated reason."""
 
 from __future__ import annotations
 

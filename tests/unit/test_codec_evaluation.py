@@ -1,4 +1,4 @@
-"""A codec through the stage `evaluate`: the numbers, their floors, the pictures, the files."""
+"""Evaluation of a codec: metrics, their floors, pictures and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEC = DataSpec(channels=3, resolution=16)
 
 
 class Brightness:
-    """Mean brightness of the quarters of an image, and whether it is dark or bright."""
+    """Detector of the mean brightness of an image's quarters, with classes dark and bright."""
 
     classes = ["dark", "bright"]  # noqa: RUF012
     identity: dict[str, Any] = {"name": "test"}  # noqa: RUF012

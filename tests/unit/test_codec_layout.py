@@ -1,4 +1,4 @@
-"""How an autoencoder lies on a GPU: its channels innermost, with the numbers of any other layout."""
+"""Memory layout of autoencoders: channels last on a GPU, with the outputs of any other layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_gpu_convolution_output_follows_weight_layout(convolution: Callable[...,
 
 
 def built(name: str, folder: Path) -> Codec:
-    """A tiny codec of a name, loaded from what was written in a folder."""
+    """Load a tiny codec by name from a folder."""
     if name not in TRAINED:
         return Diffusers(weights=str(folder)).build(None, None, CPU, torch.float32)
     return Trained(experiment="x").build(folder, None, CPU, torch.float32)
@@ -70,7 +70,7 @@ def network_of(codec: Any) -> nn.Module:
 
 
 def laid_out(network: nn.Module) -> list[bool]:
-    """Whether the channels of each convolution that looks at several pixels lie innermost."""
+    """Return, per convolution over several pixels, whether its weights are channels-last."""
     weights = [
         each.weight for each in network.modules() if isinstance(each, nn.Conv2d) and each.weight[0, 0].numel() > 1
     ]

@@ -1,4 +1,4 @@
-"""What a codec may be trained with beside its own loss: how different a reconstruction looks, and how real."""
+"""Additional losses of codec training: the perceptual and the adversarial term."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def batch_of(count: int = 3, step: int = 5) -> Batch:
 
 
 def built(kind: str, **terms: Any) -> tuple[nn.Module, Any]:
-    """The network with the layers of its objective, and the objective."""
+    """Build the network with the layers of its objective, and the objective."""
     system = system_of(kind, **terms)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
@@ -181,7 +181,7 @@ def test_perceptual_distance_equals_the_evaluation_metric(tmp_path: Path) -> Non
     x = (first.float() / 127.5 - 1).requires_grad_()
     found = config.distance()(x, second.float() / 127.5 - 1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    flat = torch.zeros(1, 3, 40, 40, requires_grad=True)  # where features are zeros, the length has no slope
+    flat = torch.zeros(1, 3, 40, 40, requires_grad=True)  # the norm has no gradient at zero features
     config.distance()(flat, flat.detach() + 0.1).sum().backward()
     assert flat.grad is not None and bool(flat.grad.isfinite().all())
 

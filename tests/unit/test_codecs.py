@@ -1,4 +1,4 @@
-"""Codecs: images survive the way to latents and back, and the wrong codec is refused."""
+"""Codecs: images survive encoding and decoding, and a wrong codec is rejected."""
 
 import json
 import math
@@ -106,7 +106,7 @@ def test_other_decoder_requires_the_scaling_factor_of_its_weights(tmp_path: Path
     settings = {"_class_name": "AutoencoderKL", "in_channels": 3, "latent_channels": 4, "block_out_channels": [8] * 4}
     folder = tmp_path / "vae"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(settings))  # of diffusers before it had a scaling_factor: 0.18215
+    (folder / "config.json").write_text(json.dumps(settings))  # as in diffusers before scaling_factor existed: 0.18215
     StabilityVae(weights=str(folder)).check_decoder("sample.decoder", str(folder))
     assert StabilityVae(weights=str(folder)).spec(SPEC, None).channels == 4
     with pytest.raises(ValueError, match="sample.decoder is set, but codec.scale is 0.3 and not the 0.18215 of"):

@@ -1,4 +1,4 @@
-"""Any autoencoder of diffusers: encoded, normalised by what was measured, trained on and decoded as by hand."""
+"""Autoencoders of diffusers: encoding, measured normalisation, training and decoding match direct calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LATENTS = ("kl4", "kl16", "flux2", "dc", "rae", "vq")
 
 @pytest.fixture(scope="module")
 def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 images that differ, of two classes."""
+    """Crops of 24 different images of two classes."""
     root = tmp_path_factory.mktemp("crops")
     generator = np.random.default_rng(0)
     for number in range(24):
@@ -54,7 +54,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Name of a tiny autoencoder -> its folder and itself."""
+    """Function from the name of a tiny autoencoder to its folder and the model."""
     root = tmp_path_factory.mktemp("weights")
     with pytest.MonkeyPatch.context() as patch:
         without_transformers(patch)
@@ -77,7 +77,7 @@ def encoded(crops: Path, output: Path, codec: Diffusers, parts: int = 1) -> dict
 
 
 def by_hand(name: str, vae: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latent and its reconstruction, by calling the model as its own pipeline does."""
+    """Return latent and reconstruction by calling the model as its own pipeline does."""
     x = from_uint8(images)
     with torch.no_grad():
         match name:
@@ -218,7 +218,7 @@ def test_wrong_factors_give_advice_and_changed_factors_change_the_identity(
     statistics = encoded(crops, tmp_path / "latents", codec)["statistics"]
     advice = codec.advice(statistics)
     assert advice is not None and "have mean 0.00 and standard deviation 1.25 over this data set" in advice
-    assert codec.build(None, None, CPU, F32).identity != written_by  # so that shards and models of before are refused
+    assert codec.build(None, None, CPU, F32).identity != written_by  # so that existing shards and models are rejected
 
 
 @pytest.mark.parametrize("codec", [Diffusers, StabilityVae])

@@ -174,7 +174,7 @@ def test_words_are_read_as_in_yaml_1_2(tmp_path: Path, word: str, value: object)
     path = tmp_path / "config.yaml"
     path.write_text(f"word: {word}\n")
     assert read_yaml(path) == {"word": value} and type(read_yaml(path)["word"]) is type(value)
-    path.write_text(to_yaml({"word": word}))  # a word that looks like something else survives both readers
+    path.write_text(to_yaml({"word": word}))  # a word that looks like another type survives both readers
     assert read_yaml(path) == {"word": word} == yaml.safe_load(path.read_text())
 
 

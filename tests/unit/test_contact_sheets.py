@@ -1,4 +1,4 @@
-"""The pictures for people show what they say."""
+"""Contact sheets and grids show the right images."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from image_diffusion.data.quality.contact_sheets import reconstruction_sheet, wr
 
 
 def fill(folder: Path, classes: int, mode: str = "L") -> None:
-    """Plain squares, the class's number as their grey value; three of each class."""
+    """Write plain squares, three per class, of grey value 10 * class + number."""
     for label in range(classes):
         for number in range(3):
             path = folder / f"{label:02d}" / f"{number}.png"

@@ -1,4 +1,4 @@
-"""The small CLIP of a data set: it learns what captions mean, repeats itself, and goes where its prior goes."""
+"""Small CLIP of a data set: it learns captions, is reproducible, and is saved with its prior."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_changed_training_rewrites_all_pairs_and_damaged_tower_is_restored(crops
 
 
 class Told(PaintedDigits):
-    """Painted digits, told of otherwise."""
+    """Painted digits with other captions."""
 
     said: str | None = None
 
@@ -166,7 +166,7 @@ def test_uninformative_captions_are_rejected_before_training(tmp_path, said, set
 
 
 class Speechless(PaintedDigits):
-    """Painted digits, of which every third has a caption without a word, and every fifth one of two."""
+    """Painted digits: every third has only a caption without words; of the others every fifth also has one, first."""
 
     def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         spoken = super().read_captions(columns).items()

@@ -1,4 +1,4 @@
-"""What an evaluation of 50,000 images takes, counted: the formulas are those of the metrics, and the limits hold."""
+"""Counted cost of evaluating 50,000 images: formulas match the metrics, and limits hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ N, M, D = 400, 300, 8
 def bench() -> Any:
     spec = importlib.util.spec_from_file_location("bench_evaluation", _FILE)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look the module up here
     spec.loader.exec_module(module)
     return module
 
@@ -67,7 +67,7 @@ def test_metrics_of_50_000_images_take_five_minutes_at_half_the_peak_of_an_h200(
 
 
 def test_neighbours_are_compared_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tensors that have a device and no contents: until the first number is asked for, all is on the GPU."""
+    """Fake tensors have a device but no contents: all stays on the GPU until the first value is read."""
     for module in (memorization, precision_recall):
         monkeypatch.setattr(module, "best_device", lambda: torch.device("cuda", 0))
     multiplied = []
@@ -87,13 +87,13 @@ def test_neighbours_are_compared_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_reference_statistics_memory_does_not_grow_with_the_number_of_images() -> None:
-    """Of Inception's 2048 dimensions far below 4 GB: features lie in a file, and 4,096 rows at a time are in memory."""
+    """Far below 4 GB with Inception's 2048 dimensions: features are in a file, and 4,096 rows at a time in memory."""
 
     def peak(rows: int, dimension: int) -> int:
         features = torch.zeros(rows, dimension)
         with Memory() as memory:
             Moments.from_features(features)
-        return memory.peak - features.nbytes  # which would lie in a file
+        return memory.peak - features.nbytes  # which are stored in a file
 
     assert peak(3 * 4096, 64) == peak(6 * 4096, 64)
     at_64, at_128 = peak(3 * 4096, 64), peak(3 * 4096, 128)

@@ -1,4 +1,4 @@
-"""The description of an experiment as an RO-Crate: its command, and the one of before."""
+"""Command that describes an experiment as an RO-Crate, and its deprecated form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of crop over a folder: what it writes, and what it does not write again."""
+"""Crop stage over a folder: files that it writes, and files that it does not rewrite."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from warm import warm_python
 
 
 def fill(folder: Path, count: int, classes: int = 3, side: int = 4) -> None:
-    """Tiny images, as PPM: the fastest to write and read."""
+    """Write tiny images as PPM, the fastest format to write and read."""
     generator = np.random.default_rng(count)
     pixels = generator.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     for number in range(count):
@@ -64,7 +64,7 @@ def test_bytes_do_not_depend_on_processes_and_second_run_writes_nothing(
     assert crop_dataset(config(tmp_path / "in"), tmp_path / "one").num_written == 0
     assert (bytes_of(tmp_path / "one"), times_of(tmp_path / "one")) == (before, times)
     ends = re.findall(r"^crop: (\S+) of 61 images \(100%\)", capsys.readouterr().err, re.MULTILINE)
-    assert ends == ["61"] * 3  # every image is counted, also the bad one and those that are kept
+    assert ends == ["61"] * 3  # counts every image, also bad images and those in unchanged shards
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_background_allows_dropping_alpha_and_mixed_images_are_accepted(tmp_path
 
 
 class Reads:
-    """The images that are read from folders, by name."""
+    """Record of the names of images read from folders."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names, read = list[str](), Folder.read
@@ -335,7 +335,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 def in_parts(settings: DataConfig, output: Path, of: int, processes: int = 1) -> list[Path]:
-    """Crop part after part, the last first; their notes."""
+    """Crop all parts, the last one first; return their note files."""
     notes = [output / f"part-{index}-of-{of}.json" for index in range(of)]
     for index in reversed(range(of)):
         crop_part(settings, output, notes[index], (index, of), processes)
@@ -414,7 +414,7 @@ def test_crop_command_runs_parts(
 
 
 def test_remote_tars_are_fetched_once(tmp_path: Path) -> None:
-    """Each belongs to one shard, and so to one part."""
+    """Each tar belongs to one shard, and so to one part."""
     fill(tmp_path / "in", 12)
     for number in range(4):
         with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:

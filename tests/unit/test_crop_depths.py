@@ -1,4 +1,4 @@
-"""Images of more than 8 bits: black and white are those that the file states, or the stage stops."""
+"""Images of more than 8 bits: the file states black and white, or the stage stops."""
 
 import io
 import struct
@@ -18,11 +18,11 @@ from image_diffusion.data.shards.records import read_record
 SIDE = 16
 RAMP = np.linspace(0, 1, SIDE * SIDE).reshape(SIDE, SIDE)
 LEVELS = np.rint(RAMP * 255).astype(int)
-"""The crop that a ramp from black to white gives."""
+"""Expected crop of a ramp from black to white."""
 
 
 def tiff(pixels: np.ndarray, bits: int = 16, photometric: int = 1, order: str = "<", **tags: Any) -> bytes:
-    """A TIFF of one uncompressed strip, [H, W] or [H, W, 3]; further tags as t281=4095."""
+    """Return a TIFF of one uncompressed strip, [H, W] or [H, W, 3]; further tags are given as t281=4095."""
     height, width, *channels = pixels.shape
     samples = channels[0] if channels else 1
     if bits == 12:
@@ -77,7 +77,7 @@ def pgm(most: int) -> bytes:
     return f"P5 {SIDE} {SIDE} {most}\n".encode() + ramp(most).astype(">u2").tobytes()
 
 
-# Files whose range is theirs to state: a ramp from black to white, by its own numbers.
+# Files that state their own range, each with a ramp from black to white.
 STATED = {
     "12 bits": tiff(ramp(4095), 12),
     "16 bits": tiff(ramp(65535)),

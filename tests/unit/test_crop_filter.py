@@ -1,4 +1,4 @@
-"""data.keep: a rule over what is told beside the images, which is parsed and never executed."""
+"""data.keep: a rule over columns of the images' metadata, which is parsed and never executed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_missing_and_incomparable_values_are_errors() -> None:
         parse_rule("a > 1").matches({"a": "cat"})
     with pytest.raises(ValueError, match="a is 'cat', not true or false. Compare it"):
         parse_rule("a").matches({"a": "cat"})
-    assert not parse_rule("a > 1 and b > 2").matches({"a": 1})  # b is not asked for
+    assert not parse_rule("a > 1 and b > 2").matches({"a": 1})  # b is not evaluated
 
 
 def png(number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""More than forty kinds of odd and bad files: each gives a crop as documented, or is listed with its reason."""
+"""More than forty kinds of odd and bad files: each gives the documented crop, or is listed with a reason."""
 
 import csv
 import io
@@ -77,7 +77,7 @@ def animated(kind: str) -> bytes:
 EXACT = crop(encoded(RGB, "png"))[0]
 GREY = crop(encoded(RGB.convert("L"), "png"))[0]
 
-# What is cropped to the very pixels of a plain RGB or grey PNG: name, bytes, flags.
+# Files that give exactly the pixels of a plain RGB or grey PNG: name, bytes, flags.
 SAME_AS_RGB: dict[str, tuple[bytes, list[str]]] = {
     "bmp": (encoded(RGB, "bmp"), []),
     "tiff": (encoded(RGB, "tiff"), []),
@@ -101,7 +101,7 @@ SAME_AS_GREY: dict[str, tuple[bytes, list[str]]] = {
     "pgm": (encoded(RGB.convert("L"), "ppm"), ["gray"]),
     "grey gif": (encoded(RGB.convert("L"), "gif"), ["palette"]),
 }
-# What is cropped, with these flags, to pixels checked in tests of their own or not exactly known.
+# Files that give a crop with these flags; separate tests check their pixels, or they are not exactly known.
 CROPPED: dict[str, tuple[bytes, list[str]]] = {
     "jpeg": (encoded(RGB, "jpeg"), []),
     "progressive jpeg": (encoded(RGB, "jpeg", progressive=True), []),
@@ -130,7 +130,7 @@ CROPPED: dict[str, tuple[bytes, list[str]]] = {
     "an orientation that does not exist": (turned(9), []),
 }
 JPEG = encoded(RGB, "jpeg")
-# What gives no crop: bytes and the start of the reason.
+# Files that give no crop: bytes and the start of the reason.
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "an empty file"),
     "text": (b"not an image at all", "not an image"),
@@ -322,7 +322,7 @@ def before_the_pixels(data: bytes, chunk: bytes) -> bytes:
 
 
 def said_to_be_turned(kind: str) -> bytes:
-    """The image, with an orientation of 6 in a place that only Pillow's `exif_transpose` looks at."""
+    """Return the image with orientation 6 in a place that only Pillow's `exif_transpose` reads."""
     png, exif = encoded(RGB, "png"), Image.Exif()
     exif[0x0112] = 6
     raw = exif.tobytes()

@@ -1,4 +1,4 @@
-"""Damaged JPEGs give no crop, and whole ones do."""
+"""Damaged JPEGs give no crop, and intact JPEGs do."""
 
 import io
 import random
@@ -18,7 +18,7 @@ PIXELS = np.asarray(
 
 
 def jpeg(mode: str = "RGB", turned: int | None = None, **options: Any) -> bytes:
-    """A photograph of 50 x 37 pixels."""
+    """Return a JPEG photograph of 50 x 37 pixels."""
     buffer = io.BytesIO()
     if turned is not None:
         options["exif"] = Image.Exif()
@@ -59,7 +59,7 @@ def test_sizes_are_judged_by_the_header() -> None:
 
 
 def photograph(**options: Any) -> bytes:
-    """A JPEG of 400 x 300 pixels and some 40 KB."""
+    """Return a JPEG of 400 x 300 pixels and about 40 KB."""
     noise = np.random.default_rng(1).integers(0, 256, (75, 100, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).resize((400, 300), Image.Resampling.BICUBIC).save(buffer, "jpeg", quality=90, **options)
@@ -67,7 +67,7 @@ def photograph(**options: Any) -> bytes:
 
 
 def flat(colour: int, **options: Any) -> bytes:
-    """A drawing on a ground of one colour: with tables of its own its data are zeros for long."""
+    """Return a drawing on a plain background; with optimised Huffman tables its data have long runs of zeros."""
     image = Image.new("RGB", (2000, 1500), (colour,) * 3)
     image.paste((200, 30, 40), (500, 500, 900, 700))
     buffer = io.BytesIO()

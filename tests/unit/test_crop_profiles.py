@@ -27,7 +27,7 @@ def fixed(value: float) -> bytes:
 
 @cache
 def profile(gamma: float, is_wide: bool = False, space: str = "RGB ") -> bytes:
-    """An ICC profile (version 2.1) of a gamma and the primaries of sRGB, or of Adobe RGB; or of grey."""
+    """Return an ICC profile (version 2.1) of a gamma and the primaries of sRGB or Adobe RGB, or of grey."""
 
     def xyz(*values: float) -> bytes:
         return b"XYZ " + bytes(4) + b"".join(map(fixed, values))

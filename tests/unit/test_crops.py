@@ -1,4 +1,4 @@
-"""Squares other than ADM's: torchvision's own transforms and Pillow's own pad give the same bytes."""
+"""Crop types other than ADM's equal torchvision's transforms and Pillow's pad byte for byte."""
 
 from __future__ import annotations
 

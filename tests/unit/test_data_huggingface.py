@@ -29,7 +29,7 @@ def png(number: int) -> bytes:
 
 
 def dataset_of(labels: list[Any], kind: Any, numbers: list[int] | None = None) -> Any:
-    """Rows of the images by their numbers, with labels of a feature type."""
+    """Return a data set of the numbered images, with labels of a feature type."""
     datasets = pytest.importorskip("datasets")
     images = [{"bytes": png(number), "path": None} for number in (numbers or range(len(labels)))]
     features = datasets.Features({"image": datasets.Image(), "label": kind, "caption": datasets.Value("string")})
@@ -38,7 +38,7 @@ def dataset_of(labels: list[Any], kind: Any, numbers: list[int] | None = None) -
 
 
 def crops_of(tmp_path: Path, **source: Any) -> dict[bytes, str | None]:
-    """The crops of a source, and the class of each."""
+    """Return the crops of a source with their classes."""
     output = tmp_path / f"crops-{len(list(tmp_path.iterdir()))}"
     data = {"name": "x", "source": {"type": "huggingface"} | source, "resolution": 6, "num_shards": 2}
     crop_dataset(DataConfig.model_validate(data | {"max_bad_fraction": 0.6}), output)

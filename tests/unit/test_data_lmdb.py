@@ -1,4 +1,4 @@
-"""Databases that lmdb has written give the crops that the same images give in folders."""
+"""Databases written by lmdb give the crops that the same images give in folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (7, 9, 12, 3), dtype=np.uint8
 
 
 def write(tmp_path: Path, name: str, numbers: range, keys: list[bytes] | None = None) -> None:
-    """A database as LSUN's: a WebP under a key in hexadecimal. The same images lie in a folder."""
+    """Write a database as LSUN does, a WebP per hexadecimal key, and the same images into a folder."""
     lmdb = pytest.importorskip("lmdb")
     plain = tmp_path / "plain" / name.split("_")[0]
     plain.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def _folder(tmp_path: Path) -> None:
 
 
 def crops(tmp_path: Path, output: str, **source: Any) -> tuple[dict[str, Any], dict[str, tuple[str, int | None]]]:
-    """The manifest, and of each image the hash of its crop and its class, by its number."""
+    """Return the manifest, and by image number the hash of its crop and its class."""
     config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 8, "num_shards": 2})
     done = crop_dataset(config, tmp_path / output)
     samples = [each for record in done.records for each in record.samples]

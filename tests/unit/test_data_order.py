@@ -1,4 +1,4 @@
-"""Every sample once an epoch, in one order, whatever reads it: generated configurations of pure arithmetic.
+"""Sample order: every sample once per epoch, in one order for any reader, by generated cases of pure arithmetic.
 
 The hypothesis profile `full` (`make test-all`) generates 10,000 of them, `quick` 200: see tests/conftest.py.
 """
@@ -89,7 +89,7 @@ def test_balanced_classes_are_drawn_equally_and_repeat_samples_only_after_all_ot
     present = [label for label, count in enumerate(counts) if count]
     total = rounds * len(present)
     bounds = sorted({0, total, *(cut for cut in cuts if cut < total)})
-    parts = [Balanced(labels, seed).at(*each) for each in pairwise(bounds)]  # each as after another interruption
+    parts = [Balanced(labels, seed).at(*each) for each in pairwise(bounds)]  # each part follows an interruption
     sample, epoch = (np.concatenate(column) for column in zip(*parts, strict=True))
     assert (np.stack(Balanced(labels, seed).at(0, total)) == np.stack([sample, epoch])).all()
     assert (np.sort(labels[sample].reshape(rounds, -1), axis=1) == present).all()

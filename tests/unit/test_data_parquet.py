@@ -144,7 +144,7 @@ def test_lists_printed_by_find_are_read(tmp_path: Path) -> None:
 def test_lists_with_classes_and_captions(tmp_path: Path) -> None:
     images_in(tmp_path / "in")
     lines = {
-        ("path", "label"): [f"in/no {number}.png {label}" for number, label in enumerate(LABELS)],  # as Caffe's
+        ("path", "label"): [f"in/no {number}.png {label}" for number, label in enumerate(LABELS)],  # format of Caffe
         ("path", "caption", "label"): [f"in/no {number}.png\ta b c\t{label}" for number, label in enumerate(LABELS)],
     }
     for parts, written in lines.items():

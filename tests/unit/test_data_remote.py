@@ -1,4 +1,4 @@
-"""Shards behind a URL: the batches of the same shards on this machine, each shard fetched once and checked."""
+"""Shards behind a URL give the batches of local shards; each shard is fetched once and verified."""
 
 import hashlib
 import http.server
@@ -46,8 +46,8 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """A web server of a folder. url: its address. fetched: how often each file was sent. damage: what becomes of a
-    file's bytes, and failures: how many requests of a file are refused first."""
+    """Web server of a folder. url: its address. fetched: how often each file was sent. damage: functions that change a
+    file's bytes. failures: how many requests for a file fail first."""
 
     def __init__(self, folder: Path) -> None:
         self.fetched: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Reading shards: every sample, from any place, and nothing that is damaged or of another codec."""
+"""Reading shards: every sample, from any position, and no damaged data or data of another codec."""
 
 import json
 import os
@@ -40,7 +40,7 @@ Make = Callable[..., tuple[Path, np.ndarray, np.ndarray]]
 
 
 def spread(number: int, total: int) -> str:
-    """A content hash that lies at number / total of all hashes."""
+    """Return a content hash at number / total of the range of hashes."""
     return f"{number * 2**64 // total:016x}{0:048x}"
 
 
@@ -133,7 +133,7 @@ def test_resaved_files_change_the_selection_if_other_samples_are_held_out(make: 
 
 @pytest.fixture
 def sets() -> dict[str, tuple[Path, np.ndarray, np.ndarray]]:
-    """The sets that were written, by their counts."""
+    """Sets written so far, by their sample counts."""
     return {}
 
 
@@ -273,7 +273,7 @@ def test_damaged_sets_are_rejected_in_one_line(make: Make, damage: str) -> None:
 
 
 def flip(path: Path, byte: int) -> None:
-    """Flip one bit of a file, in place, and set its time back: only the time of the change tells."""
+    """Flip one bit of a file in place and restore its mtime, so that only its ctime differs."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(byte)
@@ -308,7 +308,7 @@ def test_file_is_hashed_once_per_modification_stamp(make: Make, monkeypatch: pyt
     hashed = []
     monkeypatch.setattr(checksums, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
     folder, _, _ = make([4, 5])
-    for settled in (3600.0, -1.0, -1.0):  # at first it was written too short a time ago
+    for settled in (3600.0, -1.0, -1.0):  # at first the file is too recent for its stamp to be trusted
         monkeypatch.setattr(checksums, "_SETTLED_S", settled)
         open_shards(folder).hold()
         open_shards(folder, in_background=True)
@@ -431,7 +431,7 @@ def test_records_survive_a_round_trip(make: Make) -> None:
 
 
 def test_examples_are_copied_on_the_device_of_the_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins on the first GPU. To leave a stream of another one goes back, which takes memory of the first."""
+    """A thread starts on the first GPU, and leaving a stream of another GPU returns there, which takes its memory."""
     of_process, empty = torch.device("meta"), torch.empty
     current: list[torch.device | None] = [None]
 

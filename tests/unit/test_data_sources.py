@@ -164,7 +164,7 @@ def test_path_errors_of_tables_give_the_full_path(tmp_path: Path, monkeypatch: p
 
 
 def tar_of(path: Path, members: dict[str, bytes | None]) -> None:
-    """A tar of members; a member without bytes is a symbolic link."""
+    """Write a tar of members; a member without bytes is a symbolic link."""
     with tarfile.open(path, "w") as tar:
         for name, data in members.items():
             member = tarfile.TarInfo(name)
@@ -175,7 +175,7 @@ def tar_of(path: Path, members: dict[str, bytes | None]) -> None:
 
 
 def member_of(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -> None:
-    """A tar of one member that says it has so many bytes; the file has them, and takes no room for them."""
+    """Write a sparse tar of one member of this size, which takes no disk space."""
     member = tarfile.TarInfo(name)
     member.size, member.type = size, kind
     path.write_bytes(member.tobuf(tarfile.GNU_FORMAT))
@@ -183,7 +183,7 @@ def member_of(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -
 
 
 def negative(path: Path, size: int) -> None:
-    """A tar with a hidden member of which a pax header says a negative size, from which the next member is counted."""
+    """Write a tar with a hidden member whose pax header states a negative size, which shifts the next member."""
     member = tarfile.TarInfo(".x.png")
     member.pax_headers = {"size": str(size)}
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
@@ -192,7 +192,7 @@ def negative(path: Path, size: int) -> None:
 
 
 def doubled(path: Path) -> None:
-    """Two tars, one behind the other."""
+    """Write two concatenated tars."""
     tar_of(path, {"1.png": png(1), "1.cls": b"1"})
     first = path.read_bytes()
     tar_of(path, {"2.png": png(2), "2.cls": b"2"})

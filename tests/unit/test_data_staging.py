@@ -1,4 +1,4 @@
-"""Data near the GPU: shards are copied to a node's disk and read from there, and training does not wait for it."""
+"""Staging: shards are copied to a node's disk and read from there, while training proceeds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_from(folder: Path) -> set[str]:
-    """The files of a folder that this process has in its memory."""
+    """Return the files of a folder that this process has memory-mapped."""
     maps = Path("/proc/self/maps").read_text()
     return {path.rpartition("/")[2] for path in re.findall(rf"{folder}/\S+", maps)}
 

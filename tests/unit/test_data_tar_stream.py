@@ -1,4 +1,4 @@
-"""Tars behind URLs or from commands: the crops of the same tars on this machine, each fetched once and none kept."""
+"""Tars behind URLs or from commands give the crops of local tars; each is fetched once and none is kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from image_diffusion.stages.datasheet import write_datasheet
 
 @pytest.fixture(scope="module")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six tars of five images in three classes, by webdataset's own writer; two images of all are the same."""
+    """Six tars of five images in three classes, by webdataset's own writer; two of the 30 images are equal."""
     folder = tmp_path_factory.mktemp("tars")
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (30, 4, 4, 3), dtype=np.uint8)
@@ -43,7 +43,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """A web server of a folder. url: its address. sent: how often each file was asked for."""
+    """Web server of a folder. url: its address. sent: how often each file was requested."""
 
     def __init__(self, folder: Path) -> None:
         sent: Counter[str] = Counter()

@@ -21,7 +21,7 @@ LABELS = [3, 10, 7, 3, 10, 7, 3, 3, 3, 10, 7, 3]
 
 
 def png(number: int) -> bytes:
-    """As dataset_tool.py saves it."""
+    """Return a PNG as dataset_tool.py saves it."""
     buffer = io.BytesIO()
     Image.fromarray(PIXELS[number]).save(buffer, format="png", compress_level=0, optimize=False)
     return buffer.getvalue()
@@ -35,7 +35,7 @@ def write_zip(path: Path, members: dict[str, bytes | str]) -> dict[str, Any]:
 
 
 def as_edm2(labels: list[Any] | None) -> dict[str, bytes | str]:
-    """What `dataset_tool.py convert` of EDM2 puts into a zip."""
+    """Return the zip members that EDM2's `dataset_tool.py convert` writes."""
     images: dict[str, bytes | str] = {f"00000/img{number:08d}.png": png(number) for number in range(12)}
     return images | {"dataset.json": json.dumps({"labels": labels})}
 
@@ -67,7 +67,7 @@ def test_zip_without_labels_uses_folders_as_classes(tmp_path: Path) -> None:
 
 
 def test_edm2_folder_gives_its_images_and_labels(tmp_path: Path) -> None:
-    """The same files in a folder, which dataset_tool.py writes as well."""
+    """dataset_tool.py also writes these files into a folder."""
     labels = [[f"00000/img{number:08d}.png", label] for number, label in enumerate(LABELS)]
     for name, data in as_edm2(labels).items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def test_damaged_zip_and_damaged_member_are_reported(tmp_path: Path) -> None:
 
 
 def test_damage_at_any_byte_of_a_compressed_member_is_reported(tmp_path: Path) -> None:
-    """A folder written by `zip`: what unpacks it complains in its own ways before there is a checksum to compare."""
+    """The decompressor raises errors of several types before there is a checksum to compare."""
     with zipfile.ZipFile(tmp_path / "a.zip", mode="w", compression=zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.txt", b"one and two, " * 40)
         member = archive.infolist()[0]

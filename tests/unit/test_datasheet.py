@@ -1,4 +1,4 @@
-"""Every planted defect stands in the sheet of a data set, and the sheet of a clean one names none."""
+"""Data sheets report every planted defect, and none in a clean data set."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_clean_set_has_no_findings(tmp_path: Path) -> None:
 
 
 def copy_of(number: int, change: str = "", label: str = "") -> Callable[[Path], object]:
-    """A copy of a photograph, changed, in its own class or in another one."""
+    """Return a function that saves a changed copy of a photograph, in its own class or in another."""
     image = PHOTOGRAPHS[number]
     return lambda folder: (CHANGES[change](image) if change else image).save(
         folder / (label or "ab"[number % 2]) / f"copy of {number:02d}.png"

@@ -1,4 +1,4 @@
-"""The smallest file that names a system is its original's recipe; docs/systems.md shows where it differs and why.
+"""The smallest file that names a system gives its original's recipe; docs/systems.md shows differences and reasons.
 
 The page's tables, and the differences in the docstring of each system's own page, are made from the code:
 IMAGE_DIFFUSION_WRITE=1 pytest tests/unit/test_defaults.py writes them anew.
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
 SOURCE = Path(__file__).parents[2] / "src" / "image_diffusion" / "systems"
 DATA = {"name": "flowers", "source": {"type": "folder", "path": "flowers"}, "resolution": 64}
 
-# By system and key: what the original does where nothing is said, and why ours is another. Read in the originals' code
+# By system and key: the original's default, and the reason if ours differs. Read in the originals' code
 # (facebookresearch/DiT, openai/improved-diffusion, lucidrains' RIN, DALLE-pytorch and DALLE2-pytorch).
 SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
     "dit": {
@@ -147,14 +147,14 @@ ORIGINALS = {
 
 
 def smallest(name: str, **sections: Any) -> Experiment:
-    """The smallest experiment that names a system."""
+    """Return the smallest experiment that names a system."""
     needed = {"pairs": {"type": "hashed"}} if name == "prior" else {}
     raw = {"data": DATA, "system": {"type": name}, "train": {"steps": 10}, **needed, **sections}
     return parse_experiment(raw, "smallest.yaml")
 
 
 def value_at(experiment: Experiment, key: str) -> Any:
-    """What an experiment says at a dotted key."""
+    """Return the value of an experiment at a dotted key."""
     section, *names = key.split(".")
     found: Any = dump(experiment.section(section))
     for name in names:
@@ -163,7 +163,7 @@ def value_at(experiment: Experiment, key: str) -> Any:
 
 
 def table(system: str) -> str:
-    """Ours beside the original's, key by key."""
+    """Return a Markdown table of our and the original's defaults by key."""
     rows = ["| Key | Original | Here | Reason for the difference |", "| --- | --- | --- | --- |"]
     for key, (theirs, why) in SEEDS[system].items():
         rows.append(f"| `{key}` | {_text(theirs)} | {_text(value_at(smallest(system), key))} | {why} |")
@@ -171,7 +171,7 @@ def table(system: str) -> str:
 
 
 def differences(system: str) -> str:
-    """Where ours is another, as lines of a docstring in columns."""
+    """Return the differing defaults as docstring lines in columns."""
     rows = [("key", "original", "here", "why")]
     for key, (theirs, why) in SEEDS[system].items():
         if why:

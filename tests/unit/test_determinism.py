@@ -1,4 +1,4 @@
-"""What each mode of `train.deterministic` asks of PyTorch, and that it is put back when the training has ended."""
+"""Modes of `train.deterministic`: the switches that each sets in PyTorch, and their restoration after training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from image_diffusion.training.optim.determinism import Mode, switches
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
 FIXES_COMPILED = hasattr(inductor, "deterministic")
-"""True if this PyTorch can fix which kernels it compiles: from 2.10 on."""
+"""True if this PyTorch can fix the choice of compiled kernels: from 2.10 on."""
 
 FIXED = {"deterministic": True, "benchmark": False, "compiled": FIXES_COMPILED, WORKSPACES: ":4096:8"}
 ASKED: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def settings(mode: str, **changes: Any) -> TrainConfig:
 
 
 def asked() -> dict[str, Any]:
-    """What is asked of PyTorch at this moment."""
+    """Return PyTorch's current switches."""
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
@@ -67,7 +67,7 @@ def test_each_mode_sets_its_switches_and_restores_them(mode: Mode, ends: str) ->
     with pytest.raises(KeyError) if ends == "ill" else nullcontext(), switches(mode, not tf32, compiled=FIXES_COMPILED):
         assert asked() == ASKED[mode]
         assert torch.backends.cuda.matmul.allow_tf32 is not tf32
-        # Only without warn_only does the backward pass of flash attention take its deterministic kernel.
+        # The backward pass of flash attention uses its deterministic kernel only without warn_only.
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         if ends == "ill":
             raise KeyError
@@ -103,7 +103,7 @@ def test_nondeterministic_operation_is_reported_in_one_line(mode: Mode) -> None:
 
 
 class Older:
-    """PyTorch's settings of compiled kernels, as they were before 2.10."""
+    """PyTorch's settings of compiled kernels before 2.10."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "deterministic":

@@ -1,4 +1,4 @@
-"""A stage that asks for GPUs does not compute on the CPU without a word."""
+"""A stage that requests GPUs does not silently compute on the CPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_rules_pass_the_gpu_request_to_the_stage(tmp_path: Path) -> None:
 
 
 def card(patch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], built_for: list[str]) -> None:
-    """Let PyTorch report a GPU of this capability, and that it is built for these."""
+    """Make PyTorch report a GPU of this compute capability and a build for these architectures."""
     for function, value in {
         "is_available": True,
         "current_device": 0,
@@ -93,12 +93,12 @@ def card(patch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], buil
         ("Tesla V100-SXM2-16GB", (7, 0), OF_CUDA_13, False),
         ("Tesla P100-PCIE-16GB", (6, 0), OF_CUDA_13, False),
         ("Tesla T4", (7, 5), OF_CUDA_13, True),
-        ("NVIDIA RTX 4090", (8, 9), OF_CUDA_13, True),  # with the binaries for 8.6
+        ("NVIDIA RTX 4090", (8, 9), OF_CUDA_13, True),  # runs binaries for 8.6
         ("NVIDIA A100", (8, 0), ["sm_86", "sm_90"], False),
         ("NVIDIA H200", (9, 0), ["sm_90a"], True),
         ("a later one", (13, 0), OF_CUDA_13, True),  # from PTX
         ("a later one", (13, 0), ["sm_90", "sm_120"], False),
-        ("NVIDIA A100", (8, 0), [], True),  # a build that does not say
+        ("NVIDIA A100", (8, 0), [], True),  # a build that lists no architectures
     ],
 )
 def test_gpu_without_kernels_in_this_build_ends_the_stage(

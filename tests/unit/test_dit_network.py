@@ -1,4 +1,4 @@
-"""What a DiT is, apart from its agreement with the original."""
+"""Properties of the DiT network; its agreement with the original is tested elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIANTS.append({key: value for variant in VARIANTS for key, value in variant.it
 
 
 def tiny(spec: DataSpec = SPEC, learned_variance: bool = False, **changes) -> DiT:
-    """A small DiT whose every parameter is away from zero, so that every part takes part in the output."""
+    """Return a small DiT with non-zero parameters, so that every part contributes to the output."""
     torch.manual_seed(0)
     network = DiTConfig(**{**TINY, **changes}).build(spec, learned_variance)
     for parameter in network.parameters():
@@ -169,7 +169,7 @@ def test_a_rotary_product_depends_on_the_difference_of_positions_alone():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 16, generator=generator)
     turned_q, turned_k = (rotate(each.expand(36, 16), rotary_angles(16, 6, q.device)) for each in (q, k))
-    products = (turned_q @ turned_k.T).view(6, 6, 6, 6)  # of row, column and row, column
+    products = (turned_q @ turned_k.T).view(6, 6, 6, 6)  # indexed by row, column and row, column
     for row, column in ((1, 2), (5, 0)):
         moved = products[: 6 - row, : 6 - column, row:, column:]
         same = moved.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1)
@@ -179,7 +179,7 @@ def test_a_rotary_product_depends_on_the_difference_of_positions_alone():
 
 
 def test_rotary_embedding_rotates_head_pairs_by_row_and_column():
-    """RoFormer, equation 15, on each half: the slowest of d / 4 pairs at 10000^-(1 - 4 / d) radians a place."""
+    """RoFormer, equation 15, on each half: the slowest of d / 4 pairs rotates by 10000^-(1 - 4 / d) per position."""
     angles = rotary_angles(16, 3, torch.device("cpu")).view(3, 3, 2, 4)
     omega = torch.tensor([1.0, 0.1, 0.01, 0.001])
     torch.testing.assert_close(angles[2, 1], torch.stack([2 * omega, omega]))
