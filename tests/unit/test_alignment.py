@@ -258,7 +258,7 @@ def test_written_weights_contain_no_projector(sets: Path, tmp_path: Path) -> Non
         trained(training_of(tmp_path, sets, 1, **changes), tmp_path / f"next-{len(changes)}", once)
 
 
-def test_features_are_stored_next_to_caption_conditions(sets: Path, tmp_path: Path) -> None:
+def test_alignment_features_combine_with_caption_conditions(sets: Path, tmp_path: Path) -> None:
     words = parse(CaptionPairs, {"encoder": {"type": "hashed", "dim": 8}, "num_tokens": 2}, "pairs")
     made = words.build(PairInputs(sets / "crops", None, 3, None, torch.device("cpu")))
     write_pairs(made, "x", words.splits, words.dtype, tmp_path / "captions")

@@ -372,7 +372,7 @@ def test_16_bit_colour_png_is_not_read_at_8_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("crop", ["adm", "resize", "multi", "random_resized"])
-def test_crops_keep_minimum_and_maximum(crop: str) -> None:
+def test_crops_stay_within_minimum_and_maximum(crop: str) -> None:
     numbers = counts((2, 50, 70))
     numbers[:, 20:30, 20:30] = 4095
     with quiet_pillow():

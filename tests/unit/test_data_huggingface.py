@@ -168,7 +168,7 @@ def test_only_split_is_the_default_and_several_need_a_name(tmp_path: Path) -> No
         assert list(source.files()) == [file]
 
 
-def test_missing_datasets_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_is_named_when_listing_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
     with pytest.raises(ValueError, match=r"was not written by datasets\.save_to_disk\. Give such a folder"):
         source.files()

@@ -179,7 +179,7 @@ def test_a_rotary_product_depends_on_the_difference_of_positions_alone():
 
 
 def test_rotary_embedding_rotates_head_pairs_by_row_and_column():
-    """RoFormer, equation 15, on each half: the slowest of d / 4 pairs rotates by 10000^-(1 - 4 / d) per position."""
+    """RoFormer, equation 15, on each half: the slowest of d / 4 pairs turns 10000^-(1 - 4 / d) radians per position."""
     angles = rotary_angles(16, 3, torch.device("cpu")).view(3, 3, 2, 4)
     omega = torch.tensor([1.0, 0.1, 0.01, 0.001])
     torch.testing.assert_close(angles[2, 1], torch.stack([2 * omega, omega]))
