@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: the library's own optimizer on the same numbers, resumed without a trace."""
+"""AdamW with 8-bit moments: same updates as bitsandbytes, and bit-exact resumption."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def update(flat: Flat, optimizer: Any, step: int) -> None:
     optimizer.torch.step()
 
 
-def test_an_update_is_that_of_the_library() -> None:
-    """On each piece of the flat vector, with its own rate and decay."""
+def test_update_equals_bitsandbytes_own_optimizer() -> None:
+    """Compare each parameter group of the flat vector, with its own learning rate and weight decay."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     flat, factors = Flat(network()), dict.fromkeys(dict(network().named_parameters()), 1.0)
     factors["blocks.0.attn.qkv.weight"] = 0.5
@@ -88,7 +88,7 @@ def test_a_training_that_was_cut_goes_on_to_the_same_bytes(tmp_path: Path, chang
 
 
 def test_a_checkpoint_keeps_codes_and_scales(tmp_path: Path) -> None:
-    """A quarter of AdamW's bytes, and one scale more for each block."""
+    """Moments take a quarter of AdamW's bytes, plus one scale per block."""
     pytest.importorskip("bitsandbytes")
     trained(tmp_path / "short", crops_of_twelve(tmp_path), 3)
     (file,) = (tmp_path / "short/train/state").glob("*/step-0000003/optimizer.safetensors")
@@ -116,7 +116,7 @@ def test_moments_take_a_quarter_of_the_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "gib"), [("adamw", 19.9), ("adamw_8bit", 16.1)])
 def test_memory_of_dit_xl2_on_a_card_of_24_gb(kind: str, gib: float) -> None:
-    """As docs/gpu.md gives it: two moments of a byte each instead of four."""
+    """Figures of docs/gpu.md: two moments of one byte each instead of four."""
     pytest.importorskip("bitsandbytes")
     spec = DataSpec(channels=4, resolution=32, num_classes=1000)
     settings = {"steps": 1, "precision": "bf16", "global_batch": 16, "optimizer": {"type": kind}}
@@ -139,7 +139,7 @@ def test_sharding_that_divides_its_moments_is_rejected() -> None:
             TrainConfig.model_validate(settings)
 
 
-def test_a_missing_library_is_told_in_one_line(
+def test_missing_bitsandbytes_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
@@ -149,7 +149,7 @@ def test_a_missing_library_is_told_in_one_line(
     assert capfd.readouterr().err == told
 
 
-def test_a_library_without_kernels_for_a_gpu_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitsandbytes_without_gpu_kernels_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
 
     def no_kernels(*_: Any, **__: Any) -> None:

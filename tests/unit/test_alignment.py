@@ -1,4 +1,4 @@
-"""REPA and iREPA: features that are encoded once, the term, a projector that is not written, and what does not go."""
+"""REPA and iREPA: features encoded once, the loss term, the projector that is not saved, and rejected settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def a_batch(step: int = 1) -> Batch:
 
 
 class Blurred:
-    """A teacher that tells left from right."""
+    """Teacher whose features distinguish left from right."""
 
     identity: dict[str, Any] = {"type": "blurred"}  # noqa: RUF012
 
@@ -69,7 +69,7 @@ class Blurred:
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with crops of noise in three classes, and with what a teacher sees in them."""
+    """Folder with crops of noise in three classes, and with a teacher's features of them."""
     folder = tmp_path_factory.mktemp("sets")
     generator = np.random.default_rng(0)
     for number in range(60):
@@ -84,12 +84,12 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def embedded(folder: Path) -> int:
-    """Encode the features; returns how many shards were written."""
+    """Encode the features; return the number of shards written."""
     made = TeacherFeatures(folder / "crops", Blurred(), {"encoder": FeaturePairs().encoded_by})
     return write_pairs(made, "x", FeaturePairs().splits, "float16", folder / "features")[1]
 
 
-def test_images_saved_again_with_equal_pixels_change_the_ids_and_embed_nothing(tmp_path: Path) -> None:
+def test_resaved_images_with_equal_pixels_change_ids_but_embed_nothing(tmp_path: Path) -> None:
     def made(folder: Path) -> dict[str, bytes]:
         source = {"type": "folder", "path": str(tmp_path / "in")}
         data = {"name": "x", "source": source, "resolution": 8, "num_shards": 1}
@@ -108,7 +108,7 @@ def test_images_saved_again_with_equal_pixels_change_the_ids_and_embed_nothing(t
 
 
 def training_of(folder: Path, sets: Path, steps: int, features: str | Path = "features", **changes: Any) -> Training:
-    """A small training on those. changes: of the system."""
+    """Small training on these sets. changes: changes to the system section."""
     plain = changes.get("alignment", 1) is None
     stage = {
         "experiment": "x",
@@ -125,13 +125,13 @@ def training_of(folder: Path, sets: Path, steps: int, features: str | Path = "fe
 
 
 def trained(training: Training, output: Path, start: Path | None = None) -> bytes:
-    """The weights that it ends with."""
+    """Train, and return the final weights."""
     torch.manual_seed(0)
     run(training.build, training.stage.train, training.model, training.data, output, None, start)
     return (output / "weights.safetensors").read_bytes()
 
 
-def test_a_mirrored_image_comes_with_the_features_of_the_mirrored_image(sets: Path) -> None:
+def test_mirrored_images_come_with_features_of_mirrored_images(sets: Path) -> None:
     features = open_shards(sets / "features", "all")
     assert features.manifest["kind"] == "features" and features.shape == (3, 2, 2)
     crops = open_shards(sets / "crops", "train").join(features)
@@ -141,7 +141,7 @@ def test_a_mirrored_image_comes_with_the_features_of_the_mirrored_image(sets: Pa
     assert torch.equal(examples.joined_sets[0].float(), Blurred().maps(examples.stored).half().float())
 
 
-def test_teachers_see_maps() -> None:
+def test_teachers_return_feature_maps() -> None:
     torch.manual_seed(0)
     images = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     description = {
@@ -169,8 +169,8 @@ def test_teachers_see_maps() -> None:
         teacher.maps(torch.zeros(2, 4, 16, 16, dtype=torch.uint8))
 
 
-def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_anew(sets: Path, tmp_path: Path) -> None:
-    """Of 8 x 8 pixels brought to 32 x 32, in patches of 8: 4 x 4 places, which need not be the grid of the tokens."""
+def test_transformers_teacher_is_encoded_again_when_its_weights_change(sets: Path, tmp_path: Path) -> None:
+    """Images of 8 x 8 pixels are resized to 32 x 32; patches of 8 give 4 x 4 features, whatever the token grid."""
 
     def made(seed: int) -> tuple[int, Any]:
         write_tower("Dinov2", tmp_path / "tower", seed)
@@ -189,7 +189,7 @@ def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_a
         training_of(tmp_path, sets, 1, tmp_path / config.name)
 
 
-def test_the_spatial_norm_in_numbers() -> None:
+def test_spatial_norm_equals_hand_computed_values() -> None:
     """Positions 0, 0, 0, 4 of one channel: mean 1, deviation 2 (over n - 1)."""
     features = torch.tensor([0.0, 0.0, 0.0, 4.0]).view(1, 1, 2, 2)
     for share, expected in ((1.0, [-0.5, -0.5, -0.5, 1.5]), (0.5, [-0.25, -0.25, -0.25, 1.75]), (None, [0, 0, 0, 4])):
@@ -200,7 +200,7 @@ def test_the_spatial_norm_in_numbers() -> None:
 
 
 @pytest.mark.parametrize("projector", ["conv", "mlp"])
-def test_the_term_is_minus_the_mean_cosine_of_projected_tokens_and_features(projector: str) -> None:
+def test_alignment_term_is_negative_mean_cosine_of_projected_tokens_and_features(projector: str) -> None:
     system = a_system(projector=projector, projector_width=8, weight=0.7)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
@@ -210,7 +210,7 @@ def test_the_term_is_minus_the_mean_cosine_of_projected_tokens_and_features(proj
     losses, seen = objective(network, a_batch()), []
     network.blocks[1].register_forward_hook(lambda module, given, tokens: seen.append(tokens))
     plain = system.model_copy(update={"alignment": None}).build_objective(SPEC)(network, a_batch())
-    projected = network.get_submodule(PROJECTOR)(seen[0][:, 1:].unflatten(1, (4, 4)))  # but for the token of the class
+    projected = network.get_submodule(PROJECTOR)(seen[0][:, 1:].unflatten(1, (4, 4)))  # except the class token
     goal = target(a_batch().features, 4, 1.0)  # type: ignore[arg-type]
     cosine = (F.normalize(projected, dim=-1) * F.normalize(goal, dim=-1)).sum(-1).mean((1, 2))
     torch.testing.assert_close(losses.loss, plain.loss - 0.7 * cosine)
@@ -218,14 +218,14 @@ def test_the_term_is_minus_the_mean_cosine_of_projected_tokens_and_features(proj
     assert torch.equal(objective.uniform()(network, a_batch()).loss, plain.loss)  # type: ignore[attr-defined]
 
 
-def test_projectors_are_those_of_the_papers() -> None:
+def test_projectors_have_the_shapes_of_the_papers() -> None:
     conv, mlp = (Projector(Alignment(block=1, projector=each), 16, 5) for each in ("conv", "mlp"))
     shapes = [tuple(each.shape) for each in (*conv.parameters(), *mlp.parameters())]
     assert shapes == [(5, 16, 3, 3), (5,), (2048, 16), (2048,), (2048, 2048), (2048,), (5, 2048), (5,)]
 
 
-def test_after_the_last_aligned_step_training_is_the_plain_one(sets: Path, tmp_path: Path) -> None:
-    """The same gradient of every parameter that the plain training has; none of the projector."""
+def test_gradients_equal_plain_training_after_the_last_aligned_step(sets: Path, tmp_path: Path) -> None:
+    """Every parameter has the gradient of plain training, and the projector has none."""
 
     def gradient(step: int, **changes: Any) -> dict[str, Tensor]:
         training = training_of(tmp_path, sets, 9, **changes)
@@ -245,7 +245,7 @@ def test_after_the_last_aligned_step_training_is_the_plain_one(sets: Path, tmp_p
     assert not torch.equal(during["blocks.0.attn.qkv.weight"], gradient(3, alignment=None)["blocks.0.attn.qkv.weight"])
 
 
-def test_what_is_written_holds_no_projector(sets: Path, tmp_path: Path) -> None:
+def test_written_weights_contain_no_projector(sets: Path, tmp_path: Path) -> None:
     training, once = training_of(tmp_path, sets, 4), tmp_path / "once"
     whole = trained(training, once)
     assert trained(training_of(tmp_path, sets, 2), tmp_path / "twice") != whole
@@ -258,7 +258,7 @@ def test_what_is_written_holds_no_projector(sets: Path, tmp_path: Path) -> None:
         trained(training_of(tmp_path, sets, 1, **changes), tmp_path / f"next-{len(changes)}", once)
 
 
-def test_features_lie_beside_the_words_of_a_condition(sets: Path, tmp_path: Path) -> None:
+def test_alignment_features_combine_with_caption_conditions(sets: Path, tmp_path: Path) -> None:
     words = parse(CaptionPairs, {"encoder": {"type": "hashed", "dim": 8}, "num_tokens": 2}, "pairs")
     made = words.build(PairInputs(sets / "crops", None, 3, None, torch.device("cpu")))
     write_pairs(made, "x", words.splits, words.dtype, tmp_path / "captions")
@@ -317,7 +317,7 @@ FEATURES = {"type": "features"}
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(system: Any, pairs: Any, line: str) -> None:
+def test_incompatible_alignment_sections_are_reported_in_one_line(system: Any, pairs: Any, line: str) -> None:
     raw = {
         "data": {"name": "x", "source": {"type": "digits"}, "resolution": 8},
         "system": {"type": "dit", "network": NETWORK} | system,

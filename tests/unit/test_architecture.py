@@ -1,4 +1,4 @@
-"""The shape of the package: no import circles, small folders, and names that say something. `make lint` runs this."""
+"""Structure of the package: no import circles, small folders, meaningful names. `make lint` runs this."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ EMPTY_NAMES = frozenset(
     "inherited judged kept known lifeline looks made making mistakes of once ours panel seen spare telling there "
     "together told wanted".split()
 )
-"""Names that say nothing about what a module, a function or a class is."""
+"""Names that do not describe a module, a function or a class."""
 MOST_GIVEN = {"TrainConfig": 17, "DataConfig": 29, "EvaluateConfig": 12}
-"""Functions that may be given a whole section of an experiment; others are given the values that they read."""
+"""Most functions that may take a whole section of an experiment; others take the values that they read."""
 EMPTY_OPENINGS = ("What ", "Whether ", "Who ", "Of ", "Those ", "The same")
-"""First words of docstrings that leave the reader to find the noun."""
+"""First words of docstrings that lack a noun or a verb."""
 
 
 def circles() -> set[frozenset[str]]:
-    """The sets of modules that import each other in a circle; imports inside functions and for types count."""
+    """Return sets of modules that import each other in a circle, counting imports in functions and for types."""
     graph = grimp.build_graph(PACKAGE, cache_dir=None)
     names = sorted(graph.modules)
     number = {name: index for index, name in enumerate(names)}
@@ -48,7 +48,7 @@ def circles() -> set[frozenset[str]]:
 
 
 def defined_names() -> Iterator[str]:
-    """The names of all modules, functions and classes, without leading underscores."""
+    """Return names of all modules, functions and classes, without leading underscores."""
     for path in SOURCE.rglob("*.py"):
         yield path.stem.strip("_").lower()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -56,7 +56,7 @@ def defined_names() -> Iterator[str]:
                 yield node.name.strip("_").lower()
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_import_circles() -> None:
     assert circles() == set()
 
 
@@ -66,11 +66,11 @@ def test_folders_are_small() -> None:
     assert large == {}
 
 
-def test_names_say_something() -> None:
+def test_names_are_meaningful() -> None:
     assert [name for name in defined_names() if name in EMPTY_NAMES] == []
 
 
-def test_docstrings_stand_alone() -> None:
+def test_docstrings_open_with_a_noun_or_verb() -> None:
     root = SOURCE.parents[1]
     opening = [
         f"{path.relative_to(root)}:{node.value.lineno}"
@@ -88,7 +88,7 @@ def test_each_command_of_a_rule_is_a_stage() -> None:
     assert {stage for stage in stages if re.search(rf"\b{PACKAGE} {stage}\b", rules)} == stages
 
 
-def test_few_functions_are_given_a_whole_section() -> None:
+def test_few_functions_take_a_whole_config_section() -> None:
     count = Counter(
         ast.unparse(argument.annotation)
         for path in SOURCE.rglob("*.py")
@@ -100,8 +100,8 @@ def test_few_functions_are_given_a_whole_section() -> None:
     assert {name: count[name] for name in MOST_GIVEN if count[name] > MOST_GIVEN[name]} == {}
 
 
-def test_what_benches_import_exists() -> None:
-    """No test runs most of them."""
+def test_imports_of_benchmarks_exist() -> None:
+    """Most benchmarks are run by no test."""
     missing = [
         f"{path.name}: {node.module}.{alias.name}"
         for path in (SOURCE.parents[1] / "tests" / "bench").rglob("*.py")

@@ -1,4 +1,4 @@
-"""What files of arrays state beside their numbers: pages, the size of a pixel, and volumes of NIfTI."""
+"""Metadata of array files (pages, pixel size, missing data) and NIfTI volumes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def ome(numbers: NDArray[Any] = STACK[:1], axes: str = "ZYX", **metadata: Any) -
     return tiff(numbers, ome=True, metadata={"axes": axes, **metadata})
 
 
-def test_ome_xml_that_names_planes_of_another_file_is_refused() -> None:
-    """tifffile gives zeros in their place: one file a channel, or an acquisition that was aborted."""
+def test_ome_xml_with_planes_in_other_files_is_rejected() -> None:
+    """tifffile reads such planes as zeros: one file per channel, or an aborted acquisition."""
     whole = ome(STACK[:3], "CYX")
     with tifffile.TiffFile(io.BytesIO(whole)) as file:
         assert file.ome_metadata is not None
@@ -70,7 +70,7 @@ def test_ome_xml_that_names_planes_of_another_file_is_refused() -> None:
             read(cut, channels=3)
 
 
-def test_every_page_is_an_image_where_the_configuration_says_so() -> None:
+def test_pages_all_reads_every_page_as_an_image() -> None:
     images = read(ome(STACK), pages="all").images
     assert np.array_equal(np.stack(images), STACK[:, None])
     several = np.random.default_rng(4).integers(0, 99, (2, 3, 5, 20, 24)).astype(np.uint16)
@@ -111,7 +111,7 @@ def test_pages_of_pictures_are_not_images() -> None:
     ],
     ids=["ome", "units", "one-side", "no-length", "imagej", "micron", "inch", "print"],
 )
-def test_the_size_of_a_pixel_is_what_the_file_states(data: bytes, expected: tuple[float, float] | None) -> None:
+def test_pixel_size_is_read_from_file_metadata(data: bytes, expected: tuple[float, float] | None) -> None:
     assert read(data).pixel_size == (None if expected is None else pytest.approx(expected))
 
 
@@ -120,7 +120,7 @@ def test_the_size_of_a_pixel_is_what_the_file_states(data: bytes, expected: tupl
     [(1, 9001, (30e6, 10e6)), (1, 9002, None), (2, 9001, None)],
     ids=["m", "feet", "degrees"],
 )
-def test_the_size_of_a_pixel_of_a_map_in_metres(kind: int, unit: int, expected: tuple[float, float] | None) -> None:
+def test_geotiff_pixel_size_requires_metres(kind: int, unit: int, expected: tuple[float, float] | None) -> None:
     keys = (1, 1, 0, 2, 1024, 0, 1, kind, 3076, 0, 1, unit)
     tags = [(33550, "d", 3, (10.0, 30.0, 0.0), True), (34735, "H", len(keys), keys, True)]
     assert read(tiff(STACK[0], extratags=tags)).pixel_size == expected
@@ -137,14 +137,14 @@ def test_the_size_of_a_pixel_of_a_map_in_metres(kind: int, unit: int, expected: 
     ],
     ids=["float", "comma", "least-float", "int", "zero"],
 )
-def test_numbers_that_a_map_declares_as_missing_are_no_data(numbers: NDArray[Any], stated: str, count: int) -> None:
+def test_declared_nodata_values_are_missing_data(numbers: NDArray[Any], stated: str, count: int) -> None:
     data = tiff(numbers, extratags=[(42113, "s", 0, stated, True)])
     message = f"missing data: {count} of 6 numbers are .*, which the file declares as missing.*: crop them off"
     with pytest.raises(BadImage, match=message):
         read(data, dtype="float32")
 
 
-def test_missing_numbers_are_told_before_white_is_inverted() -> None:
+def test_nodata_is_detected_before_white_is_inverted() -> None:
     numbers = np.uint8([[0, 1, 2], [0, 0, 255]])
     one, other = (
         tiff(numbers, photometric="miniswhite", extratags=[(42113, "s", 0, stated, True)]) for stated in ("1", "254")
@@ -156,13 +156,13 @@ def test_missing_numbers_are_told_before_white_is_inverted() -> None:
 
 @pytest.mark.parametrize("stated", ["7", "-9999", "255.5", "nan", "inf", "1e400", "-1.7976931348623157e+308", "none"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32"])
-def test_a_map_without_missing_numbers_is_read(stated: str, dtype: str) -> None:
-    numbers = np.arange(6).reshape(2, 3).astype(dtype)  # with a 0, which tifffile has for a value that it cannot read
+def test_geotiff_without_nodata_pixels_is_read(stated: str, dtype: str) -> None:
+    numbers = np.arange(6).reshape(2, 3).astype(dtype)  # has a 0, tifffile's result for an unreadable value
     data = tiff(numbers, extratags=[(42113, "s", 0, stated, True)])
     assert np.array_equal(read(data, dtype=dtype).images[0][0], numbers)
 
 
-def test_missing_numbers_of_channels_that_are_left_out_do_not_count() -> None:
+def test_nodata_in_unused_channels_is_ignored() -> None:
     numbers = np.uint16([[[1, 2]], [[3, 4]], [[0, 5]]])
     data = tiff(numbers, photometric="minisblack", planarconfig="separate", extratags=[(42113, "s", 0, "0", True)])
     assert np.array_equal(read(data, channels={0: "red", 1: "green"}).images[0], numbers[:2])
@@ -170,7 +170,7 @@ def test_missing_numbers_of_channels_that_are_left_out_do_not_count() -> None:
         read(data, channels=3)
 
 
-def test_labels_of_imagej_name_channels() -> None:
+def test_imagej_labels_name_channels() -> None:
     names = ["DAPI", "actin", "ER"]
     data = tiff(STACK[:3], imagej=True, metadata={"axes": "CYX", "Labels": names})
     assert np.array_equal(read(data, channels=names[::-1]).images[0], STACK[2::-1])
@@ -183,19 +183,19 @@ def test_labels_of_imagej_name_channels() -> None:
     assert len(read(slices, channels=names, pages="all").images) == 2
 
 
-def test_other_axes_in_the_configuration_leave_no_size() -> None:
+def test_configured_axes_that_move_x_or_y_drop_pixel_size() -> None:
     data = ome(STACK, PhysicalSizeX=0.5, PhysicalSizeY=0.25)
     assert read(data, axes="CYX", channels=4).pixel_size == pytest.approx((0.25, 0.5))
     assert read(data, axes="YXC", channels=24).pixel_size is None
 
 
-def test_a_turned_image_turns_its_pixels() -> None:
+def test_orientation_swaps_the_sides_of_pixel_size() -> None:
     data = tiff(STACK[:1], imagej=True, resolution=(2, 4), metadata={"unit": "um"}, extratags=[(274, "H", 1, 6, True)])
     turned = read(data)
     assert turned.images[0].shape == (1, 24, 20) and turned.pixel_size == pytest.approx((0.5, 0.25))
 
 
-def test_a_crop_has_larger_pixels() -> None:
+def test_cropping_scales_pixel_size() -> None:
     data = ome(PhysicalSizeX=0.5, PhysicalSizeY=0.5)
     with quiet_pillow():
         assert crop_image(data, config(resolution=10)).pixel_size == pytest.approx([1, 1])
@@ -205,7 +205,7 @@ def test_a_crop_has_larger_pixels() -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"), [((0.5, 0.5, 0.502), (1, 1)), ((0.5, 0.5, 0.6), None), ((0.5, 0.5, None), None)]
 )
-def test_samples_have_the_size_that_all_images_have(
+def test_samples_get_pixel_size_if_all_images_share_it(
     sizes: tuple[float | None, ...],
     expected: tuple[float, float] | None,
     tmp_path: Path,
@@ -239,7 +239,7 @@ def nifti(numbers: NDArray[Any], version: int = 1, **changed: Any) -> bytes:
 
 VOLUME = np.random.default_rng(5).integers(-1000, 2000, (24, 20, 6)).astype(np.int16)
 SLICES = VOLUME.transpose(2, 1, 0)[:, ::-1]
-"""From the feet to the head; the front above, the left at the left."""
+"""Slices from feet to head, with anterior at the top and the patient's left at the left."""
 
 
 @pytest.mark.parametrize("is_compressed", [False, True], ids=["nii", "nii.gz"])
@@ -254,8 +254,8 @@ def test_a_volume_gives_its_slices(version: int, is_compressed: bool) -> None:
         read(data, dtype="int16")
 
 
-def test_a_volume_that_is_stored_otherwise_is_turned() -> None:
-    """Stored from head to feet, the left of the patient first in the second dimension."""
+def test_volume_in_another_orientation_is_reoriented() -> None:
+    """Stored from head to feet, with the patient's left first in the second dimension."""
     stored = VOLUME.transpose(2, 0, 1)[::-1]
     affine = np.array([[0, 0.5, 0, 0], [0, 0, 0.25, 0], [-3, 0, 0, 0], [0, 0, 0, 1.0]])
     found = read(nifti(np.ascontiguousarray(stored), affine=affine), dtype="int16", pages="all")
@@ -275,19 +275,19 @@ def test_a_volume_without_a_unit_has_no_size() -> None:
 
 
 @pytest.mark.parametrize("is_compressed", [False, True])
-def test_a_volume_that_ends_too_early_is_damaged(is_compressed: bool) -> None:
+def test_truncated_volume_is_damaged(is_compressed: bool) -> None:
     data = nifti(VOLUME)[:-100]
     with quiet_pillow(), pytest.raises(BadImage, match="damaged"):
         crop_image(gzip.compress(data) if is_compressed else data, config(dtype="int16", pages="all"))
 
 
-def test_a_volume_of_too_many_numbers_is_not_unpacked() -> None:
+def test_too_large_volume_is_rejected_before_unpacking() -> None:
     data = gzip.compress(nifti(np.zeros((400, 400, 80), np.uint8)))
     with quiet_pillow(), pytest.raises(BadImage, match="too large: 400 x 400 x 80 numbers"):
         crop_image(data, config(dtype="int16", pages="all", max_pixels=160_000))
 
 
-def test_without_nibabel_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nibabel_is_named_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nibabel", None)
     with pytest.raises(Undecided, match=r"pip install 'image-diffusion\[arrays\]'"):
         read(bytes(344) + b"n+1\0" + bytes(200))
@@ -300,7 +300,7 @@ def lzw() -> bytes:
 
 
 def packed() -> bytes:
-    """Numbers of 12 bits without gaps."""
+    """Return a TIFF of packed 12-bit values."""
     data = bytearray(tiff(STACK[0]))
     with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
         at = file.pages[0].tags["BitsPerSample"].valueoffset  # type: ignore[union-attr]
@@ -309,10 +309,10 @@ def packed() -> bytes:
 
 
 @pytest.mark.parametrize("make", [lzw, packed])
-def test_without_imagecodecs_the_message_names_it(
+def test_missing_imagecodecs_is_named_in_the_message(
     make: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An intact file is not taken for a damaged one, which the crop would leave out."""
+    """An intact file must not be reported as damaged, because the crop stage would leave it out."""
     monkeypatch.setitem(sys.modules, "imagecodecs", None)
     monkeypatch.setattr(tifffile.tifffile, "imagecodecs", _imagecodecs)
     monkeypatch.setattr(tifffile.TIFF.DECOMPRESSORS, "_codecs", {})
@@ -322,13 +322,13 @@ def test_without_imagecodecs_the_message_names_it(
         crop_dataset(config(source={"type": "folder", "path": str(tmp_path), "classes": "none"}), tmp_path / "out")
 
 
-def test_lzw_and_numbers_of_12_bits_are_read() -> None:
+def test_lzw_and_packed_12_bit_values_are_read() -> None:
     pytest.importorskip("imagecodecs", reason="the extra `arrays`")
     assert np.array_equal(read(lzw()).images[0], STACK[:1])
     assert read(packed()).images[0].max() < 4096
 
 
-def test_without_tifffile_a_tiff_is_not_taken_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiff_without_tifffile_is_not_reported_as_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tifffile", None)
     with quiet_pillow(), pytest.raises(ModuleNotFoundError) as caught:
         crop_image(tiff(STACK[:1]), config())
@@ -345,7 +345,7 @@ def test_one_damaged_page_of_a_stack_is_damage(broken: int) -> None:
         crop_image(bytes(data), config(pages="all"))
 
 
-def test_pages_of_several_depths_need_a_decision() -> None:
+def test_pages_of_mixed_bit_depths_require_data_pages() -> None:
     buffer = io.BytesIO()
     with tifffile.TiffWriter(buffer) as file:
         file.write(STACK[0], metadata=None)
@@ -366,7 +366,7 @@ def test_sides_of_one_pixel_are_read(shape: tuple[int, int]) -> None:
             assert np.array_equal(crop_image(tiff(numbers), config()).crops[0], np.full((1, 16, 16), numbers[0, 0]))
 
 
-def test_files_of_several_depths_keep_their_numbers(tmp_path: Path) -> None:
+def test_files_of_mixed_dtypes_keep_their_values(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number, dtype in enumerate([np.uint8, np.uint16, np.int32, np.float32]):
         tifffile.imwrite(tmp_path / f"in/{number}.tif", (STACK[0] % 200).astype(dtype))

@@ -1,4 +1,4 @@
-"""Images that are arrays: each layout is read rightly or refused in one line, and numbers keep their values."""
+"""Arrays as images: each layout is read correctly or rejected in one line, and values are kept."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ CYX = counts((3, 20, 24))
 YXC = np.ascontiguousarray(CYX.transpose(1, 2, 0))
 
 
-# What a file holds, with the settings that it needs beside three channels of uint16: always the numbers of CYX.
+# TIFF layouts with writer options; each must yield the values of CYX, three channels of uint16.
 @pytest.mark.parametrize("big", [False, True], ids=["classic", "big"])
 @pytest.mark.parametrize("order", ["<", ">"], ids=["little", "big-endian"])
 @pytest.mark.parametrize("compression", [None, "zlib"])
@@ -117,7 +117,7 @@ YXC = np.ascontiguousarray(CYX.transpose(1, 2, 0))
 def test_every_layout_of_tiff_gives_its_numbers(
     options: dict[str, Any], compression: str | None, order: str, big: bool
 ) -> None:
-    if options.get("imagej"):  # writes classic files with the high byte first
+    if options.get("imagej"):  # writes classic big-endian files
         big, order = False, ">"
     data = tiff(CYX, **options, compression=compression, byteorder=order, bigtiff=big)
     assert np.array_equal(read(data), CYX)
@@ -125,7 +125,7 @@ def test_every_layout_of_tiff_gives_its_numbers(
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("planar", ["contig", "separate"])
-def test_samples_of_a_pixel_are_channels(planar: str, order: str) -> None:
+def test_tiff_samples_per_pixel_are_channels(planar: str, order: str) -> None:
     numbers = YXC if planar == "contig" else CYX
     assert np.array_equal(read(tiff(numbers, photometric="rgb", planarconfig=planar, byteorder=order)), CYX)
 
@@ -153,7 +153,7 @@ def test_two_axes_are_one_channel() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "BMP", "PPM", "WEBP"])
-def test_pictures_of_8_bits_are_arrays_too(kind: str) -> None:
+def test_8_bit_pictures_can_be_read_as_arrays(kind: str) -> None:
     pixels = counts((20, 24, 3), "uint8", 255)
     options = {"lossless": True} if kind == "WEBP" else {}
     data = picture(Image.fromarray(pixels), kind, **options)
@@ -162,14 +162,14 @@ def test_pictures_of_8_bits_are_arrays_too(kind: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [9, 10, 12, 14, 16])
-def test_pgm_of_any_depth_and_jpeg_2000_keep_their_counts(bits: int) -> None:
+def test_pgm_of_any_depth_and_jpeg_2000_keep_their_values(bits: int) -> None:
     numbers = counts((20, 24), most=2**bits - 1)
     pgm = f"P5 24 20 {2**bits - 1}\n".encode() + numbers.astype(">u2").tobytes()
     assert np.array_equal(read(pgm, channels=1)[0], numbers)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_file_that_was_stored_turned_is_put_upright(orientation: int) -> None:
+def test_orientation_tag_is_applied_to_arrays(orientation: int) -> None:
     pixels = counts((20, 24), "uint8", 255)
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -180,14 +180,14 @@ def test_a_file_that_was_stored_turned_is_put_upright(orientation: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_white_that_is_zero_is_inverted(dtype: str) -> None:
+def test_white_is_zero_images_are_inverted(dtype: str) -> None:
     numbers = counts((20, 24), dtype)
     assert np.array_equal(
         read(tiff(numbers, photometric="miniswhite"), channels=1, dtype=dtype)[0], np.iinfo(dtype).max - numbers
     )
 
 
-def test_signed_and_floating_point_numbers_keep_their_sign() -> None:
+def test_signed_and_float_values_keep_their_sign() -> None:
     hounsfield = np.random.default_rng(0).integers(-1024, 3071, (20, 24)).astype(np.int16)
     assert np.array_equal(read(tiff(hounsfield), channels=1, dtype="int16")[0], hounsfield)
     heights = np.random.default_rng(0).normal(0, 1000, (20, 24)).astype(np.float32)
@@ -204,7 +204,7 @@ def test_channels_are_chosen_by_the_names_in_the_file(chosen: list[str]) -> None
     assert np.array_equal(read(data, channels=chosen), CYX[[NAMES.index(name) for name in chosen]])
 
 
-def test_names_in_the_file_are_not_taken_by_place_where_some_of_them_are_configured() -> None:
+def test_file_channel_names_are_not_matched_by_position_if_some_are_configured() -> None:
     data = tiff(CYX, ome=True, metadata={"axes": "CYX", "Channel": {"Name": NAMES}})
     last, first = NAMES[2].swapcase(), NAMES[0].swapcase()
     assert np.array_equal(read(data, channels=[last, first]), CYX[[2, 0]])
@@ -217,14 +217,14 @@ def test_names_in_the_file_are_not_taken_by_place_where_some_of_them_are_configu
     assert np.array_equal(read(twins, channels=["N", "O"]), CYX[1:])
 
 
-def test_channels_are_chosen_by_place_and_named_in_order() -> None:
+def test_channels_are_selected_by_index_and_named_in_order() -> None:
     assert np.array_equal(read(npy(CYX), channels={0: "a", 2: "b"}, axes="CYX"), CYX[[0, 2]])
     assert np.array_equal(read(npy(CYX), channels=["a", "b", "c"]), CYX)
     assert config(channels={0: "a", 2: "b"}).channel_names == ("a", "b")
 
 
 @pytest.mark.parametrize("axis", ["Z", "T"])
-def test_of_other_axes_the_first_is_taken_where_the_configuration_says_so(axis: str) -> None:
+def test_pages_first_takes_the_first_index_of_other_axes(axis: str) -> None:
     stack = counts((4, 20, 24))
     data = tiff(stack, ome=True, metadata={"axes": axis + "YX"})
     assert np.array_equal(read(data, channels=1, pages="first"), stack[:1])
@@ -233,7 +233,7 @@ def test_of_other_axes_the_first_is_taken_where_the_configuration_says_so(axis: 
         read(data, channels=1)
 
 
-def test_pages_are_channels_where_the_configuration_says_so() -> None:
+def test_pages_are_read_as_channels_with_axes_cyx() -> None:
     buffer = io.BytesIO()
     with tifffile.TiffWriter(buffer) as file:
         for page in CYX:
@@ -252,7 +252,7 @@ def pages(*numbers: Numbers) -> bytes:
     return buffer.getvalue()
 
 
-# What a file holds, settings, and what its one line says.
+# Name of the case, file contents, settings, expected one-line message.
 REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
     ("as many rows as channels", lambda: npy(counts((3, 24, 3))), {}, "which axis of 3 x 24 x 3 has the 3 channels"),
     ("no axis fits", lambda: npy(counts((5, 20, 24))), {}, "which axis of 5 x 20 x 24 has the 3 channels"),
@@ -350,7 +350,7 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "changed", "says"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_what_cannot_be_read_is_refused_in_one_line(
+def test_unreadable_arrays_are_rejected_in_one_line(
     make: Callable[[], bytes], changed: dict[str, Any], says: str
 ) -> None:
     with quiet_pillow(), pytest.raises((BadImage, Undecided), match=says) as caught:
@@ -358,7 +358,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_colour_of_16_bits_in_a_png_is_not_read_by_half(tmp_path: Path) -> None:
+def test_16_bit_colour_png_is_not_read_at_8_bits(tmp_path: Path) -> None:
     import zlib
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -372,7 +372,7 @@ def test_colour_of_16_bits_in_a_png_is_not_read_by_half(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("crop", ["adm", "resize", "multi", "random_resized"])
-def test_crops_keep_the_least_and_the_greatest_number(crop: str) -> None:
+def test_crops_stay_within_minimum_and_maximum(crop: str) -> None:
     numbers = counts((2, 50, 70))
     numbers[:, 20:30, 20:30] = 4095
     with quiet_pillow():
@@ -384,13 +384,13 @@ def test_crops_keep_the_least_and_the_greatest_number(crop: str) -> None:
         assert pixels.min() >= numbers.min()
 
 
-def test_a_crop_of_its_own_size_is_the_array() -> None:
+def test_crop_at_the_original_size_equals_the_array() -> None:
     numbers = counts((3, 16, 16))
     with quiet_pillow():
         assert np.array_equal(crop_image(npy(numbers), config()).crops[0], numbers)
 
 
-def test_scaling_is_that_of_pictures() -> None:
+def test_array_scaling_matches_picture_scaling() -> None:
     pixels = counts((64, 80, 3), "uint8", 255)
     with quiet_pillow():
         as_picture = crop_image(picture(Image.fromarray(pixels), "PNG"), config(dtype=None)).crops[0]
@@ -400,7 +400,7 @@ def test_scaling_is_that_of_pictures() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32"])
-def test_numbers_come_back_from_x_to_half_a_count(dtype: str) -> None:
+def test_values_survive_normalise_and_restore(dtype: str) -> None:
     low, high = (-1000.0, 3000.0) if dtype in ("int16", "float32") else (7.0, 250.0 if dtype == "uint8" else 65_535.0)
     levels = Levels(dtype=dtype, channels=("a", "b"), low=(low, low), high=(high, high / 2))
     numbers = torch.from_numpy(np.linspace(low, high / 2, 2 * 64 * 64).astype(dtype).reshape(1, 2, 64, 64))
@@ -414,7 +414,7 @@ def test_numbers_come_back_from_x_to_half_a_count(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [("uint16", 0, 65536), ("uint8", 0, 256), ("int16", -40000, 40000)])
-def test_integers_outside_of_their_type_become_its_least_and_its_greatest(dtype: str, low: int, high: int) -> None:
+def test_restored_integers_are_clamped_to_their_dtype(dtype: str, low: int, high: int) -> None:
     levels, limits = Levels(dtype=dtype, channels=("a",), low=(low,), high=(high,)), np.iinfo(dtype)
     black, white = levels.restore(torch.tensor([-1.0, 1.0]).view(1, 1, 1, 2)).flatten().tolist()
     assert (black, white) == (limits.min, limits.max)
@@ -436,7 +436,7 @@ def cells(folder: Path, count: int = 24, **changed: Any) -> dict[str, Any]:
     return made.manifest
 
 
-def test_shards_keep_every_count_of_12_bits_in_16(tmp_path: Path) -> None:
+def test_shards_keep_every_12_bit_value_in_uint16(tmp_path: Path) -> None:
     ramp = np.arange(4096, dtype=np.uint16).reshape(1, 64, 64)
     (tmp_path / "images").mkdir()
     np.save(tmp_path / "images" / "ramp.npy", ramp)
@@ -446,10 +446,10 @@ def test_shards_keep_every_count_of_12_bits_in_16(tmp_path: Path) -> None:
     assert np.array_equal(shards.gather(np.array([0]))[0].numpy(), ramp)
     assert shards.levels is not None
     rounded = shards.levels.restore(shards.levels.normalise(shards.gather(np.array([0])))).numpy()
-    assert len(np.unique(rounded)) >= 4090  # of 4,096, the rest lies beyond the quantiles
+    assert len(np.unique(rounded)) >= 4090  # of 4,096; the others lie beyond the quantiles
 
 
-def test_the_range_is_measured_or_stated_for_each_channel(tmp_path: Path) -> None:
+def test_range_is_measured_or_configured_per_channel(tmp_path: Path) -> None:
     measured = cells(tmp_path / "a")["levels"]
     numbers = np.stack([drawn(number) for number in range(24)])
     for channel, name in enumerate(CHANNELS):
@@ -467,7 +467,7 @@ def test_the_range_is_measured_or_stated_for_each_channel(tmp_path: Path) -> Non
     assert of_type["low"] == [0] * 5
 
 
-def test_another_range_makes_no_crop_again(tmp_path: Path) -> None:
+def test_changed_range_rewrites_no_shards(tmp_path: Path) -> None:
     cells(tmp_path)
     values = {
         "source": {"type": "folder", "path": str(tmp_path / "images")},
@@ -479,7 +479,7 @@ def test_another_range_makes_no_crop_again(tmp_path: Path) -> None:
     assert again.manifest["levels"]["high"] == [4095] * 5
 
 
-def test_a_channel_of_one_number_is_an_error(tmp_path: Path) -> None:
+def test_constant_channel_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     numbers = counts((2, 20, 24))
     numbers[1] = 9
@@ -502,7 +502,7 @@ def test_floating_point_ranges_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hot", [None, 1e6, -3.4028235e38])
 @pytest.mark.parametrize("stated", [None, [-0.1, 3e38]])
-def test_floating_point_ranges_are_quantiles_whatever_one_pixel_is(
+def test_float_ranges_are_quantiles_unaffected_by_an_outlier_pixel(
     hot: float | None, stated: list[float] | None, tmp_path: Path
 ) -> None:
     (tmp_path / "images").mkdir()
@@ -520,7 +520,7 @@ def test_floating_point_ranges_are_quantiles_whatever_one_pixel_is(
     assert levels["clipped"][0] == round(float(((exact < least) | (exact > most)).mean()), 8)
 
 
-def test_judges_see_floats_and_mirror_images_are_mirrored(tmp_path: Path) -> None:
+def test_rendered_shards_yield_floats_and_gather_flips_images(tmp_path: Path) -> None:
     cells(tmp_path)
     shards, rendered = (open_shards(tmp_path / "crops", "all", renders=renders) for renders in (False, True))
     rows = np.arange(6)
@@ -538,7 +538,7 @@ def test_judges_see_floats_and_mirror_images_are_mirrored(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 5, 64])
-def test_arrays_become_pictures(channels: int) -> None:
+def test_arrays_are_rendered_as_pictures(channels: int) -> None:
     images = torch.zeros(2, channels, 8, 8)
     assert as_pictures(images).dtype == torch.uint8
     assert as_pictures(images).shape == (2, 1 if channels == 1 else 3, 8, 8)
@@ -548,7 +548,7 @@ def test_arrays_become_pictures(channels: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [8, 13, 64])
-def test_pictures_of_many_channels_show_how_bright_they_are(channels: int) -> None:
+def test_pictures_of_many_channels_show_brightness(channels: int) -> None:
     dark, bright = (as_pictures(torch.full((1, channels, 1, 1), share * 255)).int() for share in (0.3, 0.6))
     assert dark.min() > 255 * 0.25 and dark.max() < bright.min() and bright.max() <= 255 * 0.6
     noise = 255 * torch.rand(1, channels, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -556,7 +556,7 @@ def test_pictures_of_many_channels_show_how_bright_they_are(channels: int) -> No
     assert torch.equal(as_pictures(torch.zeros(1, channels, 1, 1)), torch.zeros(1, 3, 1, 1, dtype=torch.uint8))
 
 
-def test_samples_open_as_a_stack_with_named_channels_and_the_same_bytes(tmp_path: Path) -> None:
+def test_samples_are_stacks_with_named_channels_and_reproducible_bytes(tmp_path: Path) -> None:
     images = np.stack([drawn(number).transpose(1, 2, 0) for number in range(4)])
     for name in ("a", "b"):
         write_tiff(tmp_path / f"{name}.ome.tif", images, CHANNELS)
@@ -591,13 +591,13 @@ def test_samples_open_as_a_stack_with_named_channels_and_the_same_bytes(tmp_path
         ({"axes": "cyx"}, "axes"),
     ],
 )
-def test_mistakes_in_the_section_are_one_line(changed: dict[str, Any], says: str) -> None:
+def test_invalid_array_settings_are_reported_in_one_line(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         config(**changed)
     assert "\n" not in str(caught.value)
 
 
-def test_the_configuration_of_pictures_is_written_as_before() -> None:
+def test_array_keys_are_absent_from_picture_configs() -> None:
     dumped = config(dtype=None).model_dump(mode="json")
     assert "dtype" not in dumped
     assert "axes" not in dumped
@@ -679,32 +679,34 @@ STORED = counts((20, 24))
         "white is 0 and no unit",
     ],
 )
-def test_dicom_gives_the_numbers_that_it_means(elements: dict[str, Any], dtype: str, expected: Numbers) -> None:
+def test_dicom_values_are_rescaled_and_inverted_as_stated(
+    elements: dict[str, Any], dtype: str, expected: Numbers
+) -> None:
     assert np.array_equal(read(dicom(STORED, **elements), channels=1, dtype=dtype)[0], expected)
 
 
-def test_signed_dicom_of_which_white_is_least_is_negated() -> None:
+def test_signed_monochrome1_dicom_is_negated() -> None:
     stored = (STORED.astype(np.int16) - 2048).astype(np.int16)
     data = dicom(stored, PhotometricInterpretation="MONOCHROME1")
     assert np.array_equal(read(data, channels=1, dtype="int16")[0], -1 - stored)
 
 
-def test_what_dicom_says_of_each_frame_is_not_passed_over() -> None:
+def test_dicom_with_per_frame_metadata_is_rejected() -> None:
     from_pydicom = pytest.importorskip("pydicom", reason="the extra `arrays`")
     data = dicom(STORED, SharedFunctionalGroupsSequence=from_pydicom.Sequence([from_pydicom.Dataset()]))
     with pytest.raises(BadImage, match="an enhanced DICOM file"):
         read(data, channels=1)
 
 
-def test_frames_of_dicom_need_a_decision() -> None:
+def test_multi_frame_dicom_requires_data_pages() -> None:
     data = dicom(counts((3, 20, 24)), NumberOfFrames=3)
     with pytest.raises(Undecided, match="3 x 20 x 24 numbers along the axes ZYX"):
         read(data, channels=1)
     assert read(data, channels=1, pages="first").shape == (1, 20, 24)
 
 
-def test_compressed_dicom_that_needs_another_package_stops_the_crop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, whole series of intact scans would be listed as damaged, and left out."""
+def test_compressed_dicom_without_its_decoder_stops_the_crop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, whole series of intact scans would be listed as damaged and left out."""
     pydicom = pytest.importorskip("pydicom", reason="the extra `arrays`")
     path = pydicom.data.get_testdata_file("MR_small_jpeg_ls_lossless.dcm", download=False)
     monkeypatch.setattr("pydicom.pixels.get_decoder", lambda _: SimpleNamespace(is_available=False))
@@ -712,7 +714,7 @@ def test_compressed_dicom_that_needs_another_package_stops_the_crop(monkeypatch:
         read(Path(path).read_bytes(), channels=1, dtype="int16")
 
 
-def test_without_pydicom_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pydicom_is_named_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pydicom", None)
     with pytest.raises(Undecided, match=r"pip install 'image-diffusion\[arrays\]'"):
         read(bytes(128) + b"DICM" + bytes(99), channels=1)
@@ -761,7 +763,7 @@ def check(**sections: Any) -> None:
         ),
     ],
 )
-def test_what_knows_pictures_alone_says_so_before_any_work(sections: Any, says: str) -> None:
+def test_features_for_8_bit_pictures_reject_arrays_before_any_work(sections: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         check(**sections)
     assert "\n" not in str(caught.value)

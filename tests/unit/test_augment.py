@@ -1,5 +1,5 @@
-"""Augmentation as a condition of the network: drawn for a sample and epoch, exact where it can be, and without a trace
-in what is written and sampled."""
+"""Augmentation as a condition of the network: drawn per sample and epoch, exact for integer shifts and symmetries, and
+absent from saved weights and samples."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def images(count: int, size: int = 16, channels: int = 3) -> Tensor:
 
 
 def a_batch(samples: Tensor, epoch: int = 3) -> Batch:
-    """Samples of 64 images."""
+    """Return a batch of some of 64 images."""
     return Batch(images(64)[samples], {"label": samples}, Streams(7, torch.full_like(samples, epoch), samples))
 
 
 def draws(count: int = 1, **values: Any) -> Draws:
-    """Operations on some samples: none but those given."""
+    """Return draws in which only the given operations are set."""
     zeros = {field.name: torch.zeros(count, dtype=torch.float64) for field in fields(Draws)}
     flips = {name: torch.zeros(count, dtype=torch.bool) for name in ("horizontal_flip", "vertical_flip", "transpose")}
     given = {name: torch.as_tensor(value).expand(count) for name, value in values.items()}
@@ -64,11 +64,11 @@ def draws(count: int = 1, **values: Any) -> Draws:
 
 
 def affine(count: int = 1, **values: float) -> Affine:
-    """Maps of some images: those that stay, but for the values given."""
+    """Return affine maps that are the identity except for the given values."""
     return Affine(*(torch.full((count,), values.get(field.name, 0.0), dtype=torch.float64) for field in fields(Affine)))
 
 
-def test_an_image_is_augmented_by_its_sample_and_epoch_whatever_the_batch() -> None:
+def test_augmentation_depends_on_sample_and_epoch_but_not_on_batch() -> None:
     samples = torch.arange(64)
     whole = augmented(a_batch(samples), STRONG, 0.5)
     shuffled = torch.randperm(64, generator=torch.Generator().manual_seed(1))
@@ -81,7 +81,7 @@ def test_an_image_is_augmented_by_its_sample_and_epoch_whatever_the_batch() -> N
     assert whole.x.abs().max() <= 1 and whole.cond["augment"].shape == (64, NUM_LABELS)
 
 
-def test_operations_are_drawn_as_often_and_as_strong_as_in_the_paper() -> None:
+def test_operations_have_the_frequency_and_strength_of_the_paper() -> None:
     samples = torch.arange(40_000)
     labels = Augment(transpose=True).draw(Streams(0, torch.zeros_like(samples), samples), 0.5).labels().double()
     shares = labels.ne(0).double().mean(0).tolist()
@@ -102,7 +102,7 @@ def test_operations_are_drawn_as_often_and_as_strong_as_in_the_paper() -> None:
         Augment(probability=1, vertical_flip=False, scale=0, rotation=0, anisotropy=0, shift=0),
     ],
 )
-def test_without_strength_nothing_changes(nothing: Augment) -> None:
+def test_zero_strength_changes_nothing(nothing: Augment) -> None:
     batch = a_batch(torch.arange(64))
     result = augmented(batch, nothing, 0.0)
     assert torch.equal(result.x, batch.x) and not result.cond["augment"].any()
@@ -112,7 +112,7 @@ def test_without_strength_nothing_changes(nothing: Augment) -> None:
 def test_the_eight_symmetries_keep_every_value() -> None:
     x, found = images(1), set()
     for mirrored, upside_down, transposed in product((False, True), repeat=3):
-        seen = x.flip(3) if mirrored else x  # as it is read
+        seen = x.flip(3) if mirrored else x  # mirrored when it is read
         seen = STRONG.apply(seen, draws(vertical_flip=upside_down, transpose=transposed))
         expected = x.flip(3) if mirrored else x
         expected = expected.flip(2) if upside_down else expected
@@ -124,21 +124,21 @@ def test_the_eight_symmetries_keep_every_value() -> None:
 
 
 @pytest.mark.parametrize(("size", "error"), [(16, 0.0), (32, 0.0), (28, 1e-5)])
-def test_a_shift_by_whole_pixels_copies_them_and_mirrors_what_comes_in(size: int, error: float) -> None:
+def test_integer_shift_copies_pixels_and_reflects_at_edges(size: int, error: float) -> None:
     x = images(2, size)
     moved = warp(x, affine(2, shift_x=3 / size, shift_y=-2 / size))
     torch.testing.assert_close(moved[:, :, :-2, 3:], x[:, :, 2:, :-3], rtol=0, atol=error)
     torch.testing.assert_close(moved[:, :, :-2, :3], x[:, :, 2:, :3].flip(3), rtol=0, atol=error)
 
 
-def test_a_quarter_turn_by_resampling_is_that_of_pixels() -> None:
+def test_resampled_quarter_turn_equals_rot90() -> None:
     x = images(1)
     for angle, quarters in ((math.pi / 2, -1), (-math.pi / 2, 1), (math.pi, 2)):
         torch.testing.assert_close(warp(x, affine(rotation=angle)), torch.rot90(x, quarters, (2, 3)), rtol=0, atol=1e-5)
 
 
-def test_maps_are_applied_in_their_order() -> None:
-    """Where a point comes from, by matrices that are multiplied in the order of the operations, and then inverted."""
+def test_affine_maps_are_composed_in_order() -> None:
+    """Compare with source points by matrices multiplied in the order of the operations and then inverted."""
     maps = affine(log2_scale=0.5, rotation=0.4, log2_stretch=-0.7, direction=1.1)
 
     def turn(angle: float) -> np.ndarray:
@@ -150,7 +150,7 @@ def test_maps_are_applied_in_their_order() -> None:
 
 
 def test_enlarging_a_ramp_makes_it_flatter() -> None:
-    """To the error that PyTorch's bicubic kernel has on a ramp."""
+    """Exact up to the error of PyTorch's bicubic kernel on a ramp."""
     ramp = torch.linspace(-0.9, 0.9, 32).expand(1, 1, 32, 32)
     inside = (..., slice(8, 24), slice(8, 24))
     torch.testing.assert_close(warp(ramp, affine(log2_scale=1.0))[inside], ramp[inside] / 2, rtol=0, atol=5e-3)
@@ -160,7 +160,7 @@ def test_enlarging_a_ramp_makes_it_flatter() -> None:
     torch.testing.assert_close(narrow, ramp[..., 14:18] * 2, rtol=0, atol=5e-3)
 
 
-def test_colors_in_numbers() -> None:
+def test_color_operations_equal_hand_computed_values() -> None:
     x = torch.tensor([0.5, 0.0, -0.2]).view(1, 3, 1, 1)
     config = Augment(brightness=0.2, contrast=0.5, saturation=1.0)
     for change, expected in (
@@ -175,12 +175,12 @@ def test_colors_in_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with crops of noise in three classes."""
+    """Folder with crops of noise in three classes."""
     return crops_of_twelve(tmp_path_factory.mktemp("sets"), num_shards=2)
 
 
 def training_of(folder: Path, crops: Path, steps: int, **train: Any) -> Training:
-    """A small training on those."""
+    """Small training on these crops."""
     stage = {
         "experiment": "x",
         "codec": {"type": "rgb"},
@@ -195,12 +195,12 @@ def training_of(folder: Path, crops: Path, steps: int, **train: Any) -> Training
 
 
 def trained(training: Training, output: Path) -> bytes:
-    """The weights that it ends with."""
+    """Train, and return the final weights."""
     run(training.build, training.stage.train, training.model, training.data, output)
     return (output / "weights.safetensors").read_bytes()
 
 
-def test_labels_say_which_images_were_read_mirrored_with_any_number_of_processes(crops: Path) -> None:
+def test_labels_mark_mirrored_images_with_any_number_of_processes(crops: Path) -> None:
     data = open_shards(crops, "train")
     told: dict[tuple[int, int], Tensor] = {}
     for world in (1, 2, 3):
@@ -215,7 +215,7 @@ def test_labels_say_which_images_were_read_mirrored_with_any_number_of_processes
     assert len(told) == 2 * data.num_samples
 
 
-def test_a_training_resumes_with_the_same_bytes_and_writes_no_map(crops: Path, tmp_path: Path) -> None:
+def test_training_resumes_bit_exactly_and_writes_no_augmentation_map(crops: Path, tmp_path: Path) -> None:
     always = {"probability": 1, "until": 1}
     whole = trained(training_of(tmp_path, crops, 4, augment=always), tmp_path / "once")
     assert trained(training_of(tmp_path, crops, 2, augment=always), tmp_path / "twice") != whole
@@ -228,8 +228,8 @@ def test_a_training_resumes_with_the_same_bytes_and_writes_no_map(crops: Path, t
         model.network.load_state_dict(tensors)
 
 
-def test_the_map_learns_and_validation_previews_and_samples_do_without_it(crops: Path, tmp_path: Path) -> None:
-    """The same weights sample the same, with a map that has learnt and without one."""
+def test_augmentation_map_learns_and_is_unused_in_validation_previews_and_samples(crops: Path, tmp_path: Path) -> None:
+    """The same weights give the same samples with and without a trained map."""
     training = training_of(tmp_path, crops, 9)
     trainer = Trainer(training.build(ALONE), training.stage.train, ALONE)
     batches = trainer.batches(0)
@@ -253,9 +253,7 @@ def test_the_map_learns_and_validation_previews_and_samples_do_without_it(crops:
     assert torch.equal(made[0], made[1])
 
 
-def test_losses_are_those_of_the_augmented_batch_and_validation_is_of_images_as_they_are(
-    crops: Path, tmp_path: Path
-) -> None:
+def test_training_loss_uses_augmented_and_validation_loss_unaugmented_images(crops: Path, tmp_path: Path) -> None:
     told, plain = (
         Trainer(training.build(ALONE), training.stage.train, ALONE)
         for training in (training_of(tmp_path, crops, 9, augment=augment) for augment in ({"probability": 1}, None))
@@ -269,7 +267,7 @@ def test_losses_are_those_of_the_augmented_batch_and_validation_is_of_images_as_
     assert torch.equal(told.validation_losses(1, examples, 0).loss, expected)
 
 
-def test_the_last_steps_see_images_that_are_only_mirrored(crops: Path, tmp_path: Path) -> None:
+def test_last_steps_only_mirror_images(crops: Path, tmp_path: Path) -> None:
     fading, mirrored, always = (
         Trainer(training.build(ALONE), training.stage.train, ALONE)
         for training in (
@@ -286,7 +284,7 @@ def test_the_last_steps_see_images_that_are_only_mirrored(crops: Path, tmp_path:
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_every_image_network_adds_a_map_that_starts_without_effect(kind: str) -> None:
+def test_every_image_network_adds_a_zero_initialised_map(kind: str) -> None:
     spec = DataSpec(channels=3, resolution=16, num_classes=3)
     torch.manual_seed(0)
     network = NETWORKS[kind].build(spec).eval()
@@ -303,7 +301,7 @@ def test_every_image_network_adds_a_map_that_starts_without_effect(kind: str) ->
     assert not torch.allclose(call(augment=labels), before)
 
 
-def test_the_section_is_part_of_the_identity_only_where_it_is_set(crops: Path, tmp_path: Path) -> None:
+def test_section_is_part_of_the_identity_only_if_set(crops: Path, tmp_path: Path) -> None:
     with_it, without = (training_of(tmp_path, crops, 1, augment=value).stage.train for value in ({}, None))
     assert "augment" in with_it.identity() and "augment" not in without.identity()
     always, mirroring = (
@@ -313,7 +311,7 @@ def test_the_section_is_part_of_the_identity_only_where_it_is_set(crops: Path, t
     assert ends_at_a_step == [True, False, False, False]
 
 
-def test_what_is_not_moved_with_the_images_is_refused() -> None:
+def test_conditions_features_and_latents_cannot_be_augmented() -> None:
     batch = a_batch(torch.arange(4))
     with pytest.raises(ValueError, match="moves the images alone, not their conditions"):
         augmented(replace(batch, cond={"image": batch.x}), STRONG, 0)

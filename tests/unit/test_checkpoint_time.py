@@ -1,4 +1,4 @@
-"""What a checkpoint takes to save, and whether a time limit leaves as much."""
+"""Forecast of the time to save a checkpoint, and advice on the time limit's signal lead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from image_diffusion.workflow.resources import Machine
 from plans import a_plan, plans_of
 
 
-def test_time_grows_with_the_size_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_time_scales_with_size_and_probe_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0, 0.0, 2.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(forecast, "_PROBE", 16 << 20)
@@ -26,7 +26,7 @@ def test_time_grows_with_the_size_and_nothing_is_left(tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_who_follows_the_advice_has_the_time() -> None:
+def test_following_the_signal_lead_advice_removes_it() -> None:
     assert signal_lead_advice(80.0, 90.0) is None
     said = signal_lead_advice(200.0, 90.0)
     assert said is not None

@@ -1,4 +1,4 @@
-"""Choice of a step of a training by a rule: what a rule may be, which point it names, what is said of it."""
+"""Choice of a training step by a rule: valid rules, the chosen point, and the stated reason."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ POINTS = [
     ],
 )
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_rule_names_the_best_of_the_points_at_which_its_conditions_hold(rule: str, step: int, order: int) -> None:
+def test_rule_chooses_the_best_point_that_meets_its_conditions(rule: str, step: int, order: int) -> None:
     choice = choose(parse_rule(rule), POINTS[::order], "inpipe_fd")
     assert (choice["step"], choice["fulfilled"], choice["rule"]) == (step, True, rule)
     assert [row["step"] for row in choice["points"]] == [10, 20, 30]
     assert ("It is the last one." in choice["reason"]) == (step == 30)
 
 
-def test_of_equal_points_the_earlier_one_is_chosen() -> None:
+def test_ties_choose_the_earliest_step() -> None:
     same = [point(step, (5.0, None), (0.5, None)) for step in (30, 10, 20)]
     for rule in ("distance", "distance where copies.value < 0.1"):
         assert choose(parse_rule(rule), same, "inpipe_fd")["step"] == 10
 
 
-def test_debiased_numbers_are_compared_where_all_points_have_them() -> None:
+def test_debiased_values_are_compared_if_all_points_have_them() -> None:
     points = [point(10, (3.0, None), (0.0, None)), point(20, (4.0, None), (0.0, None))]
     for row, debiased in zip(points, (2.0, 1.0), strict=True):
         row["metrics"]["inpipe_fd"]["debiased"] = debiased
@@ -82,7 +82,7 @@ def test_debiased_numbers_are_compared_where_all_points_have_them() -> None:
     assert choose(parse_rule("distance"), points, "inpipe_fd")["step"] == 10
 
 
-def test_the_reason_says_what_the_last_step_has_and_why_it_was_not_taken() -> None:
+def test_reason_explains_why_the_last_step_was_not_chosen() -> None:
     reason = choose(parse_rule("distance where copies.upper < 0.04"), POINTS, "inpipe_fd")["reason"]
     assert reason == (
         "Step 20 is used: of the 2 of 3 steps at which copies.upper < 0.04, it has the lowest inpipe_fd, 5 [4, 6]. "
@@ -90,7 +90,7 @@ def test_the_reason_says_what_the_last_step_has_and_why_it_was_not_taken() -> No
     )
 
 
-def test_without_a_point_that_fulfils_the_rule_the_closest_is_used_and_named() -> None:
+def test_closest_point_is_used_if_none_meets_the_rule() -> None:
     choice = choose(parse_rule("distance where copies.upper < 0.005"), POINTS, "inpipe_fd")
     assert (choice["step"], choice["fulfilled"]) == (10, False)
     assert choice["reason"].startswith(
@@ -102,7 +102,7 @@ def test_without_a_point_that_fulfils_the_rule_the_closest_is_used_and_named() -
     assert [len(row["missed"]) for row in two["points"]] == [2, 1, 1]
 
 
-def test_a_number_that_was_not_measured_does_not_hold_and_everywhere_it_is_an_error() -> None:
+def test_unmeasured_values_fail_conditions_and_are_an_error_if_needed() -> None:
     rule = parse_rule("distance where copies.upper < 0.5")
     first = point(10, (1.0, None), (0.0, None), "no interval: too few samples")
     assert choose(rule, [first, *POINTS[1:]], "inpipe_fd")["step"] == 30
@@ -132,7 +132,7 @@ def test_a_number_that_was_not_measured_does_not_hold_and_everywhere_it_is_an_er
         ("distance where bits_per_dim.value < 3", "sweep.choose compares bits_per_dim, which no point"),
     ],
 )
-def test_a_rule_that_means_nothing_is_refused(tmp_path: Path, rule: str, message: str) -> None:
+def test_invalid_rules_are_rejected(tmp_path: Path, rule: str, message: str) -> None:
     with pytest.raises(ValueError) as told:
         experiment(tmp_path, {"checkpoint": [4, 8], "choose": rule})
     assert message in str(told.value) and len(str(told.value).splitlines()) == 1
@@ -153,7 +153,7 @@ def experiment(folder: Path, sweep: dict[str, Any], **changes: Any) -> Experimen
     return load_all([path])["mine"][1]
 
 
-def test_a_choice_needs_steps_and_they_must_be_reached(tmp_path: Path) -> None:
+def test_choice_requires_several_steps_and_no_early_stopping(tmp_path: Path) -> None:
     for steps in ([], [4]):
         with pytest.raises(ValueError, match=r"sweep\.choose chooses one of the steps of sweep\.checkpoint"):
             experiment(tmp_path, {"checkpoint": steps, "choose": RULE})
@@ -161,7 +161,7 @@ def test_a_choice_needs_steps_and_they_must_be_reached(tmp_path: Path) -> None:
         experiment(tmp_path, {"checkpoint": [4, 8]}, train=TEXT["train"] | {"patience": 0.5})
 
 
-def test_points_that_decide_have_seeds_of_their_own_and_measure_what_the_rule_compares(tmp_path: Path) -> None:
+def test_points_of_a_choice_use_separate_seeds_and_measure_compared_metrics(tmp_path: Path) -> None:
     points = {"checkpoint": [4, 8], "num_steps": [2]}
     plain, chosen = (experiment(tmp_path, points | more) for more in ({}, {"choose": RULE}))
     seeds = [made.sweep.samples("checkpoint", "4", made.sample).first_seed for made in (plain, chosen)]
@@ -178,7 +178,7 @@ def test_points_that_decide_have_seeds_of_their_own_and_measure_what_the_rule_co
         )
 
 
-def test_points_measure_what_the_rule_compares_on_every_detector(tmp_path: Path) -> None:
+def test_points_measure_compared_metrics_for_every_detector(tmp_path: Path) -> None:
     """The names of some detectors' metrics end in the detector."""
     evaluate = {"detectors": ["inception", {"type": "dinov2", "weights": "dinov2.pth"}], "infinity": True}
     rule = "fd_infinity_dinov2 where copies_dinov2.upper < 0.04 and c2st_dinov2.value < 0.9"
@@ -188,7 +188,7 @@ def test_points_measure_what_the_rule_compares_on_every_detector(tmp_path: Path)
     assert (judged["copies"], judged["two_sample"], judged["infinity"]) == (True, True, True)
 
 
-def test_all_stages_after_the_training_take_the_chosen_weights_and_the_curve_those_of_the_training() -> None:
+def test_later_stages_use_chosen_weights_and_the_curve_uses_checkpoints() -> None:
     plans = Plans({"one": a_plan("one", choose=RULE), "two": a_plan("two", start_experiment="one")})
     files = Files("r", plans)
     job = {"experiment": "one", "axis": "num_steps", "value": "2"}
@@ -205,7 +205,7 @@ def test_all_stages_after_the_training_take_the_chosen_weights_and_the_curve_tho
     assert files.choosing_option(job) == files.choosing_option({**named, "experiment": "two"}) == []
 
 
-def test_an_experiment_whose_step_is_not_chosen_yet_cannot_be_sampled_by_name(tmp_path: Path) -> None:
+def test_experiment_without_chosen_step_cannot_be_sampled_by_name(tmp_path: Path) -> None:
     write_plans(tmp_path, a_plan("one", choose=RULE))
     save_weights(tmp_path / "one" / "train", {"weight": torch.zeros(1)}, {"step": 8})
     with pytest.raises(ValueError, match="no step is chosen yet. Run snakemake --cores all one first"):
@@ -220,7 +220,7 @@ def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Non
     module.main()
 
 
-def test_the_curve_names_the_step_and_its_weights_are_taken_from_the_checkpoint(
+def test_weights_of_the_step_that_the_curve_chooses_come_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     protocol = {"detectors": [], "reference": {}, "settings": {}, "num_samples": 500}
@@ -269,7 +269,7 @@ def test_the_curve_names_the_step_and_its_weights_are_taken_from_the_checkpoint(
         run(ema, monkeypatch, *files, "--chosen-in", curve, "--output", tmp_path / "no" / "weights.safetensors")
 
 
-def test_the_headline_the_sentence_and_the_registered_model_are_of_the_chosen_weights(tmp_path: Path) -> None:
+def test_headline_summary_and_registered_model_use_chosen_weights(tmp_path: Path) -> None:
     write_plans(tmp_path, a_plan("one", choose=RULE))
     folder = tmp_path / "one"
     for place, step in (("train", 30), ("sweep/checkpoint/chosen/weights", 20)):

@@ -1,4 +1,4 @@
-"""What is shipped for machines in a cloud: a task of SkyPilot, a container, a pod. Nothing of it is started here."""
+"""Files for cloud machines: a SkyPilot task, a container recipe and a pod, checked without starting them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TASK = yaml.safe_load((ROOT / "config/cloud/sky.yaml").read_text())
 POD = yaml.safe_load((ROOT / "config/cloud/pod.yaml").read_text())
 RECIPE = (ROOT / "envs/Containerfile").read_text()
 KNOWN = json.loads(Path(__file__).with_name("skypilot_keys.json").read_text())
-"""Keys of a task of SkyPilot, as its own schema lists them."""
+"""Keys of a SkyPilot task, from SkyPilot's schema."""
 
 
 def locked_python() -> str:
-    """The version of Python that the environments are made with."""
+    """Return the Python version of the environments."""
     (line,) = [
         line
         for line in yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
@@ -53,10 +53,10 @@ def test_skypilot_knows_every_key_of_the_task() -> None:
     assert TASK["envs"]["MIRROR"] is None, "SkyPilot asks for it"
 
 
-def test_a_new_project_has_what_the_clone_has(tmp_path: Path) -> None:
+def test_new_project_has_the_cloud_files_of_the_clone(tmp_path: Path) -> None:
     begin(tmp_path / "mine")
     page = (tmp_path / "mine/config/README.md").read_text()
-    for path in (tmp_path / "mine/config").glob("*.*"):  # `make` is of a clone, and so it says; this has other commands
+    for path in (tmp_path / "mine/config").glob("*.*"):  # only a text about a clone mentions `make`
         text = path.read_text()
         assert ("`make" in text) == ("clone" in text), path
     assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in (tmp_path / "mine/config/config.yaml").read_text()
@@ -79,8 +79,8 @@ def test_the_task_runs_snakemake_on_the_gpus_of_the_machine_with_a_mirror(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["clone", "project"])
-def test_the_task_installs_what_is_locked(kind: str, tmp_path: Path) -> None:
-    """With stand-ins for Python and make, which write down what they are asked for."""
+def test_task_installs_locked_requirements(kind: str, tmp_path: Path) -> None:
+    """Stand-ins for Python and make log their arguments."""
     log = tmp_path / "log"
     python = 'echo "$@" >>"$LOG"; [[ "$*" != *"uv python find"* ]] || echo "$PWD/bin/python3"'
     venv = '[[ "$*" != "-m venv .venv" ]] || { mkdir -p .venv/bin; cp bin/python3 .venv/bin/python; }'
@@ -117,7 +117,7 @@ def test_the_pod_runs_the_image_with_its_gpu_on_a_volume() -> None:
 
 
 def instructions(recipe: str) -> Iterator[tuple[str, str]]:
-    """Yield the instructions of a container's recipe, each on one line."""
+    """Yield the instructions of a container recipe, each on one line."""
     text = re.sub(r"^ *#.*\n", "", recipe, flags=re.MULTILINE).replace("\\\n", " ")
     for line in filter(None, map(str.strip, text.splitlines())):
         name, _, words = line.partition(" ")
@@ -125,7 +125,7 @@ def instructions(recipe: str) -> Iterator[tuple[str, str]]:
 
 
 def faults(recipe: str) -> list[str]:
-    """Return what is wrong with a recipe."""
+    """Return the faults of a recipe."""
     found, steps = [], [*instructions(recipe)]
     copied = [source for name, words in steps if name == "COPY" for source in words.split()[:-1]]
     found += [f"no {source} to copy" for source in copied if not (ROOT / source).exists()]
@@ -161,6 +161,6 @@ def test_the_container_is_built_from_the_lock() -> None:
         ("USER 1000", "USER root", ["runs as root"]),
     ],
 )
-def test_a_wrong_recipe_is_noticed(line: str, other: str, fault: list[str]) -> None:
+def test_faulty_container_recipes_are_detected(line: str, other: str, fault: list[str]) -> None:
     assert line in RECIPE
     assert faults(RECIPE.replace(line, other)) == fault

@@ -1,4 +1,4 @@
-"""A codec through the stage `evaluate`: the numbers, their floors, the pictures, the files."""
+"""Evaluation of a codec: metrics, their floors, pictures and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEC = DataSpec(channels=3, resolution=16)
 
 
 class Brightness:
-    """Mean brightness of the quarters of an image, and whether it is dark or bright."""
+    """Detector of the mean brightness of an image's quarters, with classes dark and bright."""
 
     classes = ["dark", "bright"]  # noqa: RUF012
     identity: dict[str, Any] = {"name": "test"}  # noqa: RUF012
@@ -60,7 +60,7 @@ def dvae() -> nn.Module:
     return config.build(SPEC).eval()
 
 
-def test_a_discrete_vae_in_numbers_and_pictures(data: RealImages, tmp_path: Path) -> None:
+def test_discrete_vae_metrics_and_pictures(data: RealImages, tmp_path: Path) -> None:
     network = dvae()
     result = evaluate_codec(network, data, [Brightness()], EvaluateConfig(), tmp_path / "a")
     metrics = result["metrics"]
@@ -92,9 +92,7 @@ def test_a_discrete_vae_in_numbers_and_pictures(data: RealImages, tmp_path: Path
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64])
-def test_how_many_are_looked_at_at_once_changes_no_number(
-    data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_feature_batch_size_changes_no_metric(data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     network, found = dvae(), []
     for each in (16, at_once):
         monkeypatch.setattr(features, "AT_ONCE", each)
@@ -105,7 +103,7 @@ def test_how_many_are_looked_at_at_once_changes_no_number(
         assert found[name]["interval"] == pytest.approx(entry["interval"], rel=1e-6), name
 
 
-def test_the_small_autoencoder_is_judged_alike(data: RealImages, tmp_path: Path) -> None:
+def test_small_autoencoder_has_the_same_metrics_and_pictures(data: RealImages, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(SPEC).eval()
     result = evaluate_codec(network, data, [Brightness()], EvaluateConfig(), tmp_path)
@@ -113,20 +111,20 @@ def test_the_small_autoencoder_is_judged_alike(data: RealImages, tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {"reconstructions.png", "worst.png"}
 
 
-def test_images_that_are_low_and_wide_have_no_ssim() -> None:
+def test_images_too_low_for_ssim_report_psnr_alone() -> None:
     network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(DataSpec(channels=3, resolution=[8, 32]))
     quality = reconstruct(network, torch.zeros(2, 3, 8, 32, dtype=torch.uint8)).quality()
     assert set(quality) == {"psnr_mean"}
 
 
-def test_without_held_out_images_the_training_images_are_judged_and_the_protocol_says_so() -> None:
+def test_without_held_out_images_the_protocol_states_the_train_split() -> None:
     data = RealImages(images(150, 0), images(0, 1))
     result = evaluate_codec(dvae(), data, [Brightness()], EvaluateConfig())
     assert result["protocol"]["reference"]["split"] == "train"
     assert result["metrics"]["test_reconstruction_fd_hard"]["floor"] is None
 
 
-def test_what_cannot_be_judged_is_told(data: RealImages) -> None:
+def test_mismatched_shapes_and_empty_data_are_rejected(data: RealImages) -> None:
     other = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, hidden_dim=8).build(
         DataSpec(channels=4, resolution=16)
     )

@@ -1,4 +1,4 @@
-"""How an autoencoder lies on a GPU: its channels innermost, with the numbers of any other layout."""
+"""Memory layout of autoencoders: channels last on a GPU, with the outputs of any other layout."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ TRAINED: dict[str, Config] = {
 }
 
 
-def test_a_gpu_has_them_innermost_and_a_cpu_takes_them_as_they_come() -> None:
+def test_gpu_uses_channels_last_and_cpu_preserves_layout() -> None:
     assert layout_on(torch.device("cuda", 1)) is torch.channels_last
     assert layout_on(CPU) is torch.preserve_format
 
 
 @pytest.mark.parametrize("convolution", [F.conv2d, F.conv_transpose2d])
-def test_what_a_gpu_convolves_lies_as_its_weights_do_whatever_it_is_given(convolution: Callable[..., Tensor]) -> None:
+def test_gpu_convolution_output_follows_weight_layout(convolution: Callable[..., Tensor]) -> None:
     with FakeTensorMode():
         x, weight = torch.randn(2, 8, 16, 16, device="cuda"), torch.randn(8, 8, 3, 3, device="cuda")
         laid_out = weight.to(memory_format=layout_on(weight.device))
@@ -48,7 +48,7 @@ def test_what_a_gpu_convolves_lies_as_its_weights_do_whatever_it_is_given(convol
 
 
 def built(name: str, folder: Path) -> Codec:
-    """A tiny codec of a name, loaded from what was written in a folder."""
+    """Load a tiny codec by name from a folder."""
     if name not in TRAINED:
         return Diffusers(weights=str(folder)).build(None, None, CPU, torch.float32)
     return Trained(experiment="x").build(folder, None, CPU, torch.float32)
@@ -70,7 +70,7 @@ def network_of(codec: Any) -> nn.Module:
 
 
 def laid_out(network: nn.Module) -> list[bool]:
-    """Whether the channels of each convolution that looks at several pixels lie innermost."""
+    """Return, per convolution over several pixels, whether its weights are channels-last."""
     weights = [
         each.weight for each in network.modules() if isinstance(each, nn.Conv2d) and each.weight[0, 0].numel() > 1
     ]
@@ -78,7 +78,7 @@ def laid_out(network: nn.Module) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *TRAINED])
-def test_every_codec_gives_the_numbers_that_it_gives_laid_out_otherwise(
+def test_codec_outputs_do_not_depend_on_memory_layout(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_transformers(monkeypatch)

@@ -1,4 +1,4 @@
-"""What a codec may be trained with beside its own loss: how different a reconstruction looks, and how real."""
+"""Additional losses of codec training: the perceptual and the adversarial term."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def batch_of(count: int = 3, step: int = 5) -> Batch:
 
 
 def built(kind: str, **terms: Any) -> tuple[nn.Module, Any]:
-    """The network with the layers of its objective, and the objective."""
+    """Build the network with the layers of its objective, and the objective."""
     system = system_of(kind, **terms)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
@@ -62,7 +62,7 @@ def gradients(network: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_both_learn_in_one_step_what_they_would_in_two(kind: str) -> None:
+def test_joint_step_has_the_gradients_of_two_separate_steps(kind: str) -> None:
     network, objective = built(kind, adversarial=SMALL)
     batch = batch_of()
     together = gradients(network, objective(network, batch).loss.mean())
@@ -87,7 +87,7 @@ def test_both_learn_in_one_step_what_they_would_in_two(kind: str) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_terms_begin_after_a_step_and_validation_does_without_them() -> None:
+def test_terms_start_after_a_step_and_are_absent_in_validation() -> None:
     network, objective = built("dvae", adversarial=SMALL)
     plain, _ = built("dvae")
     own = system_of("dvae").build_objective(SPEC)
@@ -101,7 +101,7 @@ def test_the_terms_begin_after_a_step_and_validation_does_without_them() -> None
     assert torch.equal(objective.uniform()(network, batch_of()).loss, own(plain, batch_of()).loss)
 
 
-def test_no_example_depends_on_another() -> None:
+def test_loss_of_an_example_does_not_depend_on_others() -> None:
     network, objective = built("dvae", adversarial=SMALL)
     whole = objective(network, batch_of()).loss
     one = batch_of()
@@ -119,14 +119,14 @@ def test_a_discriminator_judges_patches(resolution: int, num_layers: int, seen: 
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_the_divergence_is_summed_in_float32(kind: str) -> None:
+def test_loss_parts_are_float32_under_autocast(kind: str) -> None:
     network, objective = built(kind)
     with torch.autocast("cpu", torch.bfloat16):
         losses = objective(network, batch_of())
     assert {part.dtype for part in losses.parts.values()} == {torch.float32}
 
 
-def test_what_is_written_is_the_codec_alone(tmp_path: Path) -> None:
+def test_written_weights_contain_the_codec_alone(tmp_path: Path) -> None:
     network, _ = built("dvae", adversarial=SMALL, perceptual=terms(tmp_path))
     tensors = network.state_dict()
     assert any(name.startswith(DISCRIMINATOR) for name in tensors)
@@ -149,7 +149,7 @@ def terms(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_the_perceptual_term_is_lpips_and_is_learnt_from(tmp_path: Path, kind: str) -> None:
+def test_perceptual_term_is_lpips_and_trains_the_codec(tmp_path: Path, kind: str) -> None:
     network, objective = built(kind, perceptual=terms(tmp_path, weight=2.0))
     assert isinstance(objective, Perceptual)
     plain = system_of(kind).build_objective(SPEC)
@@ -166,7 +166,7 @@ def test_the_perceptual_term_is_lpips_and_is_learnt_from(tmp_path: Path, kind: s
     assert objective(network, batch).parts["perceptual"].mean() < 0.9 * losses.parts["perceptual"].mean()
 
 
-def test_validation_counts_the_perceptual_term(tmp_path: Path) -> None:
+def test_validation_loss_includes_the_perceptual_term(tmp_path: Path) -> None:
     network, objective = built("dvae", adversarial=SMALL, perceptual=terms(tmp_path, weight=2.0))
     losses = objective.uniform()(network, batch_of())
     own = system_of("dvae").build_objective(SPEC)(network, batch_of()).loss
@@ -174,20 +174,20 @@ def test_validation_counts_the_perceptual_term(tmp_path: Path) -> None:
     assert "adversarial" not in losses.parts
 
 
-def test_the_distance_is_that_of_the_evaluation(tmp_path: Path) -> None:
+def test_perceptual_distance_equals_the_evaluation_metric(tmp_path: Path) -> None:
     config = PerceptualConfig.model_validate(terms(tmp_path))
     first, second = torch.randint(0, 256, (2, 2, 3, 40, 40), dtype=torch.uint8)
     expected = config.build(torch.device("cpu"))(first, second)
     x = (first.float() / 127.5 - 1).requires_grad_()
     found = config.distance()(x, second.float() / 127.5 - 1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    flat = torch.zeros(1, 3, 40, 40, requires_grad=True)  # where features are zeros, the length has no slope
+    flat = torch.zeros(1, 3, 40, 40, requires_grad=True)  # the norm has no gradient at zero features
     config.distance()(flat, flat.detach() + 0.1).sum().backward()
     assert flat.grad is not None and bool(flat.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("key", ["system.perceptual", "evaluate.lpips"])
-def test_files_that_are_missing_and_images_that_are_small_are_told_before_any_work(tmp_path: Path, key: str) -> None:
+def test_missing_lpips_files_and_small_images_are_rejected_before_any_work(tmp_path: Path, key: str) -> None:
     section, name = key.split(".")
 
     def check(**data: Any) -> None:

@@ -1,4 +1,4 @@
-"""Codecs: images survive the way to latents and back, and the wrong codec is refused."""
+"""Codecs: images survive encoding and decoding, and a wrong codec is rejected."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def trained(folder: Path, levels: Levels | None = None) -> torch.nn.Module:
     return network
 
 
-def test_every_pixel_value_survives_the_way_to_the_network_and_back() -> None:
+def test_every_pixel_value_survives_the_round_trip_to_network_input() -> None:
     pixels = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(to_uint8(from_uint8(pixels)), pixels)
     images = pixels.view(1, 1, 16, 16)
@@ -102,11 +102,11 @@ def test_the_full_sized_autoencoder_is_read_from_a_local_folder(tmp_path: Path) 
     assert codec.scale == 0.18215 and codec.decode(moments[:, 0] * codec.scale).shape == images.shape
 
 
-def test_another_decoder_needs_latents_by_the_factor_of_the_weights_own(tmp_path: Path) -> None:
+def test_other_decoder_requires_the_scaling_factor_of_its_weights(tmp_path: Path) -> None:
     settings = {"_class_name": "AutoencoderKL", "in_channels": 3, "latent_channels": 4, "block_out_channels": [8] * 4}
     folder = tmp_path / "vae"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(settings))  # of diffusers before it had a scaling_factor: 0.18215
+    (folder / "config.json").write_text(json.dumps(settings))  # as in diffusers before scaling_factor existed: 0.18215
     StabilityVae(weights=str(folder)).check_decoder("sample.decoder", str(folder))
     assert StabilityVae(weights=str(folder)).spec(SPEC, None).channels == 4
     with pytest.raises(ValueError, match="sample.decoder is set, but codec.scale is 0.3 and not the 0.18215 of"):
@@ -115,7 +115,7 @@ def test_another_decoder_needs_latents_by_the_factor_of_the_weights_own(tmp_path
     StabilityVae(weights=str(folder), scale=0.3).check_decoder("sample.decoder", str(folder))
 
 
-def test_without_the_hub_the_local_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hub_error_names_the_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     codec = StabilityVae(weights="stabilityai/no-such-vae").build(None, None, CPU, F32)
@@ -131,7 +131,7 @@ def test_without_the_hub_the_local_folder_is_named(tmp_path: Path, monkeypatch: 
         (Trained(experiment="x"), DataSpec(channels=3, resolution=31), "Choose a multiple of 2"),
     ],
 )
-def test_images_that_do_not_fit_are_told_before_any_work(codec: StabilityVae, images: DataSpec, message: str) -> None:
+def test_unsuitable_images_are_rejected_before_any_work(codec: StabilityVae, images: DataSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         codec.spec(images, SMALL)
 
@@ -141,7 +141,7 @@ def test_pixels_have_no_latents() -> None:
         Rgb().encode(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
 
 
-def test_a_small_autoencoders_loss_is_its_error_and_the_divergence_of_its_latents() -> None:
+def test_small_autoencoder_loss_is_reconstruction_error_plus_kl_divergence() -> None:
     """KL(N(m, v) || N(0, 1)) = (m^2 + v - 1 - log v) / 2 (Kingma and Welling 2014, appendix B)."""
     x = torch.rand(3, 3, 4, 4)
 
@@ -156,7 +156,7 @@ def test_a_small_autoencoders_loss_is_its_error_and_the_divergence_of_its_latent
 
 
 @pytest.mark.parametrize("levels", [None, LEVELS])
-def test_the_reconstructions_of_encode_are_made_in_its_batches(
+def test_encode_makes_reconstructions_in_its_batch_size(
     levels: Levels | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path, levels)

@@ -1,4 +1,4 @@
-"""Any autoencoder of diffusers: encoded, normalised by what was measured, trained on and decoded as by hand."""
+"""Autoencoders of diffusers: encoding, measured normalisation, training and decoding match direct calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LATENTS = ("kl4", "kl16", "flux2", "dc", "rae", "vq")
 
 @pytest.fixture(scope="module")
 def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 images that differ, of two classes."""
+    """Crops of 24 different images of two classes."""
     root = tmp_path_factory.mktemp("crops")
     generator = np.random.default_rng(0)
     for number in range(24):
@@ -54,14 +54,14 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Name of a tiny autoencoder -> its folder and itself."""
+    """Function from the name of a tiny autoencoder to its folder and the model."""
     root = tmp_path_factory.mktemp("weights")
     with pytest.MonkeyPatch.context() as patch:
         without_transformers(patch)
         yield cache(lambda name: (root / name, write_autoencoder(name, root / name)))
 
 
-def test_what_needs_transformers_says_so() -> None:
+def test_missing_transformers_is_named_in_the_message() -> None:
     if importlib.util.find_spec("transformers") is None:
         with pytest.raises(
             ValueError, match=r"needs the package transformers. Install it: pip install 'image-diffusion\[text\]'"
@@ -77,7 +77,7 @@ def encoded(crops: Path, output: Path, codec: Diffusers, parts: int = 1) -> dict
 
 
 def by_hand(name: str, vae: Any, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latent and its reconstruction, by calling the model as its own pipeline does."""
+    """Return latent and reconstruction by calling the model as its own pipeline does."""
     x = from_uint8(images)
     with torch.no_grad():
         match name:
@@ -101,7 +101,7 @@ def by_hand(name: str, vae: Any, images: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("name", [*LATENTS, "tiny"])
-def test_latents_are_those_of_the_model_called_by_hand(name: str, written: Any) -> None:
+def test_latents_equal_direct_calls_of_the_model(name: str, written: Any) -> None:
     folder, vae = written(name)
     settings = Diffusers(weights=str(folder))
     channels, downsampling = SHAPES[name]
@@ -123,7 +123,7 @@ def test_latents_are_those_of_the_model_called_by_hand(name: str, written: Any) 
 
 
 @pytest.mark.parametrize("name", LATENTS)
-def test_a_network_is_trained_on_them_and_sampled(name: str, written: Any, crops: Path, tmp_path: Path) -> None:
+def test_network_is_trained_on_latents_and_sampled(name: str, written: Any, crops: Path, tmp_path: Path) -> None:
     folder, _ = written(name)
     manifest = encoded(crops, tmp_path / "latents", Diffusers(weights=str(folder)))
     config = tmp_path / "train.yaml"
@@ -162,7 +162,7 @@ def test_a_network_is_trained_on_them_and_sampled(name: str, written: Any, crops
     assert images.shape == (2, 3, 32, 32) and images.dtype == torch.uint8
 
 
-def test_parts_encoded_side_by_side_are_measured_together(written: Any, crops: Path, tmp_path: Path) -> None:
+def test_parts_encoded_in_parallel_share_statistics(written: Any, crops: Path, tmp_path: Path) -> None:
     codec = Diffusers(weights=str(written("kl16")[0]))
     assert encoded(crops, tmp_path / "one", codec) == encoded(crops, tmp_path / "two", codec, parts=2)
     for path in (tmp_path / "one").iterdir():
@@ -170,7 +170,7 @@ def test_parts_encoded_side_by_side_are_measured_together(written: Any, crops: P
 
 
 @pytest.mark.parametrize("name", ["kl4", "kl16", "flux2", "dc"])
-def test_declared_factors_are_those_of_diffusers_pipelines(
+def test_declared_factors_equal_those_of_diffusers_pipelines(
     name: str, written: Any, crops: Path, tmp_path: Path
 ) -> None:
     folder, vae = written(name)
@@ -186,7 +186,7 @@ def test_declared_factors_are_those_of_diffusers_pipelines(
     assert torch.allclose(codec.normalise(latent), expected, atol=1e-5)
 
 
-def test_latents_mean_and_std_are_read_as_stable_diffusion_xl_s_pipeline_does(written: Any, tmp_path: Path) -> None:
+def test_latents_mean_and_std_are_used_as_in_the_sdxl_pipeline(written: Any, tmp_path: Path) -> None:
     shutil.copytree(written("kl4")[0], tmp_path / "vae")
     mean, std = [0.1, 0.2, 0.3, 0.4], [1.0, 2.0, 3.0, 4.0]
     change(tmp_path / "vae", latents_mean=mean, latents_std=std)
@@ -202,7 +202,9 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_factors_that_are_off_are_told_and_changed_ones_are_refused(written: Any, crops: Path, tmp_path: Path) -> None:
+def test_wrong_factors_give_advice_and_changed_factors_change_the_identity(
+    written: Any, crops: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "vae"
     shutil.copytree(written("kl4")[0], folder)
     codec = Diffusers(weights=str(folder))
@@ -216,11 +218,11 @@ def test_factors_that_are_off_are_told_and_changed_ones_are_refused(written: Any
     statistics = encoded(crops, tmp_path / "latents", codec)["statistics"]
     advice = codec.advice(statistics)
     assert advice is not None and "have mean 0.00 and standard deviation 1.25 over this data set" in advice
-    assert codec.build(None, None, CPU, F32).identity != written_by  # so that shards and models of before are refused
+    assert codec.build(None, None, CPU, F32).identity != written_by  # so that existing shards and models are rejected
 
 
 @pytest.mark.parametrize("codec", [Diffusers, StabilityVae])
-def test_a_folder_is_known_by_its_content_and_not_by_its_place(
+def test_codec_identity_depends_on_folder_content_but_not_its_path(
     written: Any, tmp_path: Path, codec: type[Diffusers] | type[StabilityVae]
 ) -> None:
     folder, _ = written("sd")
@@ -254,7 +256,7 @@ def test_another_decoder_of_the_same_latents_decodes_them(written: Any, tmp_path
         settings.check_decoder("sample.decoder", str(written("kl16")[0]))
 
 
-def test_the_codes_of_a_vq_model_are_its_tokens(written: Any) -> None:
+def test_tokens_of_a_vq_model_are_its_codes(written: Any) -> None:
     folder, vae = written("vq")
     tokens = Diffusers(weights=str(folder)).tokens(None, CPU, F32)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
@@ -267,7 +269,7 @@ def test_the_codes_of_a_vq_model_are_its_tokens(written: Any) -> None:
         Diffusers(weights=str(written("kl4")[0])).tokens(None, CPU, F32)
 
 
-def test_those_tokens_are_a_codec_of_their_own(written: Any) -> None:
+def test_tokens_of_a_vq_model_form_a_codec(written: Any) -> None:
     folder, _ = written("vq")
     chosen = TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(folder)}})
     images = DataSpec(channels=3, resolution=32, num_classes=2)
@@ -282,7 +284,7 @@ def test_those_tokens_are_a_codec_of_their_own(written: Any) -> None:
         TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(written("kl4")[0])}}).spec(images, None)
 
 
-def test_what_does_not_fit_is_one_line_from_the_config_alone(written: Any, tmp_path: Path) -> None:
+def test_unsuitable_autoencoders_are_rejected_from_config_json_alone(written: Any, tmp_path: Path) -> None:
     def refused(match: str, images: DataSpec = RGB, **changes: Any) -> None:
         name = changes.pop("name", "kl4")
         folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
@@ -305,7 +307,7 @@ def test_what_does_not_fit_is_one_line_from_the_config_alone(written: Any, tmp_p
     assert Diffusers(weights=str(tmp_path / "pipeline"), subfolder="vae").spec(RGB, None).channels == 4
 
 
-def test_stability_vae_takes_no_other_autoencoder_for_stable_diffusion_s(written: Any, tmp_path: Path) -> None:
+def test_stability_vae_rejects_other_autoencoders(written: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="16 channels at 1/2 of the edge.* Use codec: {type: diffusers"):
         StabilityVae(weights=str(written("kl16")[0])).spec(RGB, None)
     with pytest.raises(ValueError, match="is not Stable Diffusion 1's autoencoder"):  # without the check, when loaded

@@ -1,5 +1,5 @@
-"""Every kind of condition and every pair of kinds: configured, stored beside the images, trained, stopped and resumed,
-sampled with guidance, judged, exported, and drawn where this package cannot be imported."""
+"""Every condition type and every pair of types: configured, stored next to the images, trained, stopped and resumed,
+sampled with guidance, evaluated, exported, and sampled where this package cannot be imported."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "image from self": {"part": {"gray": True}},
     "image from pairs": {"pairs": {"type": "images", "path": "masks", "channels": 1}},
 }
-"""Sections of an experiment by the part that needs them; a part that needs none is not named."""
+"""Sections of an experiment by the condition part that needs them; parts that need none are omitted."""
 
 
 def parts_of(union: Any) -> Iterator[type[ConditionPart]]:
-    """Yield the parts of a union, also of one in a list."""
+    """Yield the condition parts of a union type, also of one nested in a list."""
     if isinstance(union, type):
         if issubclass(union, ConditionPart):
             yield union
@@ -78,7 +78,7 @@ def name_of(part: type[ConditionPart]) -> str:
 
 
 def together(union: Any) -> list[tuple[str, ...]]:
-    """Return each part alone, and all pairs of different types."""
+    """Return each part on its own, and all pairs of different types."""
     names = list(dict.fromkeys(map(name_of, parts_of(union))))
     pairs = [both for both in combinations(names, 2) if both[0].split()[0] != both[1].split()[0]]
     return [*((name,) for name in names), *pairs]
@@ -91,7 +91,7 @@ CASES = [
 
 
 def experiment(folder: Path, system: str, *parts: str) -> dict[str, Any]:
-    """Return the experiment of a condition of some parts."""
+    """Return an experiment whose condition has these parts."""
     conditions, sets, sample = [], [], {"num_samples": 8, "sampler": SAMPLER, "precision": "float32"}
     for name in parts:
         kind, _, source = name.partition(" from ")
@@ -131,7 +131,7 @@ def experiment(folder: Path, system: str, *parts: str) -> dict[str, Any]:
 
 
 def write_data(folder: Path) -> None:
-    """Write images of two classes, a mask of each but one, and a table of the numbers of all but another."""
+    """Write images of two classes, masks of all but one image, and a table with numbers of all but another."""
     draw, lines = np.random.default_rng(0), ["path,age,dose"]
     for number in range(COUNT):
         name = f"{('dark', 'light')[number % 2]}/{number:02d}.png"
@@ -148,21 +148,21 @@ def write_data(folder: Path) -> None:
 
 
 def command(stage: Any, *arguments: Any) -> None:
-    """Run a verb in this process."""
+    """Run a stage's command in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["verb", *map(str, arguments)])
         stage.main()
 
 
 class Made:
-    """Experiments of a case each, made when they are asked for, and the sets that they share."""
+    """Experiments by case, made on demand, and the data sets that they share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.results = folder, folder / "results"
         write_data(folder)
 
     def plan(self, case: tuple[str, ...]) -> tuple[str, Files]:
-        """Configure an experiment; return its name and the files that the rules give to its stages."""
+        """Configure an experiment; return its name and the files that the rules pass to its stages."""
         name = "_".join(case).replace(" ", "-")
         path = self.folder / f"{name}.yaml"
         path.write_text(to_yaml(experiment(self.folder, *case)))
@@ -171,7 +171,7 @@ class Made:
         return name, Files(str(self.results), Plans.read(self.results, [name]))
 
     def store(self) -> None:
-        """Crop the images, and train the detector of all experiments."""
+        """Crop the images, and train the detector that all experiments share."""
         (plan,) = self.plan(CASES[0])[1].plans.by_name.values()
         dataset = self.results / "datasets" / plan.dataset
         crops = dataset / "crops" / "manifest.json"
@@ -179,7 +179,7 @@ class Made:
         command(image_diffusion.stages.detect, "--data", crops.parent, "--output", dataset / "detector")
 
     def trained(self, case: tuple[str, ...]) -> Path:
-        """Train for two steps; return the weights, which a training that was stopped behind the first must give."""
+        """Train for two steps; return the weights, and check that a training stopped after step 1 resumes to them."""
         name, files = self.plan(case)
         (plan,) = files.plans.by_name.values()
         weights = self.results / name / "train" / "weights.safetensors"
@@ -208,7 +208,7 @@ class Made:
         return weights
 
     def sampled(self, case: tuple[str, ...], *changes: str) -> Path:
-        """Return the samples.npz of a trained experiment."""
+        """Sample a trained experiment; return its samples.npz."""
         weights, (name, files) = self.trained(case), self.plan(case)
         options = files.options("small_images", "embeddings").values()
         given = [word for option in options for word in option({"experiment": name})]
@@ -221,7 +221,7 @@ class Made:
         return output
 
     def exported(self, case: tuple[str, ...]) -> list[Any]:
-        """Export a trained experiment; return its folder, and the call that draws its samples."""
+        """Export a trained experiment; return its folder and the arguments that reproduce its samples."""
         weights, (name, files) = self.trained(case), self.plan(case)
         samples, folder = weights.parents[1] / "samples" / "samples.npz", weights.parents[1] / "diffusers"
         if not folder.exists():
@@ -263,14 +263,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.mark.parametrize("case", CASES, ids="_".join)
-def test_every_pair_of_kinds_trains_resumes_and_is_drawn_with_guidance(made: Made, case: tuple[str, ...]) -> None:
+def test_every_pair_of_conditions_trains_resumes_and_samples_with_guidance(made: Made, case: tuple[str, ...]) -> None:
     model = load_model(made.trained(case).parent)
     kinds = [WRITTEN[name]["pairs"]["type"] for name in case[1:] if "pairs" in WRITTEN.get(name, {})]
     assert [{"hashed": "pairs"}.get(kind, kind) for kind in kinds] == list(model.pairs)
     guided, plain = made.sampled(case), made.sampled(case, "sample.guidance={guidance_scale: 1, scales: null}")
     pixels = [np.load(path)["arr_0"] for path in (guided, plain)]
     assert pixels[0].shape == (8, 8, 8, 3) and not np.array_equal(*pixels)
-    if len(case) == 3:  # with a scale for each part, which is not one scale for both
+    if len(case) == 3:  # one scale per part differs from one scale for both
         together = np.load(made.sampled(case, "sample.guidance={guidance_scale: 2, scales: null}"))["arr_0"]
         assert not np.array_equal(pixels[0], together) and not np.array_equal(pixels[1], together)
     if case[0] == "dit":
@@ -288,7 +288,7 @@ def test_every_pair_of_kinds_trains_resumes_and_is_drawn_with_guidance(made: Mad
 
 
 @pytest.mark.slow
-def test_every_pair_of_kinds_is_drawn_where_the_package_cannot_be_imported(made: Made, tmp_path: Path) -> None:
+def test_every_pair_of_conditions_samples_without_the_package(made: Made, tmp_path: Path) -> None:
     cases = [case for case in CASES if case[0] == "dit"]
     for case in cases:
         made.sampled(case)
@@ -300,7 +300,7 @@ def test_every_pair_of_kinds_is_drawn_where_the_package_cannot_be_imported(made:
         assert difference <= 1, (case, difference)
 
 
-def test_a_new_kind_joins_the_cases_by_itself() -> None:
+def test_new_condition_types_join_the_cases_automatically() -> None:
     class Another(LabelCondition):
         type: Literal["another"] = "another"  # type: ignore[assignment]
 
@@ -309,7 +309,7 @@ def test_a_new_kind_joins_the_cases_by_itself() -> None:
     assert experiment(Path(), "dit", "another")["system"]["condition"] == [{"type": "another"}]
 
 
-def test_an_image_that_lacks_one_of_the_sets_is_left_out_of_all(made: Made) -> None:
+def test_images_missing_from_one_set_are_left_out_of_all(made: Made) -> None:
     made.trained(("dit", "numbers", "image from pairs"))
     dataset = made.results / "datasets" / "x-8"
     crops, *sets = (open_shards(dataset / name, "all") for name in ("crops", "numbers", "images"))
@@ -332,8 +332,8 @@ def test_an_image_that_lacks_one_of_the_sets_is_left_out_of_all(made: Made) -> N
         crops.join(open_shards(dataset / "images", "all"))
 
 
-def test_equal_images_keep_their_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of three pairs of equal images in one shard: of one an image is held out, of one an image has no number."""
+def test_duplicate_images_keep_their_own_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One shard has three pairs of equal images: an image of one pair is held out, and one of another has no number."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
     for number in range(6):
         (tmp_path / "in").mkdir(exist_ok=True)
@@ -358,7 +358,7 @@ def test_equal_images_keep_their_own_numbers(tmp_path: Path, capsys: pytest.Capt
     )
 
 
-def test_a_list_of_one_set_is_the_set_alone(made: Made, tmp_path: Path) -> None:
+def test_list_of_one_set_equals_the_set(made: Made, tmp_path: Path) -> None:
     alone, listed = (experiment(made.folder, "dit", "numbers") for _ in range(2))
     alone["pairs"] = listed["pairs"][0]
     for name, sections in (("alone", alone), ("listed", listed)):
@@ -376,7 +376,7 @@ DROPS = {"label_drop_probability": 0.1}
 
 
 def guided(objective: dict[str, Any], guidance: dict[str, Any], **sample: Any) -> dict[str, Any]:
-    """Return the sections of an experiment on words and numbers that are dropped and guided in this way."""
+    """Return sections of an experiment on words and numbers with these drop probabilities and guidance."""
     condition = [{"type": "text"}, {"type": "numbers"}]
     system = {"type": "dit", "network": NETWORKS["dit"], "condition": condition, "objective": objective}
     words = WRITTEN["text"]["sample"]
@@ -463,7 +463,7 @@ def guided(objective: dict[str, Any], guidance: dict[str, Any], **sample: Any) -
         "no scale",
     ],
 )
-def test_sets_that_do_not_fit_are_told_in_one_line(
+def test_incompatible_sets_are_reported_in_one_line(
     made: Made, tmp_path: Path, parts: list[str], sections: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "mine.yaml"
@@ -473,7 +473,7 @@ def test_sets_that_do_not_fit_are_told_in_one_line(
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1, caught.value
 
 
-def test_the_last_line_counts_rows_and_columns_of_numbers(
+def test_last_line_of_embed_counts_rows_and_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = {"type": "numbers", "columns": ["age", "dose", "time"]}

@@ -100,27 +100,27 @@ GOOD = {"train": {"steps": 3}}
         ({"train": {"steps": 1, "mode": "fsat"}}, "Unknown train.mode 'fsat'. Known: fast or exact."),
     ],
 )
-def test_a_mistake_is_told_in_one_line(data: object, message: str) -> None:
+def test_each_mistake_is_reported_with_its_message(data: object, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse(Outer, data, "x.yaml")
     assert message in str(caught.value)
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ValueError) as caught:
         parse(Outer, {"trian": 1, "shape": {"type": "no"}}, "x.yaml")
     lines = str(caught.value).splitlines()
     assert len(lines) == 3 and all(line.startswith("x.yaml: ") for line in lines)
 
 
-def test_a_configuration_survives_the_way_to_yaml_and_back(tmp_path: Path) -> None:
+def test_configuration_survives_a_yaml_round_trip(tmp_path: Path) -> None:
     config = Outer(train=Inner(steps=2), shape=Square(side=4), shapes=[Circle(radius=0.5)])
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(dump(config)))
     assert load(Outer, path) == config
 
 
-def test_a_configuration_becomes_plain_data_in_the_order_it_is_written() -> None:
+def test_configuration_dumps_to_plain_data_in_declaration_order() -> None:
     kind = create_model("Drawn", __base__=Config, where=(Path, Path("a/b")), corner=(tuple[int, int], (1, 2)))
     assert dump(kind()) == {"where": "a/b", "corner": [1, 2]} and type(dump(kind())["corner"]) is list
     assert to_yaml(dump(kind())).startswith("where: a/b\ncorner:")
@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
         ("train: \x00", "unacceptable character"),
     ],
 )
-def test_a_mistake_in_writing_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_yaml_syntax_errors_are_reported_with_line_numbers(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError) as caught:
         load(Outer, tmp_path / "config.yaml")
@@ -170,11 +170,11 @@ def test_a_mistake_in_writing_is_told_with_its_line(tmp_path: Path, text: str, m
         ("12:30:00", "12:30:00"), ("2024-01-01", "2024-01-01"), ("", None), ("~", None), ("null", None), ("e5", "e5"),
     ],
 )  # fmt: skip
-def test_words_mean_what_yaml_1_2_says(tmp_path: Path, word: str, value: object) -> None:
+def test_words_are_read_as_in_yaml_1_2(tmp_path: Path, word: str, value: object) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"word: {word}\n")
     assert read_yaml(path) == {"word": value} and type(read_yaml(path)["word"]) is type(value)
-    path.write_text(to_yaml({"word": word}))  # a word that looks like something else survives both readers
+    path.write_text(to_yaml({"word": word}))  # a word that looks like another type survives both readers
     assert read_yaml(path) == {"word": word} == yaml.safe_load(path.read_text())
 
 
@@ -183,12 +183,12 @@ def test_sections_can_be_shared_by_anchors(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "c.yaml")["b"] == {"x": 1, "y": 3}
 
 
-def test_a_whole_number_may_be_written_as_a_power_of_ten(tmp_path: Path) -> None:
+def test_integers_can_be_written_in_scientific_notation(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("train: {steps: 1e5}")
     assert load(Outer, tmp_path / "config.yaml").train.steps == 100_000
 
 
-def test_a_file_that_is_missing_is_told_with_those_that_are_there(tmp_path: Path) -> None:
+def test_missing_config_file_error_lists_existing_ones(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     (tmp_path / "demo.yaml").touch()
     with pytest.raises(ValueError, match=r"mien.yaml does not exist. Did you mean mine\? .* holds: demo, mine\."):
@@ -196,19 +196,19 @@ def test_a_file_that_is_missing_is_told_with_those_that_are_there(tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "fitting"), [("my-flowers", "my_flowers"), ("two words", "two_words"), (".x", "x")])
-def test_a_data_set_whose_name_cannot_begin_a_folder_is_told_one_that_can(name: str, fitting: str) -> None:
+def test_invalid_data_set_names_get_a_valid_suggestion(name: str, fitting: str) -> None:
     data = {"name": name, "source": {"type": "digits"}, "resolution": 32}
     with pytest.raises(ValueError, match=rf"x.yaml: name: '{name}' cannot name a data set. .*: {fitting}\.$"):
         parse(DataConfig, data, "x.yaml")
 
 
-def test_the_learning_rate_is_found_where_it_is() -> None:
+def test_misplaced_learning_rate_error_suggests_its_key() -> None:
     data = {"steps": 1, "lr": 1e-4}
     with pytest.raises(ValueError, match="x.yaml: lr is not a known key. Did you mean optimizer.lr?"):
         parse(TrainConfig, data, "x.yaml")
 
 
-def test_the_sentence_under_a_key_describes_it_in_the_schema() -> None:
+def test_attribute_docstrings_are_descriptions_in_the_schema() -> None:
     properties = Ring.model_json_schema()["properties"]
     assert {name: each["description"] for name, each in properties.items()} == {
         "name": "What it is called,\nin one word.",
@@ -232,14 +232,14 @@ def test_the_sentence_under_a_key_describes_it_in_the_schema() -> None:
         ([f"a word that is long, number {i}" for i in range(9)], None),
     ],
 )
-def test_a_value_in_one_line_is_read_as_it_was(value: Any, text: str | None) -> None:
+def test_one_line_values_survive_a_round_trip(value: Any, text: str | None) -> None:
     written = in_line(value)
     assert "\n" not in written and (text is None or written == text)
     assert from_text(f"key: {written}") == {"key": value}
 
 
 @pytest.mark.parametrize("text", ["[" * 20_000, "{a: " * 20_000, "- " * 20_000, "a: " + "[" * 20_000 + "]" * 20_000])
-def test_nesting_without_end_is_one_line(tmp_path: Path, text: str) -> None:
+def test_deeply_nested_yaml_is_reported_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "deep.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"deep\.yaml is not valid YAML: ") as error:
         load(Ring, tmp_path / "deep.yaml")

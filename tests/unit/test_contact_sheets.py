@@ -1,4 +1,4 @@
-"""The pictures for people show what they say."""
+"""Contact sheets and grids show the right images."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from image_diffusion.data.quality.contact_sheets import reconstruction_sheet, wr
 
 
 def fill(folder: Path, classes: int, mode: str = "L") -> None:
-    """Plain squares, the class's number as their grey value; three of each class."""
+    """Write plain squares, three per class, of grey value 10 * class + number."""
     for label in range(classes):
         for number in range(3):
             path = folder / f"{label:02d}" / f"{number}.png"
@@ -40,7 +40,7 @@ def test_a_contact_sheet_has_a_row_a_class(tmp_path: Path, channels: int) -> Non
     assert (sheet.read_bytes(), histograms.read_bytes()) == before
 
 
-def test_many_classes_are_spread_and_none_are_plain_rows(tmp_path: Path) -> None:
+def test_contact_sheet_limits_rows_of_classes_and_wraps_unlabelled_images(tmp_path: Path) -> None:
     fill(tmp_path / "in", 25)
     source = {"type": "folder", "path": str(tmp_path / "in")}
     for classes, rows, line in (("folders", 20, 14), ("none", 7, 0)):
@@ -63,7 +63,7 @@ def test_a_reconstruction_sheet_shows_image_decoded_and_difference(tmp_path: Pat
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize(("count", "columns"), [(7, 3), (12, 4), (6, 6), (5, 1)])
-def test_a_grid_is_the_picture_that_torchvision_makes(channels: int, count: int, columns: int) -> None:
+def test_grid_equals_torchvision_make_grid(channels: int, count: int, columns: int) -> None:
     from torchvision.utils import make_grid
 
     images = torch.randint(0, 256, (count, channels, 20, 30), dtype=torch.uint8)
@@ -75,5 +75,5 @@ def test_a_grid_is_the_picture_that_torchvision_makes(channels: int, count: int,
 @pytest.mark.parametrize(
     ("images", "classes", "columns"), [(100, 10, 10), (100, 2, 10), (24, 3, 6), (12, 12, 12), (50, 40, 8), (9, 0, 3)]
 )
-def test_a_grid_is_about_a_square_and_a_column_has_one_class(images: int, classes: int, columns: int) -> None:
+def test_grid_is_nearly_square_with_one_class_per_column(images: int, classes: int, columns: int) -> None:
     assert grid_columns(images, classes) == columns

@@ -1,4 +1,4 @@
-"""The small CLIP of a data set: it learns what captions mean, repeats itself, and goes where its prior goes."""
+"""Small CLIP of a data set: it learns captions, is reproducible, and is saved with its prior."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
-def test_images_find_their_captions_in_one_space(pairs: Path):
+def test_images_match_their_captions_in_the_shared_space(pairs: Path):
     towers = json.loads((pairs / "towers.json").read_text())
     assert towers["retrieval_at_1"] > 8 * towers["chance"], towers
     assert 0 < towers["chance"] <= 1 / towers["num_captions"] + 1e-6
@@ -83,7 +83,7 @@ def test_images_find_their_captions_in_one_space(pairs: Path):
     assert own > other + 0.2
 
 
-def test_words_are_read_in_their_order_and_unknown_ones_say_nothing(pairs: Path):
+def test_word_order_matters_and_unknown_words_are_ignored(pairs: Path):
     text = read_text(pairs, 8, CPU)
     said = [
         "a large upright one in red on white",
@@ -99,7 +99,7 @@ def test_words_are_read_in_their_order_and_unknown_ones_say_nothing(pairs: Path)
     assert word_numbers(["b a x b a"], ["a", "b"], 3).tolist() == [[2, 1, 2]]
 
 
-def test_the_loss_is_that_of_the_paper_and_equal_captions_are_no_negatives():
+def test_loss_equals_the_paper_and_equal_captions_are_not_negatives():
     images, texts = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     captions, scale = torch.arange(5)[:, None], torch.tensor(1.0)
     cosines = F.normalize(images, dim=1) @ F.normalize(texts, dim=1).T * scale.exp()
@@ -118,7 +118,7 @@ def test_the_loss_is_that_of_the_paper_and_equal_captions_are_no_negatives():
 SHORT = {"epochs": 0.1, "batch_size": 16}
 
 
-def test_the_same_bytes_again_and_nothing_is_trained_twice(crops: Path, tmp_path: Path, capsys):
+def test_training_is_reproducible_and_skipped_if_up_to_date(crops: Path, tmp_path: Path, capsys):
     for name in ("once", "again"):
         assert written(crops, tmp_path / name, training=SHORT)[1] == 2
         assert "held-out images find their caption" in capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_the_same_bytes_again_and_nothing_is_trained_twice(crops: Path, tmp_path
     assert "find their caption" not in capsys.readouterr().out
 
 
-def test_another_training_makes_all_pairs_again_and_a_lost_tower_is_healed(crops: Path, tmp_path: Path):
+def test_changed_training_rewrites_all_pairs_and_damaged_tower_is_restored(crops: Path, tmp_path: Path):
     before, _ = written(crops, tmp_path / "out", training=SHORT)
     other = SHORT | {"seed": 1}
     after, count = written(crops, tmp_path / "out", training=other)
@@ -140,7 +140,7 @@ def test_another_training_makes_all_pairs_again_and_a_lost_tower_is_healed(crops
 
 
 class Told(PaintedDigits):
-    """Painted digits, told of otherwise."""
+    """Painted digits with other captions."""
 
     said: str | None = None
 
@@ -156,7 +156,7 @@ class Told(PaintedDigits):
         ("", {"splits": {"train": 1, "validation": 0, "test": 0}}, "none of 300 pairs are held out"),
     ],
 )
-def test_what_nothing_can_be_learnt_from_is_told_before_any_training(tmp_path, said, settings, words):
+def test_uninformative_captions_are_rejected_before_training(tmp_path, said, settings, words):
     data = {"name": "x", "source": SOURCE, "resolution": 32, "num_shards": 1, "validation_fraction": 0}
     crop_dataset(DataConfig.model_validate(data), tmp_path / "crops")
     source = SOURCE if said == "" else Told(num_images=300, said=said)
@@ -166,7 +166,7 @@ def test_what_nothing_can_be_learnt_from_is_told_before_any_training(tmp_path, s
 
 
 class Speechless(PaintedDigits):
-    """Painted digits, of which every third has a caption without a word, and every fifth one of two."""
+    """Painted digits: every third has only a caption without words; of the others every fifth also has one, first."""
 
     def read_captions(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         spoken = super().read_captions(columns).items()
@@ -175,7 +175,7 @@ class Speechless(PaintedDigits):
         }
 
 
-def test_a_caption_without_a_word_is_left_out(crops: Path, tmp_path: Path):
+def test_captions_without_words_are_left_out(crops: Path, tmp_path: Path):
     source, pairs = Speechless(num_images=300), parse(PairsConfig, SETTINGS | {"training": SHORT}, "pairs")
     made = pairs.build(PairInputs(crops, source, 2, None, CPU, tmp_path))
     manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path, max_bad_fraction=0.5)
@@ -185,7 +185,7 @@ def test_a_caption_without_a_word_is_left_out(crops: Path, tmp_path: Path):
     assert np.isfinite(open_shards(tmp_path, "all").gather(np.arange(160))).all()
 
 
-def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refused(crops, pairs, tmp_path, monkeypatch):
+def test_text_tower_is_saved_with_prior_weights_and_other_towers_are_rejected(crops, pairs, tmp_path, monkeypatch):
     prior = {"type": "prior", "network": {"depth": 1, "num_heads": 2, "head_width": 8, "max_text_len": 8, "ff_mult": 1}}
     train = {"steps": 2, "global_batch": 8, "flip_probability": 0, "keep_raw": True, "grid_every_steps": None}
     (tmp_path / "train.yaml").write_text(

@@ -1,4 +1,4 @@
-"""What an evaluation of 50,000 images takes, counted: the formulas are those of the metrics, and the limits hold."""
+"""Counted cost of evaluating 50,000 images: formulas match the metrics, and limits hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ N, M, D = 400, 300, 8
 def bench() -> Any:
     spec = importlib.util.spec_from_file_location("bench_evaluation", _FILE)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look the module up here
     spec.loader.exec_module(module)
     return module
 
@@ -48,7 +48,7 @@ def bench() -> Any:
     ],
     ids=["manifold", "kernel", "monge", "frechet", "copies"],
 )
-def test_the_formulas_count_what_the_metrics_do(
+def test_formulas_match_counted_flops_of_metrics(
     bench: Any, metric: Callable[..., Any], formula: Callable[[Any], int]
 ) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_the_formulas_count_what_the_metrics_do(
     assert counter.get_total_flops() == pytest.approx(formula(bench), rel=0.02)
 
 
-def test_50_000_images_are_judged_in_five_minutes_at_half_the_peak_of_an_h200(bench: Any) -> None:
+def test_metrics_of_50_000_images_take_five_minutes_at_half_the_peak_of_an_h200(bench: Any) -> None:
     """67 TFLOP/s in float32, and in float64 on tensor cores."""
     found = {name: bench.looked(judge)[0] for name, judge in bench.JUDGES.items()}
     assert found["Inception"] == pytest.approx(11.4e9, rel=0.01)
@@ -67,7 +67,7 @@ def test_50_000_images_are_judged_in_five_minutes_at_half_the_peak_of_an_h200(be
 
 
 def test_neighbours_are_compared_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tensors that have a device and no contents: until the first number is asked for, all is on the GPU."""
+    """Fake tensors have a device but no contents: all stays on the GPU until the first value is read."""
     for module in (memorization, precision_recall):
         monkeypatch.setattr(module, "best_device", lambda: torch.device("cuda", 0))
     multiplied = []
@@ -86,14 +86,14 @@ def test_neighbours_are_compared_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(multiplied) > 3 and {*multiplied} == {"cuda"}
 
 
-def test_statistics_of_a_reference_take_the_same_memory_for_any_number_of_images() -> None:
-    """Of Inception's 2048 dimensions far below 4 GB: features lie in a file, and 4,096 rows at a time are in memory."""
+def test_reference_statistics_memory_does_not_grow_with_the_number_of_images() -> None:
+    """Far below 4 GB with Inception's 2048 dimensions: features are in a file, and 4,096 rows at a time in memory."""
 
     def peak(rows: int, dimension: int) -> int:
         features = torch.zeros(rows, dimension)
         with Memory() as memory:
             Moments.from_features(features)
-        return memory.peak - features.nbytes  # which would lie in a file
+        return memory.peak - features.nbytes  # which are stored in a file
 
     assert peak(3 * 4096, 64) == peak(6 * 4096, 64)
     at_64, at_128 = peak(3 * 4096, 64), peak(3 * 4096, 128)

@@ -1,4 +1,4 @@
-"""The description of an experiment as an RO-Crate: its command, and the one of before."""
+"""Command that describes an experiment as an RO-Crate, and its deprecated form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_export(monkeypatch: pytest.MonkeyPatch, *options: str | Path) -> None:
     export.main()
 
 
-def test_the_command_of_old_is_the_option_of_export(
+def test_deprecated_crate_command_runs_export_with_its_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[tuple[str, list[str]]] = []
@@ -32,7 +32,7 @@ def test_the_command_of_old_is_the_option_of_export(
     )
 
 
-def test_a_crate_needs_what_it_describes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crate_requires_snakefile_and_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="give its --snakefile and its --inputs as well"):
         run_export(monkeypatch, "--crate", tmp_path)
     with pytest.raises(ValueError, match=r"--inputs names no manifest\.json"):
@@ -40,9 +40,7 @@ def test_a_crate_needs_what_it_describes(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "crate").exists()
 
 
-def test_everything_else_that_export_writes_needs_a_folder(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_exports_require_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_export(monkeypatch, "--read", "weights.pt")
     assert ended.value.code == 2 and "--output is required: the folder to write" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run of crop over a folder: what it writes, and what it does not write again."""
+"""Crop stage over a folder: files that it writes, and files that it does not rewrite."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from warm import warm_python
 
 
 def fill(folder: Path, count: int, classes: int = 3, side: int = 4) -> None:
-    """Tiny images, as PPM: the fastest to write and read."""
+    """Write tiny images as PPM, the fastest format to write and read."""
     generator = np.random.default_rng(count)
     pixels = generator.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     for number in range(count):
@@ -50,7 +50,7 @@ def times_of(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
 
 
-def test_any_number_of_processes_and_any_second_run_give_the_same_bytes(
+def test_bytes_do_not_depend_on_processes_and_second_run_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "in", 60)
@@ -64,7 +64,7 @@ def test_any_number_of_processes_and_any_second_run_give_the_same_bytes(
     assert crop_dataset(config(tmp_path / "in"), tmp_path / "one").num_written == 0
     assert (bytes_of(tmp_path / "one"), times_of(tmp_path / "one")) == (before, times)
     ends = re.findall(r"^crop: (\S+) of 61 images \(100%\)", capsys.readouterr().err, re.MULTILINE)
-    assert ends == ["61"] * 3  # every image is counted, also the bad one and those that are kept
+    assert ends == ["61"] * 3  # counts every image, also bad images and those in unchanged shards
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_any_number_of_processes_and_any_second_run_give_the_same_bytes(
         ("repaired", 300),
     ],
 )
-def test_one_changed_image_rewrites_exactly_its_shard(tmp_path: Path, change: str, images: int) -> None:
+def test_changed_image_rewrites_only_its_shard(tmp_path: Path, change: str, images: int) -> None:
     source = tmp_path / "in"
     fill(source, images)
     settings = config(source, num_shards=20)
@@ -122,7 +122,7 @@ def test_one_changed_image_rewrites_exactly_its_shard(tmp_path: Path, change: st
         ({"max_bad_fraction": 0.5}, 0),
     ],
 )
-def test_what_decides_the_pixels_rewrites_all_and_nothing_else_does(
+def test_only_settings_that_change_pixels_rewrite_all_shards(
     tmp_path: Path, changes: dict[str, Any], written: int
 ) -> None:
     fill(tmp_path / "in", 40)
@@ -130,7 +130,7 @@ def test_what_decides_the_pixels_rewrites_all_and_nothing_else_does(
     assert crop_dataset(config(tmp_path / "in", **changes), tmp_path / "out").num_written == written
 
 
-def test_fewer_shards_leave_no_old_ones(tmp_path: Path) -> None:
+def test_stale_shards_are_deleted(tmp_path: Path) -> None:
     fill(tmp_path / "in", 40)
     crop_dataset(config(tmp_path / "in"), tmp_path / "out")
     (tmp_path / "out/.shard-00000.tar.abc.tmp").write_bytes(b"left by a killed run")
@@ -140,7 +140,7 @@ def test_fewer_shards_leave_no_old_ones(tmp_path: Path) -> None:
     assert not any(name.endswith(".tmp") for name in left)
 
 
-def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
+def test_temporary_files_of_a_concurrent_run_are_kept(tmp_path: Path) -> None:
     fill(tmp_path / "in", 40)
     crop_dataset(config(tmp_path / "in"), tmp_path / "out")
     with atomic_write(tmp_path / "out/shard-00000.tar") as file:
@@ -184,7 +184,7 @@ def test_a_flat_folder_is_unconditional(tmp_path: Path) -> None:
     assert crop_dataset(config(tmp_path / "in", source=source), tmp_path / "none").manifest["classes"] == []
 
 
-def test_classes_are_the_first_folders_in_one_spelling(tmp_path: Path) -> None:
+def test_classes_are_top_level_folders_with_normalised_unicode_names(tmp_path: Path) -> None:
     fill(tmp_path / "in", 4, classes=1)
     image = (tmp_path / "in/class-0/00000.ppm").read_bytes()
     for name in ("\u00e9t\u00e9/a.ppm", "e\u0301te\u0301/a.ppm", "class-0/sub/00000.ppm"):
@@ -208,7 +208,7 @@ def test_the_digits_need_no_files(tmp_path: Path) -> None:
     assert (pixels[:, 0] == pixels[:, 1]).all()
 
 
-def test_records_say_where_everything_came_from(tmp_path: Path) -> None:
+def test_records_map_samples_to_source_files(tmp_path: Path) -> None:
     fill(tmp_path / "in", 30, side=7)
     manifest = crop_dataset(config(tmp_path / "in"), tmp_path / "out").manifest
     dataset = open_shards(tmp_path / "out", "all")
@@ -243,7 +243,7 @@ def test_too_many_bad_files_stop_the_run_with_one_line(tmp_path: Path) -> None:
         crop_dataset(config(tmp_path / "in", max_bad_fraction=1.0), tmp_path / "out")
 
 
-def test_the_split_follows_the_content_and_stays_when_images_are_added(tmp_path: Path) -> None:
+def test_split_depends_on_content_and_is_stable_when_images_are_added(tmp_path: Path) -> None:
     fill(tmp_path / "in", 400)
     settings = config(tmp_path / "in", validation_fraction=0.25)
 
@@ -266,7 +266,7 @@ def test_the_split_follows_the_content_and_stays_when_images_are_added(tmp_path:
     assert not after["train"] & after["validation"]
 
 
-def test_the_command_logs_what_it_did_and_a_touched_source_stays_fresh(tmp_path: Path) -> None:
+def test_command_logs_results_and_touched_source_stays_fresh(tmp_path: Path) -> None:
     fill(tmp_path / "in", 12)
     settings = config(tmp_path / "in")
     (tmp_path / "data.yaml").write_text(to_yaml(dump(settings)))
@@ -301,7 +301,7 @@ def transparent(folder: Path, mode: str) -> None:
         ("LA", 1, "Set data.channels to 2 to keep it, or data.background to the colour"),
     ],
 )
-def test_alpha_where_there_is_none_and_alpha_that_would_be_lost_are_told(
+def test_missing_and_dropped_alpha_channels_are_reported(
     tmp_path: Path, mode: str, channels: int, message: str
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -311,7 +311,7 @@ def test_alpha_where_there_is_none_and_alpha_that_would_be_lost_are_told(
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_a_background_says_that_alpha_is_not_wanted_and_mixed_images_are_fine(tmp_path: Path) -> None:
+def test_background_allows_dropping_alpha_and_mixed_images_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     transparent(tmp_path / "in", "RGBA")
     done = crop_dataset(config(tmp_path / "in", background=(0, 0, 0)), tmp_path / "out")
@@ -322,7 +322,7 @@ def test_a_background_says_that_alpha_is_not_wanted_and_mixed_images_are_fine(tm
 
 
 class Reads:
-    """The images that are read from folders, by name."""
+    """Record of the names of images read from folders."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names, read = list[str](), Folder.read
@@ -335,7 +335,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 def in_parts(settings: DataConfig, output: Path, of: int, processes: int = 1) -> list[Path]:
-    """Crop part after part, the last first; their notes."""
+    """Crop all parts, the last one first; return their note files."""
     notes = [output / f"part-{index}-of-{of}.json" for index in range(of)]
     for index in reversed(range(of)):
         crop_part(settings, output, notes[index], (index, of), processes)
@@ -344,9 +344,7 @@ def in_parts(settings: DataConfig, output: Path, of: int, processes: int = 1) ->
 
 @pytest.mark.parametrize(("of", "processes"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow), (5, 1), (7, 1)])
 @pytest.mark.parametrize("duplicates", ["keep", "drop"])
-def test_any_number_of_parts_gives_the_bytes_of_one_call(
-    tmp_path: Path, of: int, processes: int, duplicates: str
-) -> None:
+def test_parts_write_the_same_bytes_as_one_call(tmp_path: Path, of: int, processes: int, duplicates: str) -> None:
     fill(tmp_path / "in", 60)
     (tmp_path / "in/class-0/bad.png").write_bytes(b"bad")
     (tmp_path / "in/class-1/twin.ppm").write_bytes((tmp_path / "in/class-1/00001.ppm").read_bytes())
@@ -362,7 +360,7 @@ def test_any_number_of_parts_gives_the_bytes_of_one_call(
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
-def test_the_last_call_reads_no_image_again(tmp_path: Path, reads: Reads) -> None:
+def test_last_call_after_parts_reads_no_images(tmp_path: Path, reads: Reads) -> None:
     fill(tmp_path / "in", 60)
     settings, output = config(tmp_path / "in"), tmp_path / "out"
     notes = in_parts(settings, output, 3)
@@ -373,7 +371,7 @@ def test_the_last_call_reads_no_image_again(tmp_path: Path, reads: Reads) -> Non
 
 
 @pytest.mark.parametrize("what", ["image", "shard", "record", "settings"])
-def test_what_has_changed_since_the_parts_is_looked_at(tmp_path: Path, reads: Reads, what: str) -> None:
+def test_changes_after_the_parts_are_detected(tmp_path: Path, reads: Reads, what: str) -> None:
     fill(tmp_path / "in", 60)
     settings, output = config(tmp_path / "in"), tmp_path / "out"
     notes = in_parts(settings, output, 2)
@@ -395,7 +393,7 @@ def test_what_has_changed_since_the_parts_is_looked_at(tmp_path: Path, reads: Re
     assert made == bytes_of(tmp_path / "fresh")
 
 
-def test_parts_by_the_command(
+def test_crop_command_runs_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "in", 30)
@@ -415,8 +413,8 @@ def test_parts_by_the_command(
     assert read_json(tmp_path / "out/manifest.json")["num_samples"] == 30
 
 
-def test_tars_that_are_fetched_are_fetched_once(tmp_path: Path) -> None:
-    """Each belongs to one shard, and so to one part."""
+def test_remote_tars_are_fetched_once(tmp_path: Path) -> None:
+    """Each tar belongs to one shard, and so to one part."""
     fill(tmp_path / "in", 12)
     for number in range(4):
         with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:

@@ -1,4 +1,4 @@
-"""Images of more than 8 bits: black and white are those that the file states, or the stage stops."""
+"""Images of more than 8 bits: the file states black and white, or the stage stops."""
 
 import io
 import struct
@@ -18,11 +18,11 @@ from image_diffusion.data.shards.records import read_record
 SIDE = 16
 RAMP = np.linspace(0, 1, SIDE * SIDE).reshape(SIDE, SIDE)
 LEVELS = np.rint(RAMP * 255).astype(int)
-"""The crop that a ramp from black to white gives."""
+"""Expected crop of a ramp from black to white."""
 
 
 def tiff(pixels: np.ndarray, bits: int = 16, photometric: int = 1, order: str = "<", **tags: Any) -> bytes:
-    """A TIFF of one uncompressed strip, [H, W] or [H, W, 3]; further tags as t281=4095."""
+    """Return a TIFF of one uncompressed strip, [H, W] or [H, W, 3]; further tags are given as t281=4095."""
     height, width, *channels = pixels.shape
     samples = channels[0] if channels else 1
     if bits == 12:
@@ -77,7 +77,7 @@ def pgm(most: int) -> bytes:
     return f"P5 {SIDE} {SIDE} {most}\n".encode() + ramp(most).astype(">u2").tobytes()
 
 
-# Files whose range is theirs to state: a ramp from black to white, by its own numbers.
+# Files that state their own range, each with a ramp from black to white.
 STATED = {
     "12 bits": tiff(ramp(4095), 12),
     "16 bits": tiff(ramp(65535)),
@@ -122,25 +122,25 @@ def test_full_range_is_kept_byte_for_byte(most: int) -> None:
     ],
     ids=["uint16", "white is 0", "tag", "pgm", "int16", "float32"],
 )
-def test_a_range_that_is_said_becomes_black_and_white(pixels: bytes, said: list[float]) -> None:
+def test_configured_range_maps_to_black_and_white(pixels: bytes, said: list[float]) -> None:
     assert np.abs(crop(pixels, range=said).crops[0][0].astype(int) - LEVELS).max() <= 1
 
 
-def test_what_lies_outside_a_range_is_clipped_and_8_bits_are_as_they_are() -> None:
+def test_values_outside_the_range_are_clipped_and_8_bit_images_unchanged() -> None:
     levels = crop(tiff(ramp(65535)), range=[20000, 40000]).crops[0][0]
     assert (levels.min(), levels.max()) == (0, 255) and (levels == 0).mean() > 0.3 < (levels == 255).mean()
     grey = LEVELS.astype(np.uint8)
     assert (crop(png(grey), range=[0, 4095]).crops[0][0] == grey).all()
 
 
-def test_numbers_that_are_not_finite_give_no_crop() -> None:
+def test_non_finite_values_give_no_crop() -> None:
     pixels = np.where(RAMP > 0.5, np.nan, RAMP).astype(np.float32)
     with pytest.raises(BadImage, match="not finite"):
         crop(tiff(pixels, 32, t339=3), range=[0, 1])
 
 
 @pytest.mark.parametrize("kind", ["tiff", "png", "colour"])
-def test_a_small_part_of_the_range_stops_the_stage(
+def test_images_that_use_little_of_the_16_bit_range_stop_the_stage(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pixels = ramp(1300, 100)
@@ -163,7 +163,7 @@ def test_a_small_part_of_the_range_stops_the_stage(
         assert of_set(tmp_path, names, channels=3, range=[0, 2047])["crop"]["range"] == [0, 2047]
 
 
-def test_a_few_hot_pixels_do_not_make_a_full_range(tmp_path: Path) -> None:
+def test_few_hot_pixels_do_not_count_as_full_range(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     pixels = generator.integers(100, 1300, (64, 64)).astype(np.uint16)
     pixels[3, 4] = 65535
@@ -189,7 +189,7 @@ def test_mixed_depths_stop_the_stage(tmp_path: Path) -> None:
     of_set(tmp_path, files)  # a PGM states its range
 
 
-def test_a_said_range_must_be_one() -> None:
+def test_empty_range_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"\[5\.0, 5\.0\] is not a range"):
         config(range=[5, 5])
 
@@ -211,7 +211,7 @@ def test_several_pages_stop_the_stage(tmp_path: Path) -> None:
     assert of_set(tmp_path, {}, pages="first")["crop"]["pages"] == "first"
 
 
-def test_smaller_copies_of_a_page_are_no_pages() -> None:
+def test_reduced_resolution_copies_are_not_counted_as_pages() -> None:
     small = Image.fromarray(LEVELS.astype(np.uint8)).resize((8, 8))
     small.encoderinfo = {"tiffinfo": {254: 1}}  # type: ignore[attr-defined]
     found = crop(pages(Image.fromarray(LEVELS.astype(np.uint8)), small))
@@ -219,13 +219,13 @@ def test_smaller_copies_of_a_page_are_no_pages() -> None:
 
 
 @pytest.mark.parametrize(("mode", "width"), [("RGB", 720), ("RGB", 540), ("RGB", 54), ("L", 160), ("1", 128)])
-def test_a_wide_bmp_has_no_16_bits(mode: str, width: int) -> None:
+def test_wide_bmp_is_not_flagged_as_16_bit(mode: str, width: int) -> None:
     buffer = io.BytesIO()
     Image.new(mode, (width, 20)).save(buffer, "bmp")
     assert "16bit" not in crop(buffer.getvalue()).flags
 
 
-def test_16_bits_of_a_whole_pixel_are_not_16_of_a_channel() -> None:
+def test_16_bit_per_pixel_bmp_is_not_flagged_as_16_bit() -> None:
     head = struct.pack("<IiiHHIIiiII", 40, SIDE, SIDE, 1, 16, 0, SIDE * SIDE * 2, 0, 0, 0, 0)
     data = b"BM" + struct.pack("<IHHI", 54 + SIDE * SIDE * 2, 0, 0, 54) + head + b"\x55\x2a" * SIDE * SIDE
     assert crop(data).flags == []
@@ -237,14 +237,14 @@ def tga(opacity_bits: int, opacity: int) -> bytes:
     return head + pixels.astype(np.uint8).tobytes()
 
 
-def test_a_fourth_byte_that_is_not_opacity_hides_nothing() -> None:
+def test_unused_fourth_tga_byte_is_not_treated_as_alpha() -> None:
     found = crop(tga(0, 0))
     assert (found.crops[0][0] == LEVELS).all() and "alpha" not in found.flags
     assert (crop(tga(8, 255)).crops[0][0] == LEVELS).all()
 
 
 @pytest.mark.parametrize("background", [None, (1, 2, 3)])
-def test_an_image_of_which_nothing_is_visible_gives_no_crop(background: tuple[int, int, int] | None) -> None:
+def test_fully_transparent_images_give_no_crop(background: tuple[int, int, int] | None) -> None:
     buffer = io.BytesIO()
     Image.new("RGBA", (SIDE, SIDE), (200, 0, 0, 0)).save(buffer, "png")
     for data in (tga(8, 0), buffer.getvalue()):

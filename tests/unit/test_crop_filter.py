@@ -1,4 +1,4 @@
-"""data.keep: a rule over what is told beside the images, which is parsed and never executed."""
+"""data.keep: a rule over columns of the images' metadata, which is parsed and never executed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEPT = {PIXELS[i].tobytes() for i in (1, 2, 5)}
         ("not (a > 5 and no)", True), ("a > 7 or word == 'cat' and yes", True), ("flag == True", True), ("5 < a", True),
     ],
 )  # fmt: skip
-def test_rules(rule: str, holds: bool) -> None:
+def test_rules_evaluate_as_expected(rule: str, holds: bool) -> None:
     values = {"a": 6, "text_number": "9", "other_number": "10", "word": "cat", "yes": "True", "no": False, "flag": True}
     assert parse_rule(rule).matches(values) is holds
 
@@ -53,12 +53,12 @@ def test_rules(rule: str, holds: bool) -> None:
         "(" * 300 + "a" + ")" * 300,
     ],
 )  # fmt: skip
-def test_what_is_no_rule_is_refused_with_the_configuration(rule: str) -> None:
+def test_invalid_rules_are_rejected_with_the_configuration(rule: str) -> None:
     with pytest.raises(ValueError):
         DataConfig(name="x", source={"type": "digits"}, resolution=6, keep=rule)  # type: ignore[arg-type]
 
 
-def test_what_is_not_told_or_cannot_be_compared() -> None:
+def test_missing_and_incomparable_values_are_errors() -> None:
     assert parse_rule("b > 1 and a > 2 or c").names == ("a", "b", "c")
     for values in ({}, {"a": None}, {"a": ""}):
         with pytest.raises(MissingValue, match="a"):
@@ -67,7 +67,7 @@ def test_what_is_not_told_or_cannot_be_compared() -> None:
         parse_rule("a > 1").matches({"a": "cat"})
     with pytest.raises(ValueError, match="a is 'cat', not true or false. Compare it"):
         parse_rule("a").matches({"a": "cat"})
-    assert not parse_rule("a > 1 and b > 2").matches({"a": 1})  # b is not asked for
+    assert not parse_rule("a > 1 and b > 2").matches({"a": 1})  # b is not evaluated
 
 
 def png(number: int) -> bytes:
@@ -115,7 +115,7 @@ def crop(source: dict[str, Any], output: Path, keep: str | None) -> dict[str, An
 
 
 @pytest.mark.parametrize("make", [table, parquet, files, tars])
-def test_images_of_which_the_rule_does_not_hold_are_left_out_and_told(tmp_path: Path, make: Any) -> None:
+def test_images_that_fail_the_rule_are_left_out_and_reported(tmp_path: Path, make: Any) -> None:
     (tmp_path / "in").mkdir()
     source = make(tmp_path / "in")
     manifest = crop(source, tmp_path / "crops", RULE)
@@ -130,7 +130,7 @@ def test_images_of_which_the_rule_does_not_hold_are_left_out_and_told(tmp_path: 
     assert found["not wanted"]["examples"] == [f"{name}: {reason}" for name, reason in sorted(reasons.items())]
 
 
-def test_of_two_rows_of_an_image_the_first_decides(tmp_path: Path) -> None:
+def test_first_row_of_a_duplicated_image_decides(tmp_path: Path) -> None:
     source = table(tmp_path) | {"label_column": "label"}
     (tmp_path / "table.csv").write_text("path,label,score\n0.png,a,9\n1.png,b,9\n0.png,b,1\n")
     data = {"name": "x", "source": source, "resolution": 6, "num_shards": 1, "keep": "score > 5"}
@@ -138,7 +138,7 @@ def test_of_two_rows_of_an_image_the_first_decides(tmp_path: Path) -> None:
     assert [(item.name, item.label) for item in plan.listing.items] == [("0.png", 0), ("1.png", 1)]
 
 
-def test_a_rule_changes_no_shard_of_images_that_it_keeps(tmp_path: Path) -> None:
+def test_rule_does_not_change_shards_of_kept_images(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     source = table(tmp_path / "in")
     before = crop(source, tmp_path / "crops", None)
@@ -152,7 +152,7 @@ def test_a_rule_changes_no_shard_of_images_that_it_keeps(tmp_path: Path) -> None
     assert crop(table(tmp_path / "in"), tmp_path / "kept", RULE)["shards"] == by_hand["shards"]
 
 
-def test_rules_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
+def test_inapplicable_rules_are_reported(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     source = table(tmp_path / "in")
     for keep, message in (

@@ -1,4 +1,4 @@
-"""More than forty kinds of odd and bad files: each gives a crop as documented, or is listed with its reason."""
+"""More than forty kinds of odd and bad files: each gives the documented crop, or is listed with a reason."""
 
 import csv
 import io
@@ -77,7 +77,7 @@ def animated(kind: str) -> bytes:
 EXACT = crop(encoded(RGB, "png"))[0]
 GREY = crop(encoded(RGB.convert("L"), "png"))[0]
 
-# What is cropped to the very pixels of a plain RGB or grey PNG: name, bytes, flags.
+# Files that give exactly the pixels of a plain RGB or grey PNG: name, bytes, flags.
 SAME_AS_RGB: dict[str, tuple[bytes, list[str]]] = {
     "bmp": (encoded(RGB, "bmp"), []),
     "tiff": (encoded(RGB, "tiff"), []),
@@ -101,7 +101,7 @@ SAME_AS_GREY: dict[str, tuple[bytes, list[str]]] = {
     "pgm": (encoded(RGB.convert("L"), "ppm"), ["gray"]),
     "grey gif": (encoded(RGB.convert("L"), "gif"), ["palette"]),
 }
-# What is cropped, with these flags, to pixels checked in tests of their own or not exactly known.
+# Files that give a crop with these flags; separate tests check their pixels, or they are not exactly known.
 CROPPED: dict[str, tuple[bytes, list[str]]] = {
     "jpeg": (encoded(RGB, "jpeg"), []),
     "progressive jpeg": (encoded(RGB, "jpeg", progressive=True), []),
@@ -130,7 +130,7 @@ CROPPED: dict[str, tuple[bytes, list[str]]] = {
     "an orientation that does not exist": (turned(9), []),
 }
 JPEG = encoded(RGB, "jpeg")
-# What gives no crop: bytes and the start of the reason.
+# Files that give no crop: bytes and the start of the reason.
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "an empty file"),
     "text": (b"not an image at all", "not an image"),
@@ -162,7 +162,7 @@ def test_there_are_at_least_forty_kinds() -> None:
 
 
 @pytest.mark.parametrize("kind", SAME_AS_RGB)
-def test_these_give_the_pixels_of_the_same_rgb_image(kind: str) -> None:
+def test_files_give_the_pixels_of_the_same_rgb_image(kind: str) -> None:
     data, flags = SAME_AS_RGB[kind]
     pixels, found = crop(data)
     assert found == flags
@@ -170,7 +170,7 @@ def test_these_give_the_pixels_of_the_same_rgb_image(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SAME_AS_GREY)
-def test_these_give_the_pixels_of_the_same_grey_image(kind: str) -> None:
+def test_files_give_the_pixels_of_the_same_grey_image(kind: str) -> None:
     data, flags = SAME_AS_GREY[kind]
     pixels, found = crop(data)
     assert found == flags
@@ -179,7 +179,7 @@ def test_these_give_the_pixels_of_the_same_grey_image(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CROPPED)
-def test_these_give_a_crop_with_their_flags(kind: str) -> None:
+def test_odd_files_give_a_crop_with_flags(kind: str) -> None:
     data, flags = CROPPED[kind]
     pixels, found = crop(data)
     assert found == flags
@@ -187,7 +187,7 @@ def test_these_give_a_crop_with_their_flags(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_these_give_no_crop_but_a_reason(kind: str) -> None:
+def test_bad_files_give_a_reason_instead_of_a_crop(kind: str) -> None:
     data, reason = BAD[kind]
     with pytest.raises(BadImage, match=f"^{reason}"):
         crop(data, resolution=32 if "jpeg" in kind else 16)
@@ -195,7 +195,7 @@ def test_these_give_no_crop_but_a_reason(kind: str) -> None:
 
 @pytest.mark.parametrize("orientation", range(2, 9))
 @pytest.mark.parametrize("kind", ["jpeg", "png", "tiff"])
-def test_a_turned_image_is_put_upright_exactly_once(orientation: int, kind: str) -> None:
+def test_exif_orientation_is_applied_exactly_once(orientation: int, kind: str) -> None:
     undo: dict[int, Callable[[np.ndarray], np.ndarray]] = {
         2: lambda x: x[:, ::-1],
         3: lambda x: x[::-1, ::-1],
@@ -241,7 +241,7 @@ def test_transparency_shows_the_background() -> None:
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (2, "LA"), (3, "RGB"), (4, "RGBA")])
-def test_any_number_of_channels(channels: int, mode: str) -> None:
+def test_crops_have_the_configured_number_of_channels(channels: int, mode: str) -> None:
     pixels, _ = crop(encoded(RGB, "png"), channels=channels)
     assert pixels.shape == (16, 16, channels)
     expected = np.asarray(Image.fromarray(EXACT).convert(mode)).reshape(16, 16, channels)
@@ -254,7 +254,7 @@ def test_small_images_are_quarantined_on_request() -> None:
     assert crop(encoded(RGB, "png"), min_side=40)[0].shape == (16, 16, 3)
 
 
-def test_a_folder_of_all_of_them_loses_nothing(tmp_path: Path) -> None:
+def test_folder_of_all_kinds_loses_no_file(tmp_path: Path) -> None:
     good = {**SAME_AS_RGB, **SAME_AS_GREY, **CROPPED}
     names = {}
     for number, (kind, (data, flags)) in enumerate(good.items()):
@@ -322,7 +322,7 @@ def before_the_pixels(data: bytes, chunk: bytes) -> bytes:
 
 
 def said_to_be_turned(kind: str) -> bytes:
-    """The image, with an orientation of 6 in a place that only Pillow's `exif_transpose` looks at."""
+    """Return the image with orientation 6 in a place that only Pillow's `exif_transpose` reads."""
     png, exif = encoded(RGB, "png"), Image.Exif()
     exif[0x0112] = 6
     raw = exif.tobytes()
@@ -343,7 +343,7 @@ def said_to_be_turned(kind: str) -> bytes:
 @pytest.mark.parametrize(
     "kind", ["jpeg, xmp", "webp, xmp", "png, xmp", "avif, xmp", "png, late exif", "png, of ImageMagick"]
 )
-def test_an_orientation_that_pillow_finds_elsewhere_counts(kind: str) -> None:
+def test_orientation_outside_of_exif_is_applied(kind: str) -> None:
     data = said_to_be_turned(kind)
     with Image.open(io.BytesIO(data)) as image:
         image.load()

@@ -1,4 +1,4 @@
-"""Damaged JPEGs give no crop, and whole ones do."""
+"""Damaged JPEGs give no crop, and intact JPEGs do."""
 
 import io
 import random
@@ -18,7 +18,7 @@ PIXELS = np.asarray(
 
 
 def jpeg(mode: str = "RGB", turned: int | None = None, **options: Any) -> bytes:
-    """A photograph of 50 x 37 pixels."""
+    """Return a JPEG photograph of 50 x 37 pixels."""
     buffer = io.BytesIO()
     if turned is not None:
         options["exif"] = Image.Exif()
@@ -33,7 +33,7 @@ def crop(data: bytes) -> Crop:
         return crop_image(data, DataConfig.model_validate(config))
 
 
-def test_damage_anywhere_is_a_bad_image_or_an_image() -> None:
+def test_random_damage_gives_a_crop_or_a_bad_image() -> None:
     chance = random.Random(0)
     data = jpeg(turned=6)
     for _ in range(300):
@@ -59,7 +59,7 @@ def test_sizes_are_judged_by_the_header() -> None:
 
 
 def photograph(**options: Any) -> bytes:
-    """A JPEG of 400 x 300 pixels and some 40 KB."""
+    """Return a JPEG of 400 x 300 pixels and about 40 KB."""
     noise = np.random.default_rng(1).integers(0, 256, (75, 100, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).resize((400, 300), Image.Resampling.BICUBIC).save(buffer, "jpeg", quality=90, **options)
@@ -67,7 +67,7 @@ def photograph(**options: Any) -> bytes:
 
 
 def flat(colour: int, **options: Any) -> bytes:
-    """A drawing on a ground of one colour: with tables of its own its data are zeros for long."""
+    """Return a drawing on a plain background; with optimised Huffman tables its data have long runs of zeros."""
     image = Image.new("RGB", (2000, 1500), (colour,) * 3)
     image.paste((200, 30, 40), (500, 500, 900, 700))
     buffer = io.BytesIO()
@@ -111,13 +111,13 @@ WHOLE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", FILLED_UP)
-def test_pixels_that_a_decoder_makes_up_are_damage(kind: str) -> None:
+def test_pixels_filled_in_by_the_decoder_count_as_damage(kind: str) -> None:
     with pytest.raises(BadImage, match="^damaged: its data end too early or have a hole"):
         crop(FILLED_UP[kind])
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_grey_corners_and_zeros_of_a_whole_jpeg_are_none(kind: str) -> None:
+def test_grey_corners_and_zeros_of_intact_jpegs_are_not_damage(kind: str) -> None:
     assert crop(WHOLE[kind]).crops[0].shape == (3, 16, 16)
 
 

@@ -27,7 +27,7 @@ def fixed(value: float) -> bytes:
 
 @cache
 def profile(gamma: float, is_wide: bool = False, space: str = "RGB ") -> bytes:
-    """An ICC profile (version 2.1) of a gamma and the primaries of sRGB, or of Adobe RGB; or of grey."""
+    """Return an ICC profile (version 2.1) of a gamma and the primaries of sRGB or Adobe RGB, or of grey."""
 
     def xyz(*values: float) -> bytes:
         return b"XYZ " + bytes(4) + b"".join(map(fixed, values))
@@ -78,7 +78,7 @@ def converted(image: Image.Image, icc: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["png", "tiff", "webp"])
-def test_another_profile_is_a_flag_and_applied_on_request(kind: str) -> None:
+def test_other_profiles_are_flagged_and_applied_on_request(kind: str) -> None:
     data = encoded(RGB, kind, icc_profile=ADOBE, **({"lossless": True} if kind == "webp" else {}))
     plain = cropped(data)
     assert plain.flags == ["profile"] and (plain.crops[0] == PIXELS.transpose(2, 0, 1)).all()
@@ -87,7 +87,7 @@ def test_another_profile_is_a_flag_and_applied_on_request(kind: str) -> None:
     assert np.abs(applied.crops[0].astype(int) - plain.crops[0]).max() > 20
 
 
-def test_a_jpeg_is_no_exception() -> None:
+def test_jpeg_profiles_are_flagged_and_applied_on_request() -> None:
     data = encoded(RGB, "jpeg", icc_profile=ADOBE)
     assert cropped(data).flags == ["profile"]
     same = cropped(encoded(RGB, "jpeg"))
@@ -97,12 +97,12 @@ def test_a_jpeg_is_no_exception() -> None:
 
 @pytest.mark.parametrize("icc", [SRGB, b"", b"no profile at all", ADOBE[:200], profile(2.2, space="GRAY")])
 @pytest.mark.parametrize("choice", ["ignore", "convert"])
-def test_srgb_and_what_says_nothing_of_the_image_change_nothing(icc: bytes, choice: str) -> None:
+def test_srgb_and_unusable_profiles_change_nothing(icc: bytes, choice: str) -> None:
     found = cropped(encoded(RGB, icc_profile=icc), profile=choice)
     assert found.flags == [] and (found.crops[0] == PIXELS.transpose(2, 0, 1)).all()
 
 
-def test_grey_of_another_gamma() -> None:
+def test_grey_profile_of_another_gamma_is_applied() -> None:
     data = encoded(RGB.convert("L"), icc_profile=profile(1.0, space="GRAY"))
     assert cropped(data).flags == ["gray", "profile"]
     plain, applied = (cropped(data, channels=1, profile=choice).crops[0] for choice in ("ignore", "convert"))
@@ -110,14 +110,14 @@ def test_grey_of_another_gamma() -> None:
     assert (applied[dark] > plain[dark] + 20).all()
 
 
-def test_transparency_stays() -> None:
+def test_profile_conversion_keeps_transparency() -> None:
     image = RGB.copy()
     image.putalpha(Image.fromarray(PIXELS[..., 0]))
     found = cropped(encoded(image, icc_profile=ADOBE), channels=4, profile="convert").crops[0]
     assert (found[3] == PIXELS[..., 0]).all() and (found[:3] == converted(RGB, ADOBE)).all()
 
 
-def test_the_stage_and_the_data_sheet_say_how_many(
+def test_stage_and_data_sheet_count_other_profiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").mkdir()

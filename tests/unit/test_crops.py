@@ -1,4 +1,4 @@
-"""Squares other than ADM's: torchvision's own transforms and Pillow's own pad give the same bytes."""
+"""Crop types other than ADM's equal torchvision's transforms and Pillow's pad byte for byte."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def crop(image: Image.Image, **data: Any) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
-def test_resize_has_the_bytes_of_torchvision(size: tuple[int, int], mode: str, interpolation: str) -> None:
+def test_resize_equals_torchvision_byte_for_byte(size: tuple[int, int], mode: str, interpolation: str) -> None:
     from torchvision import transforms
 
     image = image_of(*size, mode)
@@ -49,7 +49,7 @@ def test_resize_has_the_bytes_of_torchvision(size: tuple[int, int], mode: str, i
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_pad_has_the_bytes_of_pillow(size: tuple[int, int], mode: str) -> None:
+def test_pad_equals_pillow_byte_for_byte(size: tuple[int, int], mode: str) -> None:
     image = image_of(*size, mode)
     expected = ImageOps.pad(image, (32, 32), Image.Resampling.BICUBIC, color="#0ac81e")
     found = crop(image, crop={"type": "pad"}, background=(10, 200, 30), channels=len(image.getbands()))
@@ -70,20 +70,20 @@ def test_pad_keeps_the_whole_image(size: tuple[int, int]) -> None:
     assert (found[outside] == colour).all()
 
 
-def test_bars_beside_an_image_with_alpha_are_transparent() -> None:
+def test_padding_of_images_with_alpha_is_transparent() -> None:
     found = crop(image_of(64, 32, "RGBA"), crop={"type": "pad"}, channels=4)
     assert (found[:8, :, 3] == 0).all() and found[8:24, :, 3].any()
     found = crop(image_of(64, 32, "LA"), crop={"type": "pad"}, channels=2)
     assert (found[:8, :, 1] == 0).all() and found[8:24, :, 1].any()
 
 
-def test_a_thin_image_is_too_thin_only_where_it_is_cut() -> None:
+def test_thin_images_are_rejected_by_resize_but_not_by_pad() -> None:
     with pytest.raises(BadImage, match="too thin"):
         crop(image_of(2000, 1), crop={"type": "resize"}, max_pixels=2000)
     assert (crop(image_of(2000, 1), crop={"type": "pad"}, max_pixels=2000) != 255).any((1, 2)).sum() == 1
 
 
-def test_each_crop_is_another_and_adm_is_the_one_it_was() -> None:
+def test_crop_types_have_different_identities_and_adm_keeps_its_own() -> None:
     data = {"name": "x", "source": {"type": "digits"}, "resolution": 32}
     kinds = [{"type": "resize"}, {"type": "resize", "interpolation": "bicubic"}, {"type": "pad"}, {"type": "adm"}]
     every = [DataConfig.model_validate(data | {"crop": kind}).crop_identity() for kind in kinds]
@@ -95,14 +95,14 @@ def test_each_crop_is_another_and_adm_is_the_one_it_was() -> None:
 
 
 @pytest.mark.parametrize("value", ["fast", "exact"])
-def test_a_resize_of_earlier_versions_is_one_line_that_says_what_to_write(value: str) -> None:
+def test_removed_resize_key_is_reported_in_one_line_with_advice(value: str) -> None:
     data = {"name": "x", "source": {"type": "digits"}, "resolution": 32, "resize": value}
     with pytest.raises(ValueError, match=f"resize: {value} was removed.*Delete the key resize") as caught:
         parse(DataConfig, data, "x.yaml")
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_the_data_sheet_knows_what_is_cut_away(tmp_path: Path) -> None:
+def test_data_sheet_reports_the_share_cut_away(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number, size in enumerate([(64, 20), (90, 30), (80, 20)]):
         image_of(*size).save(tmp_path / f"in/{number}.png")

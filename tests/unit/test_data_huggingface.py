@@ -29,7 +29,7 @@ def png(number: int) -> bytes:
 
 
 def dataset_of(labels: list[Any], kind: Any, numbers: list[int] | None = None) -> Any:
-    """Rows of the images by their numbers, with labels of a feature type."""
+    """Return a data set of the numbered images, with labels of a feature type."""
     datasets = pytest.importorskip("datasets")
     images = [{"bytes": png(number), "path": None} for number in (numbers or range(len(labels)))]
     features = datasets.Features({"image": datasets.Image(), "label": kind, "caption": datasets.Value("string")})
@@ -38,7 +38,7 @@ def dataset_of(labels: list[Any], kind: Any, numbers: list[int] | None = None) -
 
 
 def crops_of(tmp_path: Path, **source: Any) -> dict[bytes, str | None]:
-    """The crops of a source, and the class of each."""
+    """Return the crops of a source with their classes."""
     output = tmp_path / f"crops-{len(list(tmp_path.iterdir()))}"
     data = {"name": "x", "source": {"type": "huggingface"} | source, "resolution": 6, "num_shards": 2}
     crop_dataset(DataConfig.model_validate(data | {"max_bad_fraction": 0.6}), output)
@@ -62,7 +62,7 @@ def test_class_labels_keep_their_names_and_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "labels"), [("int64", [7, 10, 7, 9]), ("string", ["7", "10", "7", "9"])])
-def test_numbers_and_text_are_classes_too(tmp_path: Path, kind: str, labels: list[Any]) -> None:
+def test_numbers_and_text_can_be_classes(tmp_path: Path, kind: str, labels: list[Any]) -> None:
     datasets = pytest.importorskip("datasets")
     dataset_of(labels, datasets.Value(kind)).save_to_disk(tmp_path / "in")
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in")}, "here")
@@ -86,7 +86,7 @@ def test_rows_without_a_class_or_an_image_are_listed(tmp_path: Path) -> None:
     assert {sample.path for record in records for sample in record.samples} == {"000000000", "000000003"}
 
 
-def test_one_of_several_splits(tmp_path: Path) -> None:
+def test_configured_split_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     kind = datasets.Value("string")
     splits = {"train": dataset_of(["a", "b"], kind, [0, 1]), "test": dataset_of(["c"], kind, [2])}
@@ -100,7 +100,7 @@ def test_one_of_several_splits(tmp_path: Path) -> None:
     assert len(crops_of(tmp_path, path=str(tmp_path / "one"))) == 2
 
 
-def test_a_changed_data_set_is_seen_and_one_saved_again_is_not(tmp_path: Path) -> None:
+def test_changed_data_set_is_detected_and_resaved_data_set_is_unchanged(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     kind = datasets.Value("string")
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in")}, "here")
@@ -132,7 +132,7 @@ def test_early_errors_are_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_a_damaged_data_set_is_one_line(tmp_path: Path) -> None:
+def test_damaged_data_set_is_reported_in_one_line(tmp_path: Path) -> None:
     save_to_disk(tmp_path, {"image": [png(0)], "label": ["a"]})
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
     assert source.read(source.listing().items[0]) == png(0)
@@ -147,7 +147,7 @@ def test_a_damaged_data_set_is_one_line(tmp_path: Path) -> None:
         source.listing()
 
 
-def test_rows_are_numbered_through_all_files_and_batches(tmp_path: Path) -> None:
+def test_row_numbers_are_unique_across_files_and_batches(tmp_path: Path) -> None:
     labels = ["b", "a", None, "b", "a", "b", "a", "b", "a"]
     save_to_disk(tmp_path, {"image": [png(number) for number in range(9)], "label": labels}, num_files=2, batch=2)
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
@@ -158,7 +158,7 @@ def test_rows_are_numbered_through_all_files_and_batches(tmp_path: Path) -> None
     ]
 
 
-def test_the_only_split_is_taken_and_of_several_the_one_that_is_named(tmp_path: Path) -> None:
+def test_only_split_is_the_default_and_several_need_a_name(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         (tmp_path / split / f"{split}.arrow").touch()
@@ -168,7 +168,7 @@ def test_the_only_split_is_taken_and_of_several_the_one_that_is_named(tmp_path: 
         assert list(source.files()) == [file]
 
 
-def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_is_named_when_listing_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
     with pytest.raises(ValueError, match=r"was not written by datasets\.save_to_disk\. Give such a folder"):
         source.files()

@@ -1,4 +1,4 @@
-"""Databases that lmdb has written give the crops that the same images give in folders."""
+"""Databases written by lmdb give the crops that the same images give in folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (7, 9, 12, 3), dtype=np.uint8
 
 
 def write(tmp_path: Path, name: str, numbers: range, keys: list[bytes] | None = None) -> None:
-    """A database as LSUN's: a WebP under a key in hexadecimal. The same images lie in a folder."""
+    """Write a database as LSUN does, a WebP per hexadecimal key, and the same images into a folder."""
     lmdb = pytest.importorskip("lmdb")
     plain = tmp_path / "plain" / name.split("_")[0]
     plain.mkdir(parents=True, exist_ok=True)
@@ -36,14 +36,14 @@ def _folder(tmp_path: Path) -> None:
 
 
 def crops(tmp_path: Path, output: str, **source: Any) -> tuple[dict[str, Any], dict[str, tuple[str, int | None]]]:
-    """The manifest, and of each image the hash of its crop and its class, by its number."""
+    """Return the manifest, and by image number the hash of its crop and its class."""
     config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 8, "num_shards": 2})
     done = crop_dataset(config, tmp_path / output)
     samples = [each for record in done.records for each in record.samples]
     return done.manifest, {str(int(Path(each.path).stem, 16)): (each.pixels, each.label) for each in samples}
 
 
-def test_databases_are_classes_and_their_images_those_of_folders(tmp_path: Path) -> None:
+def test_lmdb_databases_give_the_classes_and_crops_of_folders(tmp_path: Path) -> None:
     write(tmp_path, "bridge_train_lmdb", range(3))
     write(tmp_path, "bridge_val_lmdb", range(3, 4))
     write(tmp_path, "tower_train_lmdb", range(4, 7))
@@ -59,7 +59,7 @@ def test_databases_are_classes_and_their_images_those_of_folders(tmp_path: Path)
     }
 
 
-def test_a_changed_database_is_seen_and_a_touched_one_is_not(tmp_path: Path) -> None:
+def test_changed_database_is_detected_and_touched_database_is_unchanged(tmp_path: Path) -> None:
     write(tmp_path, "bridge_train_lmdb", range(3))
     source, path = Lmdb(path=str(tmp_path / "lsun")), tmp_path / "source.json"
     assert refresh(source, path) and not refresh(source, path)
@@ -80,7 +80,7 @@ def test_any_bytes_may_be_a_key(tmp_path: Path) -> None:
     assert {source.read(item) for item in items} == {path.read_bytes() for path in tmp_path.glob("plain/a/*")}
 
 
-def test_what_is_no_database_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_lmdb_databases_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Lmdb(path=str(tmp_path / "lsun"))
     with pytest.raises(ValueError, match=r"lsun holds no data\.mdb\. Give a database"):
         source.files()
@@ -95,7 +95,7 @@ def test_what_is_no_database_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         source.listing()
 
 
-def test_an_empty_database_and_a_key_that_went_away_are_told(tmp_path: Path) -> None:
+def test_empty_database_and_deleted_key_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "a_lmdb", range(0))
     source = Lmdb(path=str(tmp_path / "lsun"))
     with pytest.raises(ValueError, match=r"lsun holds no images"):

@@ -1,4 +1,4 @@
-"""Every sample once an epoch, in one order, whatever reads it: generated configurations of pure arithmetic.
+"""Sample order: every sample once per epoch, in one order for any reader, by generated cases of pure arithmetic.
 
 The hypothesis profile `full` (`make test-all`) generates 10,000 of them, `quick` 200: see tests/conftest.py.
 """
@@ -25,7 +25,7 @@ from image_diffusion.data.shards.order import Balanced, Shuffled, epoch_order, s
     interrupted_at=st.floats(0, 1),
     new_world_size=st.integers(1, 5),
 )
-def test_every_sample_comes_once_an_epoch_for_any_world_batch_and_interruption(
+def test_each_sample_comes_once_per_epoch_for_any_world_batch_and_interruption(
     num_samples: int,
     world_size: int,
     global_batch: int,
@@ -57,7 +57,7 @@ def test_the_order_of_an_epoch_never_changes() -> None:
     assert epoch_order(10, seed=1, epoch=0).tolist() != epoch_order(10, seed=0, epoch=0).tolist()
 
 
-def test_every_sample_is_equally_likely_at_every_place() -> None:
+def test_samples_are_uniform_at_every_position() -> None:
     n, epochs = 12, 6000
     counts = np.zeros((n, n))
     for epoch in range(epochs):
@@ -82,14 +82,14 @@ def test_neighbouring_seeds_and_epochs_give_unrelated_orders() -> None:
     seed=st.integers(0, 2**63 - 1),
     cuts=st.lists(st.integers(0, 180), max_size=5),
 )
-def test_balanced_classes_come_equally_often_and_none_of_their_samples_twice_before_the_others(
+def test_balanced_classes_are_drawn_equally_and_repeat_samples_only_after_all_others(
     counts: list[int], rounds: int, seed: int, cuts: list[int]
 ) -> None:
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
     present = [label for label, count in enumerate(counts) if count]
     total = rounds * len(present)
     bounds = sorted({0, total, *(cut for cut in cuts if cut < total)})
-    parts = [Balanced(labels, seed).at(*each) for each in pairwise(bounds)]  # each as after another interruption
+    parts = [Balanced(labels, seed).at(*each) for each in pairwise(bounds)]  # each part follows an interruption
     sample, epoch = (np.concatenate(column) for column in zip(*parts, strict=True))
     assert (np.stack(Balanced(labels, seed).at(0, total)) == np.stack([sample, epoch])).all()
     assert (np.sort(labels[sample].reshape(rounds, -1), axis=1) == present).all()

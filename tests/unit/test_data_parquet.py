@@ -88,7 +88,7 @@ def test_rows_without_a_class_or_an_image_are_listed(tmp_path: Path) -> None:
             source.read(item)
 
 
-def test_what_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None:
+def test_unsuitable_parquet_files_are_reported_in_one_line(tmp_path: Path) -> None:
     paths = write(tmp_path / "paths.parquet", {"image": ["0.png"], "label": ["a"]})
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     for source, message in (
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_a_change_of_a_file_is_seen(tmp_path: Path) -> None:
+def test_changed_parquet_file_is_detected(tmp_path: Path) -> None:
     made = write(tmp_path / "a.parquet", {"image": [png(0), png(1)]})
     source = parse(Source, made | {"label_column": None}, "here")
     assert refresh(source, tmp_path / "source.json")
@@ -114,7 +114,7 @@ def test_a_change_of_a_file_is_seen(tmp_path: Path) -> None:
     assert source.read(item) == png(2) and refresh(source, tmp_path / "source.json")
 
 
-def test_row_groups_stay_whole_where_there_are_enough_of_them() -> None:
+def test_row_groups_stay_whole_if_there_are_enough() -> None:
     items = [Item(f"a/{row:09d}", None, (), f"a/{row // 10}") for row in range(1280)]
     for num_shards, whole in ((4, True), (5, False)):
         groups = [{item.group_key for item in shard} for shard in by_shard(items, num_shards)]
@@ -129,7 +129,7 @@ def images_in(folder: Path) -> None:
         (folder / f"no {number}.png").write_bytes(png(number))
 
 
-def test_a_list_that_find_printed(tmp_path: Path) -> None:
+def test_lists_printed_by_find_are_read(tmp_path: Path) -> None:
     images_in(tmp_path / "in")
     for where in (".", str(tmp_path)):  # relative to the list, or absolute
         found = subprocess.run(
@@ -144,7 +144,7 @@ def test_a_list_that_find_printed(tmp_path: Path) -> None:
 def test_lists_with_classes_and_captions(tmp_path: Path) -> None:
     images_in(tmp_path / "in")
     lines = {
-        ("path", "label"): [f"in/no {number}.png {label}" for number, label in enumerate(LABELS)],  # as Caffe's
+        ("path", "label"): [f"in/no {number}.png {label}" for number, label in enumerate(LABELS)],  # format of Caffe
         ("path", "caption", "label"): [f"in/no {number}.png\ta b c\t{label}" for number, label in enumerate(LABELS)],
     }
     for parts, written in lines.items():
@@ -166,7 +166,7 @@ def test_lists_with_classes_and_captions(tmp_path: Path) -> None:
         (["path", "path"], "", "name nothing twice"),
     ],
 )
-def test_a_list_that_does_not_fit_is_told(tmp_path: Path, parts: list[str], text: str, message: str) -> None:
+def test_invalid_lists_are_reported(tmp_path: Path, parts: list[str], text: str, message: str) -> None:
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(ValueError, match=message):
         parse(Source, {"type": "list", "path": str(tmp_path / "list.txt"), "parts": parts}, "here").listing()

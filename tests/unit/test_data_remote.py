@@ -1,4 +1,4 @@
-"""Shards behind a URL: the batches of the same shards on this machine, each shard fetched once and checked."""
+"""Shards behind a URL give the batches of local shards; each shard is fetched once and verified."""
 
 import hashlib
 import http.server
@@ -46,8 +46,8 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """A web server of a folder. url: its address. fetched: how often each file was sent. damage: what becomes of a
-    file's bytes, and failures: how many requests of a file are refused first."""
+    """Web server of a folder. url: its address. fetched: how often each file was sent. damage: functions that change a
+    file's bytes. failures: how many requests for a file fail first."""
 
     def __init__(self, folder: Path) -> None:
         self.fetched: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def server(crops: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 EACH_ONCE = {f"shard-{shard:05d}.tar": 1 for shard in range(NUM_SHARDS)}
 
 
-def test_batches_are_those_of_the_same_shards_here(tmp_path: Path, crops: Path, server: Server) -> None:
+def test_remote_batches_equal_local_batches(tmp_path: Path, crops: Path, server: Server) -> None:
     here, there = open_shards(crops), open_shards(server.url, cache=tmp_path)
     assert there.digest == here.digest and (there.labels == here.labels).all() and not server.shards
     mine, theirs = (Batches(each, 8, seed=3, flip_probability=0.5, epochs=3) for each in (here, there))
@@ -117,7 +117,7 @@ def test_batches_are_those_of_the_same_shards_here(tmp_path: Path, crops: Path, 
     assert count == 3 * here.num_samples and server.shards == EACH_ONCE
 
 
-def test_a_shard_is_fetched_when_it_is_first_read_and_kept(tmp_path: Path, crops: Path, server: Server) -> None:
+def test_shard_is_fetched_at_first_read_and_cached(tmp_path: Path, crops: Path, server: Server) -> None:
     here, there = open_shards(crops, "all"), open_shards(server.url, "all", cache=tmp_path)
     for number in (0, 39, 1, 38):
         assert torch.equal(there.gather(np.array([number])), here.gather(np.array([number])))
@@ -130,7 +130,7 @@ def test_a_shard_is_fetched_when_it_is_first_read_and_kept(tmp_path: Path, crops
     assert all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in kept)
 
 
-def test_training_goes_on_from_the_cache(tmp_path: Path, crops: Path, server: Server) -> None:
+def test_training_resumes_from_the_cache(tmp_path: Path, crops: Path, server: Server) -> None:
     whole = list(islice(Batches(open_shards(crops), 8, seed=3), 12))
     list(islice(Batches(open_shards(server.url, cache=tmp_path), 8, seed=3), 6))
     assert server.shards == EACH_ONCE
@@ -140,7 +140,7 @@ def test_training_goes_on_from_the_cache(tmp_path: Path, crops: Path, server: Se
     assert server.shards == EACH_ONCE and server.fetched["index.npy"] == 1
 
 
-def test_readers_of_one_machine_fetch_once_together(tmp_path: Path, crops: Path, server: Server) -> None:
+def test_concurrent_readers_fetch_each_shard_once(tmp_path: Path, crops: Path, server: Server) -> None:
     here = open_shards(crops, "all")
     with ThreadPoolExecutor(4) as pool:
         sets = pool.map(lambda _: open_shards(server.url, "all", cache=tmp_path).hold(), range(4))
@@ -149,7 +149,7 @@ def test_readers_of_one_machine_fetch_once_together(tmp_path: Path, crops: Path,
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:700] + b"\x01" + data[701:], lambda data: data[:-512]])
-def test_a_damaged_download_is_refused_and_not_kept(
+def test_damaged_download_is_rejected_and_not_cached(
     tmp_path: Path, server: Server, damage: Callable[[bytes], bytes]
 ) -> None:
     there = open_shards(server.url, "all", cache=tmp_path)
@@ -162,7 +162,7 @@ def test_a_damaged_download_is_refused_and_not_kept(
     assert there.gather(np.arange(1)).any()
 
 
-def test_a_connection_that_fails_is_tried_again(tmp_path: Path, crops: Path, server: Server) -> None:
+def test_failed_connections_are_retried(tmp_path: Path, crops: Path, server: Server) -> None:
     there = open_shards(server.url, "all", cache=tmp_path)
     server.failures["shard-00001.tar"] = 2
     assert torch.equal(there.gather(np.arange(40)), open_shards(crops, "all").gather(np.arange(40)))
@@ -172,7 +172,7 @@ def test_a_connection_that_fails_is_tried_again(tmp_path: Path, crops: Path, ser
         open_shards(server.url, cache=tmp_path)
 
 
-def test_a_damaged_cache_is_fetched_anew(tmp_path: Path, crops: Path, server: Server) -> None:
+def test_damaged_cache_is_fetched_again(tmp_path: Path, crops: Path, server: Server) -> None:
     here = open_shards(crops, "all")
     open_shards(server.url, "all", cache=tmp_path).hold()
     short, flipped = (tmp_path / here.manifest["shards"][shard]["sha256"] for shard in (1, 2))
@@ -185,7 +185,7 @@ def test_a_damaged_cache_is_fetched_anew(tmp_path: Path, crops: Path, server: Se
     assert server.fetched["index.npy"] == 2
 
 
-def test_what_cannot_be_read_is_told_in_one_line(
+def test_unreadable_urls_and_manifests_are_reported_in_one_line(
     tmp_path: Path, crops: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -210,7 +210,7 @@ def test_what_cannot_be_read_is_told_in_one_line(
 
 @pytest.mark.parametrize("key", ["carried", "files", "shards"])
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_manifest_writes_nowhere_but_into_the_folder_of_results(
+def test_manifest_paths_cannot_write_outside_the_results_folder(
     tmp_path: Path, crops: Path, server: Server, monkeypatch: pytest.MonkeyPatch, key: str, absolute: bool
 ) -> None:
     victim = tmp_path / "home" / ".bashrc"
@@ -236,7 +236,7 @@ def test_a_manifest_writes_nowhere_but_into_the_folder_of_results(
     assert {path.name for path in tmp_path.rglob("*")} == {"home", ".bashrc", "train.yaml"}
 
 
-def test_any_protocol_of_fsspec_will_do(tmp_path: Path, crops: Path) -> None:
+def test_any_fsspec_protocol_is_supported(tmp_path: Path, crops: Path) -> None:
     here, there = open_shards(crops, "all"), open_shards(f"file://{crops}", "all", cache=tmp_path)
     assert torch.equal(there.gather(np.arange(40)), here.gather(np.arange(40)))
 

@@ -1,4 +1,4 @@
-"""Reading shards: every sample, from any place, and nothing that is damaged or of another codec."""
+"""Reading shards: every sample, from any position, and no damaged data or data of another codec."""
 
 import json
 import os
@@ -40,7 +40,7 @@ Make = Callable[..., tuple[Path, np.ndarray, np.ndarray]]
 
 
 def spread(number: int, total: int) -> str:
-    """A content hash that lies at number / total of all hashes."""
+    """Return a content hash at number / total of the range of hashes."""
     return f"{number * 2**64 // total:016x}{0:048x}"
 
 
@@ -86,7 +86,7 @@ def make(tmp_path: Path) -> Make:
     return write
 
 
-def test_gather_returns_any_samples_in_any_order_with_their_twins(make: Make) -> None:
+def test_gather_returns_any_samples_in_any_order_flipped_on_request(make: Make) -> None:
     folder, plain, labels = make([4, 0, 7, 1])
     for dataset in (open_shards(folder), open_shards(folder, in_background=True).hold()):
         assert (dataset.num_samples, dataset.shape, dataset.dtype) == (12, (2, 1, 2, 2), torch.float16)
@@ -103,7 +103,7 @@ def test_gather_returns_any_samples_in_any_order_with_their_twins(make: Make) ->
         assert dataset.gather(np.array([], dtype=np.int64)).shape == (0, 2, 1, 2, 2)
 
 
-def test_the_split_is_by_the_hash_of_the_content(make: Make) -> None:
+def test_split_depends_on_the_content_hash(make: Make) -> None:
     folder, plain, _ = make([5, 5], validation_fraction=0.3)
     validation, train, both = (open_shards(folder, split) for split in ("validation", "train", "all"))  # type: ignore[arg-type]
     assert (validation.num_samples, train.num_samples, both.num_samples) == (3, 7, 10)
@@ -112,7 +112,7 @@ def test_the_split_is_by_the_hash_of_the_content(make: Make) -> None:
     assert (train.labels == np.arange(3, 10) % 3).all()
 
 
-def test_files_that_are_saved_again_change_the_selection_where_others_are_held_out(make: Make) -> None:
+def test_resaved_files_change_the_selection_if_other_samples_are_held_out(make: Make) -> None:
     folder, _, _ = make([5, 5], validation_fraction=0.3)
     before = open_shards(folder)
 
@@ -133,7 +133,7 @@ def test_files_that_are_saved_again_change_the_selection_where_others_are_held_o
 
 @pytest.fixture
 def sets() -> dict[str, tuple[Path, np.ndarray, np.ndarray]]:
-    """The sets that were written, by their counts."""
+    """Sets written so far, by their sample counts."""
     return {}
 
 
@@ -147,7 +147,7 @@ def sets() -> dict[str, tuple[Path, np.ndarray, np.ndarray]]:
     hold=st.booleans(),
     flip=st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_ranks_together_read_the_stream_from_any_start(
+def test_ranks_jointly_read_the_stream_from_any_start(
     make: Make,
     sets: dict[str, tuple[Path, np.ndarray, np.ndarray]],
     counts: list[int],
@@ -179,7 +179,7 @@ def test_ranks_together_read_the_stream_from_any_start(
         assert (torch.cat([each.label for each in shares]).numpy() == labels[sample]).all()
 
 
-def test_a_number_of_epochs_ends_with_all_ranks_together(make: Make) -> None:
+def test_all_ranks_end_together_after_the_requested_epochs(make: Make) -> None:
     folder, _, _ = make([5, 6])
     dataset = open_shards(folder)
     ranks = [list(Batches(dataset, 4, 0, rank, 3, epochs=2)) for rank in range(3)]
@@ -190,7 +190,7 @@ def test_a_number_of_epochs_ends_with_all_ranks_together(make: Make) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 21])
-def test_balanced_classes_are_so_for_all_ranks_together(make: Make, start: int) -> None:
+def test_classes_are_balanced_over_all_ranks(make: Make, start: int) -> None:
     folder, _, labels = make([7, 4])
     dataset = open_shards(folder)
     for world in (1, 3):
@@ -213,7 +213,7 @@ def test_examples_split_into_microbatches() -> None:
     assert parts[2].sample.tolist() == [8]
 
 
-def test_reading_ends_with_the_reader_and_its_errors_are_told(make: Make) -> None:
+def test_reader_thread_ends_with_the_iterator_and_raises_its_errors(make: Make) -> None:
 
     folder, _, _ = make([5])
     dataset = open_shards(folder)
@@ -263,7 +263,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_set_is_refused_with_one_line(make: Make, damage: str) -> None:
+def test_damaged_sets_are_rejected_in_one_line(make: Make, damage: str) -> None:
     folder, _, _ = make([4, 5])
     spoil, message = DAMAGES[damage]
     spoil(folder)
@@ -273,7 +273,7 @@ def test_a_damaged_set_is_refused_with_one_line(make: Make, damage: str) -> None
 
 
 def flip(path: Path, byte: int) -> None:
-    """Flip one bit of a file, in place, and set its time back: only the time of the change tells."""
+    """Flip one bit of a file in place and restore its mtime, so that only its ctime differs."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(byte)
@@ -284,7 +284,7 @@ def flip(path: Path, byte: int) -> None:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["never read", "found good before"])
-def test_a_flipped_bit_is_found_before_it_is_read(make: Make, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flipped_bit_is_detected_before_reading(make: Make, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_SETTLED_S", -1.0)
     folder, plain, _ = make([4, 5])
     if known:
@@ -304,11 +304,11 @@ def test_a_flipped_bit_is_found_before_it_is_read(make: Make, known: bool, monke
         open_shards(folder)
 
 
-def test_a_file_is_hashed_once_for_its_stamp(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_hashed_once_per_modification_stamp(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
     monkeypatch.setattr(checksums, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
     folder, _, _ = make([4, 5])
-    for settled in (3600.0, -1.0, -1.0):  # at first it was written too short a time ago
+    for settled in (3600.0, -1.0, -1.0):  # at first the file is too recent for its stamp to be trusted
         monkeypatch.setattr(checksums, "_SETTLED_S", settled)
         open_shards(folder).hold()
         open_shards(folder, in_background=True)
@@ -318,7 +318,7 @@ def test_a_file_is_hashed_once_for_its_stamp(make: Make, monkeypatch: pytest.Mon
     assert hashed[9:] == ["shard-00001.tar"]
 
 
-def test_much_is_hashed_while_it_is_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sets_are_hashed_in_the_background(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, plain, _ = make([4, 5])
     flip(folder / "shard-00001.tar", 1700)
     may_hash = threading.Event()
@@ -354,7 +354,7 @@ FALSE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("what", FALSE)
-def test_a_manifest_is_checked_like_a_configuration(make: Make, what: str) -> None:
+def test_manifest_is_validated_like_a_configuration(make: Make, what: str) -> None:
     folder, _, _ = make([4, 5])
     change, message = FALSE[what]
     write_json(folder / "manifest.json", change(read_json(folder / "manifest.json")))
@@ -364,7 +364,7 @@ def test_a_manifest_is_checked_like_a_configuration(make: Make, what: str) -> No
     assert str(error.value).endswith("Run the stage that writes it again, or get the set anew.")
 
 
-def test_a_manifest_that_is_changed_or_nested_too_deep_is_damaged(make: Make) -> None:
+def test_changed_or_deeply_nested_manifest_is_damaged(make: Make) -> None:
     folder, _, _ = make([4, 5])
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"validation_fraction": 0.0', '"validation_fraction": 0.1'))
@@ -376,7 +376,9 @@ def test_a_manifest_that_is_changed_or_nested_too_deep_is_damaged(make: Make) ->
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float32"}, {"shape": [2, 2, 1, 2]}])
-def test_numbers_of_another_kind_than_the_manifest_says_are_refused(make: Make, change: dict[str, Any]) -> None:
+def test_shards_that_contradict_the_dtype_or_shape_of_the_manifest_are_rejected(
+    make: Make, change: dict[str, Any]
+) -> None:
     folder, _, _ = make([0, 5])
     write_json(folder / "manifest.json", read_json(folder / "manifest.json") | change)
     with pytest.raises(ValueError, match=r"shard-00001\.tar does not hold .*, as the manifest says\. Run the stage"):
@@ -394,7 +396,7 @@ def test_a_class_that_does_not_exist_is_refused(make: Make) -> None:
         open_shards(folder)
 
 
-def test_the_digest_changes_with_the_samples_only(make: Make) -> None:
+def test_digest_depends_on_samples_and_split_alone(make: Make) -> None:
     first = open_shards(make([4, 5], "one")[0]).digest
     assert open_shards(make([4, 5], "two", quarantined=3)[0]).digest == first
     assert open_shards(make([5, 4], "three")[0]).digest != first
@@ -413,7 +415,7 @@ def test_crops_are_mirrored_when_they_are_read(tmp_path: Path, make: Make) -> No
         assert torch.equal(found[torch.from_numpy(~flip)], plain[torch.from_numpy(~flip)])
 
 
-def test_many_shards_need_no_descriptors(make: Make) -> None:
+def test_open_shards_hold_no_file_descriptors(make: Make) -> None:
     folder, plain, _ = make([1] * 60)
     before = len(list(Path("/proc/self/fd").iterdir()))
     dataset = open_shards(folder)
@@ -421,15 +423,15 @@ def test_many_shards_need_no_descriptors(make: Make) -> None:
     assert (dataset.gather(np.arange(60)).numpy() == plain).all()
 
 
-def test_records_are_read_back_as_they_were(make: Make) -> None:
+def test_records_survive_a_round_trip(make: Make) -> None:
 
     folder, _, _ = make([4])
     record = read_record(folder, 0)
     assert replace(record) == record and record.samples[3].key == "00000-000003"
 
 
-def test_examples_are_copied_within_the_device_of_a_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins on the first GPU. To leave a stream of another one goes back, which takes memory of the first."""
+def test_examples_are_copied_on_the_device_of_the_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread starts on the first GPU, and leaving a stream of another GPU returns there, which takes its memory."""
     of_process, empty = torch.device("meta"), torch.empty
     current: list[torch.device | None] = [None]
 
@@ -458,7 +460,7 @@ def test_examples_are_copied_within_the_device_of_a_process(make: Make, monkeypa
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_arrive_on_the_gpu_through_reused_memory(make: Make) -> None:
+def test_batches_are_copied_to_the_gpu_through_reused_buffers(make: Make) -> None:
     dataset = open_shards(make([40, 33])[0])
     here = iter(Batches(dataset, 8, 0, flip_probability=0.5))
     there = iter(Batches(dataset, 8, 0, flip_probability=0.5, device=torch.device("cuda")))

@@ -66,7 +66,7 @@ def test_webdataset_tars(tmp_path: Path, kind: str) -> None:
     assert {sample.path.split("/")[1] for sample in record.samples} == {"some.folder"}
 
 
-def test_classes_that_are_numbers_are_ordered_by_value_and_others_as_text(tmp_path: Path) -> None:
+def test_numeric_classes_are_sorted_by_value_and_others_as_text(tmp_path: Path) -> None:
     rows = [("a.png", "10"), ("b.png", "9"), ("c.png", "10")]
     for name, _ in rows:
         (tmp_path / name).write_bytes(png(0))
@@ -113,7 +113,7 @@ def test_a_tables_bad_rows_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["table", "list"])
-def test_what_is_written_does_not_depend_on_where_a_project_lies(
+def test_output_does_not_depend_on_the_project_path(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = []
@@ -142,7 +142,7 @@ def test_what_is_written_does_not_depend_on_where_a_project_lies(
     assert written[0] == written[1]
 
 
-def test_the_classes_of_a_table_are_known_before_any_image_is_read(tmp_path: Path) -> None:
+def test_table_classes_are_known_before_images_are_read(tmp_path: Path) -> None:
     table = {"type": "table", "path": str(tmp_path / "table.csv")}
     assert parse(Source, table, "here").known_classes() is None
     (tmp_path / "table.csv").write_text("path,label\na.png,10\nb.png,9\nc.png,\n")
@@ -151,7 +151,7 @@ def test_the_classes_of_a_table_are_known_before_any_image_is_read(tmp_path: Pat
     assert parse(Source, table | {"label_column": "class"}, "here").known_classes() is None
 
 
-def test_a_table_tells_the_whole_path_that_it_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_errors_of_tables_give_the_full_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
     (tmp_path / "in/table.csv").write_text("path\nphotos/1.png\n")
@@ -164,7 +164,7 @@ def test_a_table_tells_the_whole_path_that_it_tried(tmp_path: Path, monkeypatch:
 
 
 def tar_of(path: Path, members: dict[str, bytes | None]) -> None:
-    """A tar of members; a member without bytes is a symbolic link."""
+    """Write a tar of members; a member without bytes is a symbolic link."""
     with tarfile.open(path, "w") as tar:
         for name, data in members.items():
             member = tarfile.TarInfo(name)
@@ -175,7 +175,7 @@ def tar_of(path: Path, members: dict[str, bytes | None]) -> None:
 
 
 def member_of(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -> None:
-    """A tar of one member that says it has so many bytes; the file has them, and takes no room for them."""
+    """Write a sparse tar of one member of this size, which takes no disk space."""
     member = tarfile.TarInfo(name)
     member.size, member.type = size, kind
     path.write_bytes(member.tobuf(tarfile.GNU_FORMAT))
@@ -183,7 +183,7 @@ def member_of(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -
 
 
 def negative(path: Path, size: int) -> None:
-    """A tar with a hidden member of which a pax header says a negative size, from which the next member is counted."""
+    """Write a tar with a hidden member whose pax header states a negative size, which shifts the next member."""
     member = tarfile.TarInfo(".x.png")
     member.pax_headers = {"size": str(size)}
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
@@ -192,7 +192,7 @@ def negative(path: Path, size: int) -> None:
 
 
 def doubled(path: Path) -> None:
-    """Two tars, one behind the other."""
+    """Write two concatenated tars."""
     tar_of(path, {"1.png": png(1), "1.cls": b"1"})
     first = path.read_bytes()
     tar_of(path, {"2.png": png(2), "2.cls": b"2"})
@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_these_tars_are_refused_with_one_line(tmp_path: Path, kind: str) -> None:
+def test_invalid_tars_are_rejected_in_one_line(tmp_path: Path, kind: str) -> None:
     make, message = REFUSED[kind]
     make(tmp_path / "x.tar")
     source = parse(Source, {"type": "webdataset", "path": str(tmp_path / "x.tar")}, "here")
@@ -273,7 +273,7 @@ def test_these_tars_are_refused_with_one_line(tmp_path: Path, kind: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["x.tar"]
 
 
-def test_a_class_is_told_by_the_first_of_several(tmp_path: Path) -> None:
+def test_class_comes_from_cls_then_json_then_txt(tmp_path: Path) -> None:
     told = {"x.txt": b"a caption", "x.json": b'{"label": "json", "caption": "another"}', "x.cls": b"cls"}
     for count, expected in ((1, "a caption"), (2, "json"), (3, "cls")):
         tar_of(tmp_path / "x.tar", {"x.png": png(0), **dict(list(told.items())[:count])})
@@ -282,7 +282,7 @@ def test_a_class_is_told_by_the_first_of_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tar", "folder", "table"])
-def test_a_file_too_large_to_be_an_image_is_not_read(tmp_path: Path, kind: str) -> None:
+def test_files_too_large_for_an_image_are_not_read(tmp_path: Path, kind: str) -> None:
     (tmp_path / "in").mkdir()
     if kind == "tar":
         member_of(tmp_path / "in/x.tar", "x.png", HUGE)
@@ -351,13 +351,13 @@ def test_early_errors_are_one_line(
         ("path,path,label\na.png,b.png,x\n", "two columns are named 'path'"),
     ],
 )
-def test_a_csv_whose_rows_do_not_fit_its_header_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_csv_rows_that_do_not_match_the_header_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "table.csv").write_text(text)
     with pytest.raises(ValueError, match=f"table.csv is not valid CSV: {message}"):
         read_columns(tmp_path / "table.csv")
 
 
-def test_a_cell_that_can_be_no_path_is_one_bad_row(tmp_path: Path) -> None:
+def test_cell_that_is_no_valid_path_is_one_bad_row(tmp_path: Path) -> None:
     (tmp_path / "0.png").write_bytes(png(0))
     (tmp_path / "table.csv").write_text(f"path\n0.png\n{'x' * 300}\na\0b\n")
     source = parse(Source, {"type": "table", "path": str(tmp_path / "table.csv"), "label_column": None}, "here")
@@ -367,7 +367,7 @@ def test_a_cell_that_can_be_no_path_is_one_bad_row(tmp_path: Path) -> None:
     assert (manifest["num_samples"], manifest["quarantined"]) == (1, 2)
 
 
-def test_blank_cells_and_columns_behind_the_others_are_none(tmp_path: Path) -> None:
+def test_blank_trailing_cells_and_columns_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("path,label,,\na.png,x,,\nb.png,y,,,,\n")  # as spreadsheets write them
     assert read_columns(tmp_path / "table.csv") == {
         "path": ["a.png", "b.png"], "label": ["x", "y"], "": ["", ""]
@@ -375,7 +375,7 @@ def test_blank_cells_and_columns_behind_the_others_are_none(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
-def test_a_table_converts_only_the_columns_that_are_wanted(
+def test_only_requested_table_columns_are_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     rows = [{"path": f" {i}.png", "label": "cat", "age": f"age {i}"} for i in range(3)]
@@ -402,13 +402,13 @@ def test_a_table_converts_only_the_columns_that_are_wanted(
 
 
 @pytest.mark.parametrize("line", ["[]", "5", "null", '"path"'])
-def test_a_line_of_json_that_is_no_object_is_one_clear_error(tmp_path: Path, line: str) -> None:
+def test_json_line_that_is_no_object_is_one_error(tmp_path: Path, line: str) -> None:
     (tmp_path / "table.jsonl").write_text(f'{{"path": "0.png"}}\n{line}\n')
     with pytest.raises(ValueError, match="table.jsonl is not valid JSON, one object a line"):
         read_columns(tmp_path / "table.jsonl", "path")
 
 
-def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Path) -> None:
+def test_changed_tars_and_tables_are_detected_and_touched_ones_unchanged(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     tar_of(tmp_path / "in/x.tar", {"1.png": png(0)})
     (tmp_path / "1.png").write_bytes(png(0))
@@ -428,7 +428,7 @@ def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Pat
         assert json.loads(path.read_text())["source"]["type"] in ("webdataset", "table")
 
 
-def test_the_digits_are_those_of_scikit_learn_without_its_import() -> None:
+def test_digits_equal_scikit_learn_without_importing_pandas() -> None:
     theirs = load_digits()
     assert np.array_equal(digits().images, theirs.images) and np.array_equal(digits().target, theirs.target)
     code = "import sys; from image_diffusion.data.sources.scikit_digits import digits; digits()"

@@ -1,4 +1,4 @@
-"""Data near the GPU: shards are copied to a node's disk and read from there, and training does not wait for it."""
+"""Staging: shards are copied to a node's disk and read from there, while training proceeds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_from(folder: Path) -> set[str]:
-    """The files of a folder that this process has in its memory."""
+    """Return the files of a folder that this process has memory-mapped."""
     maps = Path("/proc/self/maps").read_text()
     return {path.rpartition("/")[2] for path in re.findall(rf"{folder}/\S+", maps)}
 
@@ -52,7 +52,7 @@ def staged(sets: list[Shards], folder: Path, part: float = 0.0) -> None:
     copying.join()
 
 
-def test_shards_are_read_from_their_copies(tmp_path: Path, crops: Path) -> None:
+def test_shards_are_read_from_staged_copies(tmp_path: Path, crops: Path) -> None:
     shards = open_shards(crops, in_background=True)
     before, entries = everything(shards), shards.manifest["shards"]
     assert read_from(crops) and not read_from(tmp_path)
@@ -62,7 +62,7 @@ def test_shards_are_read_from_their_copies(tmp_path: Path, crops: Path) -> None:
     assert torch.equal(everything(shards), before)
 
 
-def test_who_reads_meanwhile_reads_on(tmp_path: Path, crops: Path) -> None:
+def test_concurrent_reads_are_unaffected_by_staging(tmp_path: Path, crops: Path) -> None:
     shards = open_shards(crops, in_background=True)
     before, done, others = everything(shards), threading.Event(), []
 
@@ -80,7 +80,7 @@ def test_who_reads_meanwhile_reads_on(tmp_path: Path, crops: Path) -> None:
     assert not others
 
 
-def test_what_is_there_is_used_and_what_is_damaged_there_is_copied_anew(
+def test_existing_copies_are_used_and_damaged_copies_are_replaced(
     tmp_path: Path, crops: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = [open_shards(crops, "train"), open_shards(crops, "validation")]
@@ -103,13 +103,15 @@ def test_what_is_there_is_used_and_what_is_damaged_there_is_copied_anew(
         ("{file}/x", "which cannot be made: Not a directory. Name a folder of the node's own disk"),
     ],
 )
-def test_a_folder_that_cannot_be_is_told_before_any_work(tmp_path: Path, crops: Path, folder: str, said: str) -> None:
+def test_unusable_staging_folders_are_rejected_before_any_work(
+    tmp_path: Path, crops: Path, folder: str, said: str
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=re.escape(said)):
         begin_staging([open_shards(crops)], folder.format(file=tmp_path / "file"))
 
 
-def test_a_disk_that_is_too_small_is_a_note(
+def test_too_small_disk_is_reported_as_a_note(
     tmp_path: Path, crops: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
@@ -120,7 +122,7 @@ def test_a_disk_that_is_too_small_is_a_note(
     )
 
 
-def test_a_disk_that_fills_up_ends_the_copying_alone(
+def test_full_disk_stops_staging_but_not_reading(
     tmp_path: Path, crops: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:
@@ -135,7 +137,7 @@ def test_a_disk_that_fills_up_ends_the_copying_alone(
     assert "No space left on device" in said and torch.equal(everything(shards), before)
 
 
-def test_the_processes_of_a_node_begin_at_different_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_node_start_at_different_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_on_node() == 0
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -1,4 +1,4 @@
-"""Tars behind URLs or from commands: the crops of the same tars on this machine, each fetched once and none kept."""
+"""Tars behind URLs or from commands give the crops of local tars; each is fetched once and none is kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from image_diffusion.stages.datasheet import write_datasheet
 
 @pytest.fixture(scope="module")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six tars of five images in three classes, by webdataset's own writer; two images of all are the same."""
+    """Six tars of five images in three classes, by webdataset's own writer; two of the 30 images are equal."""
     folder = tmp_path_factory.mktemp("tars")
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (30, 4, 4, 3), dtype=np.uint8)
@@ -43,7 +43,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """A web server of a folder. url: its address. sent: how often each file was asked for."""
+    """Web server of a folder. url: its address. sent: how often each file was requested."""
 
     def __init__(self, folder: Path) -> None:
         sent: Counter[str] = Counter()
@@ -83,7 +83,7 @@ def pixels_of(folder: Path) -> list[tuple[int, bytes]]:
     return sorted((label, each.tobytes()) for label, each in zip(every.labels.tolist(), stored, strict=True))
 
 
-def test_the_crops_are_those_of_the_tars_on_this_machine_and_each_is_fetched_once(
+def test_streamed_tars_give_the_crops_of_local_tars_and_are_fetched_once(
     tars: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "token=secret")
@@ -105,7 +105,7 @@ def test_the_crops_are_those_of_the_tars_on_this_machine_and_each_is_fetched_onc
     assert crop_dataset(named, tmp_path / "http").num_written == 4
 
 
-def test_commands_give_tars_too_and_never_more_than_one_lies_on_disk(
+def test_tars_from_commands_are_on_disk_one_at_a_time(
     tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tmp").mkdir()
@@ -129,7 +129,7 @@ def test_duplicates_are_dropped_across_tars_and_the_sheet_names_images(tars: Pat
     assert write_datasheet(tmp_path / "out", tmp_path / "sheet", None)["num_samples"] == 29
 
 
-def test_a_million_images_are_planned_without_a_tar_being_opened(tmp_path: Path) -> None:
+def test_crops_are_planned_without_opening_tars(tmp_path: Path) -> None:
     source = config("https://nowhere.invalid/{0000..0999}.tar", "s3://nowhere/{0..8}/{00..10}.tar").source
     assert refresh(source, tmp_path / "source.json") and not refresh(source, tmp_path / "source.json")
     assert read_json(tmp_path / "source.json")["files"] == 0 and source.known_classes() == ["0", "1", "2"]
@@ -139,7 +139,7 @@ def test_a_million_images_are_planned_without_a_tar_being_opened(tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_labels_are_those_that_were_named_and_captions_where_none_are(tars: Path, tmp_path: Path) -> None:
+def test_configured_classes_are_labels_and_otherwise_texts_are_captions(tars: Path, tmp_path: Path) -> None:
     done = crop_dataset(config(f"pipe:cat {tars}/train-{{000..005}}.tar", classes=["1", "0"]), tmp_path / "out")
     assert done.manifest["histogram"] == [10, 10] and done.manifest["quarantined"] == 10
     assert read_record(tmp_path / "out", 0).quarantined[0].reason == "cannot be read: '2' is not in data.source.classes"
@@ -171,7 +171,7 @@ def test_labels_are_those_that_were_named_and_captions_where_none_are(tars: Path
         (["http://x/0.tar", "http://x/{0..3}.tar?${TOKEN}"], "names a tar twice"),
     ],
 )
-def test_what_cannot_be_had_is_one_line_that_names_it(
+def test_unavailable_tars_are_named_in_the_error(
     urls: list[str], message: str, tars: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "token=secret")
@@ -181,6 +181,6 @@ def test_what_cannot_be_had_is_one_line_that_names_it(
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_a_rule_over_values_is_refused_before_anything_is_fetched(tars: Path, tmp_path: Path) -> None:
+def test_rule_over_values_is_rejected_before_fetching(tars: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.source\.type: tar_stream has none"):
         crop_dataset(config(f"pipe:cat {tars}/train-000.tar", keep="a > 5"), tmp_path / "out")

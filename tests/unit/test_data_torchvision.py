@@ -34,12 +34,12 @@ def _anew() -> None:
 
 
 def idx(array: np.ndarray) -> bytes:
-    """MNIST's format: two empty bytes, 8 for uint8, the number of dimensions, each of them, the numbers."""
+    """Encode in MNIST's format: two zero bytes, 8 for uint8, the number of dimensions, their sizes, the values."""
     return bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape) + array.tobytes()
 
 
 def mnist_files() -> dict[str, bytes]:
-    """Twelve images to train on and none to test on, as MNIST's files."""
+    """Return MNIST files of twelve training images and no test images."""
     none = np.zeros((0,), np.uint8)
     return {
         "train-images-idx3-ubyte": idx(PIXELS[..., 0]), "train-labels-idx1-ubyte": idx(np.array(LABELS, np.uint8)),
@@ -92,8 +92,8 @@ def test_cifar10_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert (np.asarray(image) == pixels[number]).all()
 
 
-def test_a_set_of_folders_and_one_of_a_table(tmp_path: Path) -> None:
-    """Food101 keeps its classes in an attribute of its own, EuroSAT beside the files."""
+def test_torchvision_sets_of_folders_and_tables(tmp_path: Path) -> None:
+    """Food101 stores classes in the private attribute `_labels`, EuroSAT next to the file paths."""
     for i, label in enumerate(LABELS):
         for path in (f"food/food-101/images/f{label}/{i}.jpg", f"euro/eurosat/2750/e{label}/{i}.png"):
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def test_a_set_of_folders_and_one_of_a_table(tmp_path: Path) -> None:
 
 
 class Odd:
-    """A set whose attributes are not what it gives."""
+    """Data set whose attributes contradict its items."""
 
     _labels = (5, 5, 5)
     classes = ("same", "same")
@@ -126,7 +126,7 @@ class Odd:
         return None, self._given[number]
 
 
-def test_classes_are_asked_of_each_image_where_attributes_tell_others() -> None:
+def test_classes_come_from_each_image_if_attributes_contradict_them() -> None:
     assert torchvision_set._targets(Odd(7, 10, 7), "Odd") == [7, 10, 7]
     assert torchvision_set._class_names(Odd(), 2) is None
     with pytest.raises(ValueError, match="torchvision's Odd gives dict with an image, not the number of a class"):
@@ -135,7 +135,7 @@ def test_classes_are_asked_of_each_image_where_attributes_tell_others() -> None:
 
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Where MNIST is downloaded from: this machine. What was asked for."""
+    """Serve the download of MNIST locally; yield the list of requested paths."""
     import torchvision
 
     (tmp_path / "served").mkdir()
@@ -156,7 +156,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
         server.shutdown()
 
 
-def test_downloads_happen_only_where_they_are_asked_for(tmp_path: Path, mirror: list[str]) -> None:
+def test_downloads_happen_only_on_request(tmp_path: Path, mirror: list[str]) -> None:
     source: dict[str, Any] = {"type": "torchvision", "name": "MNIST", "path": str(tmp_path / "in")}
     with pytest.raises(ValueError, match=r"holds no files\. Put those of the set there, or set data\.source\.download"):
         list(parse(Source, source, "here").file_groups())
@@ -164,13 +164,13 @@ def test_downloads_happen_only_where_they_are_asked_for(tmp_path: Path, mirror: 
         parse(Source, source, "here").listing()
     assert not mirror
     parsed = parse(Source, source | {"download": True}, "here")
-    assert refresh(parsed, tmp_path / "source.json")  # before there is anything, as Snakemake asks first
+    assert refresh(parsed, tmp_path / "source.json")  # before any file exists, as in Snakemake's first call
     assert set(crops_of(tmp_path / "crops", source | {"download": True})) == set(GREY)
     record_source(parsed, tmp_path / "source.json", parsed.file_groups(), {})
     assert len(mirror) >= 4 and not refresh(parsed, tmp_path / "source.json")
 
 
-def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path, mirror: list[str]) -> None:
+def test_unusable_torchvision_sets_are_reported_in_one_line(tmp_path: Path, mirror: list[str]) -> None:
     source: dict[str, Any] = {"type": "torchvision", "name": "MNIST", "path": str(tmp_path), "download": True}
     for change, message in (
         ({"options": {"split": "test"}}, r"unexpected keyword argument 'split'\. Put its files there"),

@@ -21,7 +21,7 @@ LABELS = [3, 10, 7, 3, 10, 7, 3, 3, 3, 10, 7, 3]
 
 
 def png(number: int) -> bytes:
-    """As dataset_tool.py saves it."""
+    """Return a PNG as dataset_tool.py saves it."""
     buffer = io.BytesIO()
     Image.fromarray(PIXELS[number]).save(buffer, format="png", compress_level=0, optimize=False)
     return buffer.getvalue()
@@ -35,7 +35,7 @@ def write_zip(path: Path, members: dict[str, bytes | str]) -> dict[str, Any]:
 
 
 def as_edm2(labels: list[Any] | None) -> dict[str, bytes | str]:
-    """What `dataset_tool.py convert` of EDM2 puts into a zip."""
+    """Return the zip members that EDM2's `dataset_tool.py convert` writes."""
     images: dict[str, bytes | str] = {f"00000/img{number:08d}.png": png(number) for number in range(12)}
     return images | {"dataset.json": json.dumps({"labels": labels})}
 
@@ -44,7 +44,7 @@ WITH_CLASSES = {PIXELS[i].tobytes(): str(label) for i, label in enumerate(LABELS
 WITHOUT = dict.fromkeys(WITH_CLASSES)
 
 
-def test_a_zip_of_edm2(tmp_path: Path) -> None:
+def test_edm2_zip_gives_its_images_and_labels(tmp_path: Path) -> None:
     labels = [[f"00000/img{number:08d}.png", label] for number, label in enumerate(LABELS)]
     source = write_zip(tmp_path / "a.zip", as_edm2(labels))
     assert crops_of(tmp_path / "one", source) == WITH_CLASSES
@@ -54,7 +54,7 @@ def test_a_zip_of_edm2(tmp_path: Path) -> None:
     assert parsed.listing().classes == ["3", "7", "10"] and list(parsed.files()) == ["a.zip"]
 
 
-def test_a_zip_without_labels_goes_by_its_folders(tmp_path: Path) -> None:
+def test_zip_without_labels_uses_folders_as_classes(tmp_path: Path) -> None:
     flat = write_zip(tmp_path / "flat.zip", {f"{number}.png": png(number) for number in range(12)})
     assert crops_of(tmp_path / "flat", flat) == WITHOUT
     folders = {f"{label}/{number}.png": png(number) for number, label in enumerate(LABELS)}
@@ -66,8 +66,8 @@ def test_a_zip_without_labels_goes_by_its_folders(tmp_path: Path) -> None:
     assert set(crops_of(tmp_path / "null", null).values()) == {"00000"}
 
 
-def test_a_folder_of_edm2(tmp_path: Path) -> None:
-    """The same files in a folder, which dataset_tool.py writes as well."""
+def test_edm2_folder_gives_its_images_and_labels(tmp_path: Path) -> None:
+    """dataset_tool.py also writes these files into a folder."""
     labels = [[f"00000/img{number:08d}.png", label] for number, label in enumerate(LABELS)]
     for name, data in as_edm2(labels).items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def test_a_folder_of_edm2(tmp_path: Path) -> None:
         parse(Source, source, "here").listing()
 
 
-def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+def test_files_without_label_and_labels_without_file_are_listed(tmp_path: Path) -> None:
     labels = [[f"00000/img{number:08d}.png", 1] for number in range(11)] + [["gone.png", 2]]
     listing = parse(Source, write_zip(tmp_path / "a.zip", as_edm2(labels)), "here").listing()
     assert len(listing.items) == 11 and listing.rejected == [
@@ -104,12 +104,12 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
         ({"a.png": b"", "dataset.json": '{"labels": [["a.png", [0, 1]]]}'}, "dataset.json cannot be read"),
     ],
 )
-def test_a_zip_that_is_of_no_use_is_told(tmp_path: Path, members: dict[str, bytes | str], message: str) -> None:
+def test_unusable_zips_are_reported(tmp_path: Path, members: dict[str, bytes | str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(Source, write_zip(tmp_path / "a.zip", members), "here").listing()
 
 
-def test_a_damaged_zip_and_a_damaged_member_are_told(tmp_path: Path) -> None:
+def test_damaged_zip_and_damaged_member_are_reported(tmp_path: Path) -> None:
     (tmp_path / "bad.zip").write_bytes(b"no zip")
     with pytest.raises(ValueError, match="cannot be read as a zip file: File is not a zip file. Download"):
         parse(Source, {"type": "zip", "path": str(tmp_path / "bad.zip")}, "here").listing()
@@ -124,8 +124,8 @@ def test_a_damaged_zip_and_a_damaged_member_are_told(tmp_path: Path) -> None:
         parsed.read(parsed.listing().items[0])
 
 
-def test_a_damaged_member_that_is_compressed_is_told_whatever_bit_it_is(tmp_path: Path) -> None:
-    """A folder written by `zip`: what unpacks it complains in its own ways before there is a checksum to compare."""
+def test_damage_at_any_byte_of_a_compressed_member_is_reported(tmp_path: Path) -> None:
+    """The decompressor raises errors of several types before there is a checksum to compare."""
     with zipfile.ZipFile(tmp_path / "a.zip", mode="w", compression=zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.txt", b"one and two, " * 40)
         member = archive.infolist()[0]
@@ -149,7 +149,7 @@ def write_named(folder: Path, names: list[str]) -> None:
         (folder / name).write_bytes(png(number))
 
 
-def test_classes_from_names_as_improved_diffusion_has_them(tmp_path: Path) -> None:
+def test_classes_from_file_names_as_in_improved_diffusion(tmp_path: Path) -> None:
     names = [f"{'deep/er/' * (number % 2)}{label}_{number:05d}_x.png" for number, label in enumerate(LABELS)]
     write_named(tmp_path / "in", names)
     source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "names"}

@@ -1,4 +1,4 @@
-"""Every planted defect stands in the sheet of a data set, and the sheet of a clean one names none."""
+"""Data sheets report every planted defect, and none in a clean data set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sheet_of(folder: Path, output: Path, **changes: Any) -> dict[str, Any]:
     return write_datasheet(output / "crops", output / "datasheet", captions_of(config))
 
 
-def test_names_from_the_data_are_text_in_the_summary() -> None:
+def test_names_from_the_data_are_escaped_in_the_summary() -> None:
     manifest = {"name": "x", "num_samples": 2, "shape": [1], "classes": ["<b>|", "[a](b)"], "histogram": [1, 1]}
     assert "| Classes | &lt;b&gt;\\| (1), \\[a](b) (1) |" in summary(manifest, {})
 
@@ -43,7 +43,7 @@ def found(sheet: dict[str, Any]) -> dict[str, int]:
     return {each["kind"]: each["count"] for each in sheet["findings"]}
 
 
-def test_nothing_stands_out_in_a_clean_set(tmp_path: Path) -> None:
+def test_clean_set_has_no_findings(tmp_path: Path) -> None:
     fill(tmp_path / "in")
     sheet = sheet_of(tmp_path / "in", tmp_path / "out", validation_fraction=0.2)
     assert sheet["findings"] == [] and sheet["groups"] == [] and sheet["moved"] == 0
@@ -58,7 +58,7 @@ def test_nothing_stands_out_in_a_clean_set(tmp_path: Path) -> None:
 
 
 def copy_of(number: int, change: str = "", label: str = "") -> Callable[[Path], object]:
-    """A copy of a photograph, changed, in its own class or in another one."""
+    """Return a function that saves a changed copy of a photograph, in its own class or in another."""
     image = PHOTOGRAPHS[number]
     return lambda folder: (CHANGES[change](image) if change else image).save(
         folder / (label or "ab"[number % 2]) / f"copy of {number:02d}.png"
@@ -122,7 +122,7 @@ def test_all_defects_at_once_are_all_found(tmp_path: Path) -> None:
     assert seen == expected
 
 
-def test_a_page_shows_what_files_say_as_text(tmp_path: Path) -> None:
+def test_file_names_are_escaped_in_the_page(tmp_path: Path) -> None:
     fill(tmp_path / "in")
     (tmp_path / "in/a/<b>.png").write_bytes(b"bad")
     sheet = sheet_of(tmp_path / "in", tmp_path / "out")

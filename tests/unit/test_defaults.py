@@ -1,4 +1,4 @@
-"""The smallest file that names a system is its original's recipe; docs/systems.md shows where it differs and why.
+"""The smallest file that names a system gives its original's recipe; docs/systems.md shows differences and reasons.
 
 The page's tables, and the differences in the docstring of each system's own page, are made from the code:
 IMAGE_DIFFUSION_WRITE=1 pytest tests/unit/test_defaults.py writes them anew.
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
 SOURCE = Path(__file__).parents[2] / "src" / "image_diffusion" / "systems"
 DATA = {"name": "flowers", "source": {"type": "folder", "path": "flowers"}, "resolution": 64}
 
-# By system and key: what the original does where nothing is said, and why ours is another. Read in the originals' code
+# By system and key: the original's default, and the reason if ours differs. Read in the originals' code
 # (facebookresearch/DiT, openai/improved-diffusion, lucidrains' RIN, DALLE-pytorch and DALLE2-pytorch).
 SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
     "dit": {
@@ -147,14 +147,14 @@ ORIGINALS = {
 
 
 def smallest(name: str, **sections: Any) -> Experiment:
-    """The smallest experiment that names a system."""
+    """Return the smallest experiment that names a system."""
     needed = {"pairs": {"type": "hashed"}} if name == "prior" else {}
     raw = {"data": DATA, "system": {"type": name}, "train": {"steps": 10}, **needed, **sections}
     return parse_experiment(raw, "smallest.yaml")
 
 
 def value_at(experiment: Experiment, key: str) -> Any:
-    """What an experiment says at a dotted key."""
+    """Return the value of an experiment at a dotted key."""
     section, *names = key.split(".")
     found: Any = dump(experiment.section(section))
     for name in names:
@@ -163,7 +163,7 @@ def value_at(experiment: Experiment, key: str) -> Any:
 
 
 def table(system: str) -> str:
-    """Ours beside the original's, key by key."""
+    """Return a Markdown table of our and the original's defaults by key."""
     rows = ["| Key | Original | Here | Reason for the difference |", "| --- | --- | --- | --- |"]
     for key, (theirs, why) in SEEDS[system].items():
         rows.append(f"| `{key}` | {_text(theirs)} | {_text(value_at(smallest(system), key))} | {why} |")
@@ -171,7 +171,7 @@ def table(system: str) -> str:
 
 
 def differences(system: str) -> str:
-    """Where ours is another, as lines of a docstring in columns."""
+    """Return the differing defaults as docstring lines in columns."""
     rows = [("key", "original", "here", "why")]
     for key, (theirs, why) in SEEDS[system].items():
         if why:
@@ -196,13 +196,13 @@ def _text(value: Any) -> str:
 
 
 @pytest.mark.parametrize("system", SEEDS)
-def test_the_smallest_file_is_the_recipe_of_the_original(system: str) -> None:
+def test_smallest_config_equals_the_original_recipe_except_listed_differences(system: str) -> None:
     for key, (theirs, why) in SEEDS[system].items():
         ours = value_at(smallest(system), key)
         assert (ours == theirs) == (why == ""), f"{key}: {ours} here, {theirs} there"
 
 
-def test_the_page_shows_the_defaults_of_the_code() -> None:
+def test_systems_page_shows_the_defaults_of_the_code() -> None:
     text = PAGE.read_text()
     for system in SEEDS:
         before, after = (f"<!-- {system}: made by tests/unit/test_defaults.py -->", f"<!-- end of {system} -->")
@@ -215,7 +215,7 @@ def test_the_page_shows_the_defaults_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("system", SEEDS)
-def test_the_page_of_a_system_tells_where_its_defaults_differ_from_the_original(system: str) -> None:
+def test_system_page_lists_defaults_that_differ_from_the_original(system: str) -> None:
     (page,) = SOURCE.rglob(f"{system}.py")
     before, docstring, after = page.read_text().split('"""', 2)
     if os.environ.get("IMAGE_DIFFUSION_WRITE"):
@@ -250,7 +250,7 @@ def test_the_page_of_a_system_tells_where_its_defaults_differ_from_the_original(
          {"process.schedule.type": "linear", "process.num_timesteps": 4000}),
     ],
 )  # fmt: skip
-def test_a_section_written_in_part_keeps_the_rest_of_its_system(
+def test_partial_sections_keep_other_defaults_of_the_system(
     system: str, written: dict[str, Any], kept: dict[str, Any]
 ) -> None:
     sections: dict[str, Any] = {"system": {"type": system} | written}
@@ -263,7 +263,7 @@ def test_a_section_written_in_part_keeps_the_rest_of_its_system(
     assert again.system == found.system, "what is resolved resolves to itself"
 
 
-def test_train_and_sample_are_written_over_the_recipe_too() -> None:
+def test_train_and_sample_sections_override_the_recipe() -> None:
     train = {"steps": 10, "optimizer": {"lr": 1e-3}, "ema": {"rates": [0.9]}}
     found = smallest("rin", train=train, sample={"sampler": {"num_steps": 50}})
     assert (
@@ -277,7 +277,7 @@ def test_train_and_sample_are_written_over_the_recipe_too() -> None:
     assert other.sample.sampler.num_steps == 250
 
 
-def test_a_dit_drops_labels_where_the_data_have_any() -> None:
+def test_dit_drops_labels_only_if_the_data_have_labels() -> None:
     system = parse_experiment(
         {"data": DATA, "train": {"steps": 1}, "system": {"type": "dit", "network": {"size": "DiT-S/8"}}}, "x"
     ).system

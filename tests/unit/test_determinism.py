@@ -1,4 +1,4 @@
-"""What each mode of `train.deterministic` asks of PyTorch, and that it is put back when the training has ended."""
+"""Modes of `train.deterministic`: the switches that each sets in PyTorch, and their restoration after training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from image_diffusion.training.optim.determinism import Mode, switches
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
 FIXES_COMPILED = hasattr(inductor, "deterministic")
-"""True if this PyTorch can fix which kernels it compiles: from 2.10 on."""
+"""True if this PyTorch can fix the choice of compiled kernels: from 2.10 on."""
 
 FIXED = {"deterministic": True, "benchmark": False, "compiled": FIXES_COMPILED, WORKSPACES: ":4096:8"}
 ASKED: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def settings(mode: str, **changes: Any) -> TrainConfig:
 
 
 def asked() -> dict[str, Any]:
-    """What is asked of PyTorch at this moment."""
+    """Return PyTorch's current switches."""
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
@@ -62,26 +62,26 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ASKED)
 @pytest.mark.parametrize("ends", ["well", "ill"])
-def test_a_mode_asks_for_what_it_promises_and_puts_everything_back(mode: Mode, ends: str) -> None:
+def test_each_mode_sets_its_switches_and_restores_them(mode: Mode, ends: str) -> None:
     before, tf32 = asked(), torch.backends.cuda.matmul.allow_tf32
     with pytest.raises(KeyError) if ends == "ill" else nullcontext(), switches(mode, not tf32, compiled=FIXES_COMPILED):
         assert asked() == ASKED[mode]
         assert torch.backends.cuda.matmul.allow_tf32 is not tf32
-        # Only without warn_only does the backward pass of flash attention take its deterministic kernel.
+        # The backward pass of flash attention uses its deterministic kernel only without warn_only.
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         if ends == "ill":
             raise KeyError
     assert asked() == before and torch.backends.cuda.matmul.allow_tf32 is tf32
 
 
-def test_workspaces_that_a_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_workspaces_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKSPACES, ":16:8")
     with switches("run", allow_tf32=False, compiled=FIXES_COMPILED):
         assert os.environ[WORKSPACES] == ":16:8"
     assert os.environ[WORKSPACES] == ":16:8"
 
 
-def test_the_default_is_run_and_what_was_written_before_goes_on() -> None:
+def test_default_mode_is_run_and_older_checkpoints_remain_valid() -> None:
     usual = TrainConfig(steps=10)
     assert usual.deterministic == "run"
     assert settings("off").identity() == usual.identity() != settings("strict").identity()
@@ -90,7 +90,7 @@ def test_the_default_is_run_and_what_was_written_before_goes_on() -> None:
 
 
 @pytest.mark.parametrize("mode", ["run", "strict"])
-def test_an_operation_without_a_fixed_order_is_told_in_one_line(mode: Mode) -> None:
+def test_nondeterministic_operation_is_reported_in_one_line(mode: Mode) -> None:
     told = (
         rf"train\.deterministic is {mode}, but put_ has no kernel with a fixed order of sums on this device\. Set train"
     )
@@ -103,7 +103,7 @@ def test_an_operation_without_a_fixed_order_is_told_in_one_line(mode: Mode) -> N
 
 
 class Older:
-    """PyTorch's settings of compiled kernels, as they were before 2.10."""
+    """PyTorch's settings of compiled kernels before 2.10."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "deterministic":
@@ -115,7 +115,7 @@ class Older:
 
 
 @pytest.mark.parametrize("mode", ["run", "strict"])
-def test_a_pytorch_that_cannot_fix_what_it_compiles_is_told_in_one_line(
+def test_pytorch_without_deterministic_compilation_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
     before = asked()
@@ -151,7 +151,7 @@ start(Path("run"), steps=1, deterministic=sys.argv[1])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ASKED)
-def test_the_processes_that_the_launcher_starts_train_in_the_mode(mode: str, tmp_path: Path) -> None:
+def test_launched_processes_train_in_the_configured_mode(mode: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.format(tests=str(Path(__file__).parent)))
     launcher = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""A stage that asks for GPUs does not compute on the CPU without a word."""
+"""A stage that requests GPUs does not silently compute on the CPU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_without_a_request_the_cpu_is_taken(no_gpu: pytest.MonkeyPatch) -> None:
+def test_cpu_is_used_without_a_gpu_request(no_gpu: pytest.MonkeyPatch) -> None:
     no_gpu.delenv(devices.REQUESTED, raising=False)
     assert devices.best_device() == torch.device("cpu")
 
 
-def test_a_driver_that_is_too_old_ends_the_stage(no_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_outdated_driver_ends_the_stage(no_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def too_old() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update.")
 
@@ -56,14 +56,14 @@ def test_a_driver_that_is_too_old_ends_the_stage(no_gpu: pytest.MonkeyPatch, tmp
         assert "\n" not in str(error.value)
 
 
-def test_a_build_without_cuda_is_named(no_gpu: pytest.MonkeyPatch) -> None:
+def test_pytorch_build_without_cuda_is_reported(no_gpu: pytest.MonkeyPatch) -> None:
     no_gpu.setattr(torch.version, "cuda", None)
     no_gpu.setenv(devices.REQUESTED, "1")
     with pytest.raises(ValueError, match=r"1 GPU requested .* is built without CUDA"):
         devices.best_device()
 
 
-def test_rules_hand_the_request_to_the_stage(tmp_path: Path) -> None:
+def test_rules_pass_the_gpu_request_to_the_stage(tmp_path: Path) -> None:
     line = [ROOT / "workflow/scripts/logged", "--gpus", "3", "logs/stage.log", sys.executable, "-c"]
     code = "import os; print(os.environ['IMAGE_DIFFUSION_GPUS'])"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -72,7 +72,7 @@ def test_rules_hand_the_request_to_the_stage(tmp_path: Path) -> None:
 
 
 def card(patch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], built_for: list[str]) -> None:
-    """Let PyTorch report a GPU of this capability, and that it is built for these."""
+    """Make PyTorch report a GPU of this compute capability and a build for these architectures."""
     for function, value in {
         "is_available": True,
         "current_device": 0,
@@ -93,15 +93,15 @@ def card(patch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], buil
         ("Tesla V100-SXM2-16GB", (7, 0), OF_CUDA_13, False),
         ("Tesla P100-PCIE-16GB", (6, 0), OF_CUDA_13, False),
         ("Tesla T4", (7, 5), OF_CUDA_13, True),
-        ("NVIDIA RTX 4090", (8, 9), OF_CUDA_13, True),  # with the binaries for 8.6
+        ("NVIDIA RTX 4090", (8, 9), OF_CUDA_13, True),  # runs binaries for 8.6
         ("NVIDIA A100", (8, 0), ["sm_86", "sm_90"], False),
         ("NVIDIA H200", (9, 0), ["sm_90a"], True),
         ("a later one", (13, 0), OF_CUDA_13, True),  # from PTX
         ("a later one", (13, 0), ["sm_90", "sm_120"], False),
-        ("NVIDIA A100", (8, 0), [], True),  # a build that does not say
+        ("NVIDIA A100", (8, 0), [], True),  # a build that lists no architectures
     ],
 )
-def test_a_card_without_kernels_in_this_build_ends_the_stage(
+def test_gpu_without_kernels_in_this_build_ends_the_stage(
     monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], built_for: list[str], runs: bool
 ) -> None:
     devices._introduce.cache_clear()
@@ -116,7 +116,7 @@ def test_a_card_without_kernels_in_this_build_ends_the_stage(
                 assert part in str(error.value)
 
 
-def test_a_stage_describes_its_card_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stage_describes_its_gpu_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     devices._introduce.cache_clear()
     card(monkeypatch, "NVIDIA RTX 4090", (8, 9), OF_CUDA_13)
     monkeypatch.setattr(devices, "driver", lambda: "580.65.06")
@@ -127,7 +127,7 @@ def test_a_stage_describes_its_card_once(monkeypatch: pytest.MonkeyPatch, capfd:
 @pytest.mark.parametrize(
     ("changes", "chosen"), [({}, "fp16"), ({"sharding": "optimizer"}, "fp16"), ({"sharding": "full"}, "float32")]
 )
-def test_bf16_is_replaced_where_a_card_has_none(
+def test_bf16_is_replaced_on_gpus_without_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], changes: dict[str, str], chosen: str
 ) -> None:
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", **changes})
@@ -137,7 +137,7 @@ def test_bf16_is_replaced_where_a_card_has_none(
     assert on_hardware(config, World(0, 1, torch.device("cpu"))) is config
 
 
-def test_images_are_made_in_float32_where_a_card_has_no_bf16(
+def test_sampling_uses_float32_on_gpus_without_bf16(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     card(monkeypatch, "Tesla T4", (7, 5), OF_CUDA_13)
@@ -148,7 +148,7 @@ def test_images_are_made_in_float32_where_a_card_has_no_bf16(
     assert "Tesla T4 has no bf16" in capfd.readouterr().err
 
 
-def test_one_card_without_bf16_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_without_bf16_changes_the_precision_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16"})
     card(monkeypatch, "NVIDIA A100", (8, 0), OF_CUDA_13)
     assert on_hardware(config, World(0, 1, GPU)) is config
@@ -160,7 +160,7 @@ def test_one_card_without_bf16_decides_for_all(monkeypatch: pytest.MonkeyPatch) 
     ("device", "variable", "named"),
     [("cpu", "CXX", "neither g\\+\\+ nor clang"), ("cuda", "CC", "neither gcc nor clang")],
 )
-def test_compiling_without_a_compiler_ends_before_any_work(
+def test_compilation_without_a_compiler_fails_before_any_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, variable: str, named: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -175,7 +175,7 @@ def test_compiling_without_a_compiler_ends_before_any_work(
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_each_process_takes_the_gpu_of_its_place_in_the_job(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+def test_each_process_uses_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """Slurm gives a job the GPUs 4 to 7 of a machine, which CUDA numbers from 0."""
     card(monkeypatch, "NVIDIA H200", (9, 0), OF_CUDA_13)
     taken: list[torch.device] = []

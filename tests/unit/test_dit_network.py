@@ -1,4 +1,4 @@
-"""What a DiT is, apart from its agreement with the original."""
+"""Properties of the DiT network; its agreement with the original is tested elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIANTS.append({key: value for variant in VARIANTS for key, value in variant.it
 
 
 def tiny(spec: DataSpec = SPEC, learned_variance: bool = False, **changes) -> DiT:
-    """A small DiT whose every parameter is away from zero, so that every part takes part in the output."""
+    """Return a small DiT with non-zero parameters, so that every part contributes to the output."""
     torch.manual_seed(0)
     network = DiTConfig(**{**TINY, **changes}).build(spec, learned_variance)
     for parameter in network.parameters():
@@ -90,14 +90,14 @@ def test_the_label_table_has_a_row_for_no_label_where_it_is_wanted(null_label, r
     assert table.shape == (rows, 32)
 
 
-def test_label_init_std_is_the_spread_of_the_label_table():
+def test_label_init_std_is_the_deviation_of_the_label_table():
     torch.manual_seed(0)
     spec = SPEC.model_copy(update={"num_classes": 500})
     table = DiTConfig(**TINY, label_init_std=0.5).build(spec).y_embedder.embedding_table.weight
     assert table.std().item() == pytest.approx(0.5, rel=0.02)
 
 
-def test_gradient_checkpointing_changes_no_number():
+def test_gradient_checkpointing_does_not_change_gradients():
     plain = tiny()
     saving = tiny(gradient_checkpointing=True)
     x, t, label = inputs()
@@ -169,7 +169,7 @@ def test_a_rotary_product_depends_on_the_difference_of_positions_alone():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 16, generator=generator)
     turned_q, turned_k = (rotate(each.expand(36, 16), rotary_angles(16, 6, q.device)) for each in (q, k))
-    products = (turned_q @ turned_k.T).view(6, 6, 6, 6)  # of row, column and row, column
+    products = (turned_q @ turned_k.T).view(6, 6, 6, 6)  # indexed by row, column and row, column
     for row, column in ((1, 2), (5, 0)):
         moved = products[: 6 - row, : 6 - column, row:, column:]
         same = moved.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1)
@@ -178,8 +178,8 @@ def test_a_rotary_product_depends_on_the_difference_of_positions_alone():
     assert torch.equal(turned_q[0], q)
 
 
-def test_the_pairs_of_a_head_turn_by_row_and_column():
-    """RoFormer, equation 15, on each half: the slowest of d / 4 pairs at 10000^-(1 - 4 / d) radians a place."""
+def test_rotary_embedding_rotates_head_pairs_by_row_and_column():
+    """RoFormer, equation 15, on each half: the slowest of d / 4 pairs turns 10000^-(1 - 4 / d) radians per position."""
     angles = rotary_angles(16, 3, torch.device("cpu")).view(3, 3, 2, 4)
     omega = torch.tensor([1.0, 0.1, 0.01, 0.001])
     torch.testing.assert_close(angles[2, 1], torch.stack([2 * omega, omega]))
@@ -188,7 +188,7 @@ def test_the_pairs_of_a_head_turn_by_row_and_column():
     torch.testing.assert_close(quarter_turn, torch.tensor([0.0, 1.0]))
 
 
-def test_class_tokens_come_in_at_their_block_and_are_left_out_of_the_image():
+def test_class_tokens_are_added_at_their_block_and_removed_from_the_output():
     network = tiny(class_tokens=3, class_tokens_from=1)
     seen = []
     for block in network.blocks:
@@ -234,7 +234,7 @@ def test_sinusoid_frequencies():
     assert sinusoid(t, 7)[0, 6] == 0
 
 
-def test_a_size_with_changes_and_the_whole_given_are_the_same():
+def test_named_size_with_changes_equals_explicit_dimensions():
     assert DiTConfig(size="DiT-S/8", depth=2).shape == (2, 384, 6, 8)
     assert DiTConfig(depth=2, width=384, num_heads=6, patch=8).shape == DiTConfig(size="DiT-S/8", depth=2).shape
     assert [DiTConfig(size=size).shape for size in SIZES] == list(SIZES.values())
@@ -263,7 +263,7 @@ def test_mistakes_in_the_configuration_are_told(data, message):
         parse(DiTConfig, data, "network")
 
 
-def test_a_patch_that_does_not_divide_the_resolution_is_told():
+def test_patch_that_does_not_divide_the_resolution_is_reported():
     spec = SPEC.model_copy(update={"resolution": 9})
     with pytest.raises(ValueError, match=r"x of 9 x 9 pixels cannot be cut into patches of 2 x 2\. Set network\.patch"):
         DiTConfig(**TINY).build(spec)
