@@ -91,19 +91,19 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     assert 0 < usual.memory_gib < 64
 
 
-def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_sharded_to_other_processes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
     none, optimizer, full = (found(sharding=sharding).memory_gib * 2**30 for sharding in ("none", "optimizer", "full"))
     assert none - full == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
     assert none - optimizer == pytest.approx(4 * (3 - 2) * 4000 / 2, rel=0.01)  # slices of weights and sum are more
 
 
-def test_memory_that_another_machine_keeps_for_itself_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_replicated_on_each_machine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
     assert found(sharding="machine", per_machine=1).memory_gib == 1.0 > found(sharding="machine").memory_gib
 
 
-def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
+def test_measurement_stops_at_its_deadline_and_reports_what_is_missing() -> None:
     def slow(step: int) -> None:
         time.sleep(0.2)
 
@@ -122,7 +122,7 @@ def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
     assert cut_short(whole, 2, not_decoded=False) is None
 
 
-def test_memory_is_the_most_there_ever_was_and_not_what_is_left() -> None:
+def test_memory_is_the_peak_not_the_final_value() -> None:
     def large(step: int) -> None:
         torch.ones(100 * 2**20)  # 400 MiB, for a moment
 
@@ -130,7 +130,7 @@ def test_memory_is_the_most_there_ever_was_and_not_what_is_left() -> None:
     assert found(before=large).memory_gib * 2**30 > before + 380 * 2**20
 
 
-def test_a_loss_that_changes_on_the_way_is_measured_in_the_middle_and_at_both_ends() -> None:
+def test_step_is_measured_at_start_middle_and_end_of_training() -> None:
     """As with a discriminator that is told from some step on: what comes later must fit as well."""
     steps: list[int] = []
 
@@ -145,7 +145,7 @@ def test_a_loss_that_changes_on_the_way_is_measured_in_the_middle_and_at_both_en
     assert late.tflops * late.step_s == pytest.approx(usual.tflops * usual.step_s + 4 * 2 * 3 * 1000 * 500 / 1e12)
 
 
-def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:
+def test_sampling_time_is_one_pass_per_step_and_two_with_guidance() -> None:
     one = found(validate_every_steps=None, sampled_in=["tf32", "bf16"])
     settings = SampleConfig(num_samples=10, sampler=Ddim(num_steps=7), guidance=Guidance(guidance_scale=2.0))
     sampling = DiTSystem().sampling()
@@ -172,7 +172,7 @@ def test_decoding_is_timed_for_one_image() -> None:
 
 @pytest.mark.parametrize("kind", get_args(get_args(Sampler)[0]))
 @pytest.mark.parametrize("interval", [None, (0.5, 3.0)])
-def test_calls_of_the_network_are_those_that_every_sampler_makes(
+def test_predicted_network_calls_match_each_sampler(
     kind: type[SamplerConfig], interval: tuple[float, float] | None
 ) -> None:
     """Of one image: the rows that the network is given, over all calls."""
@@ -199,7 +199,7 @@ def test_calls_of_the_network_are_those_that_every_sampler_makes(
     assert system.sampling().num_evaluations(settings) == pytest.approx(rows, abs=1)
 
 
-def test_the_memory_that_may_be_used_is_what_was_asked_for_or_the_machines() -> None:
+def test_memory_limit_is_the_request_or_the_machine_total() -> None:
     assert memory_limit(device_memory=False, requested_mb=2048) == 2
     assert memory_limit(device_memory=False, requested_mb=None) == psutil.virtual_memory().total / 2**30
 
@@ -223,7 +223,7 @@ def test_a_strict_step_that_does_not_fit_names_the_chunk(monkeypatch: pytest.Mon
         check(3.0, 2.0, 1.0, 2.0, "train.strict_chunk")
 
 
-def test_durations_are_told_in_words() -> None:
+def test_durations_are_formatted_with_units() -> None:
     assert [duration(s) for s in (4.21, 90, 9000, 200_000)] == ["4.21 s", "1.5 min", "2.5 h", "2.3 days"]
 
 
@@ -233,7 +233,7 @@ def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_training_that_may_end_early_has_its_steps_at_most() -> None:
+def test_early_stopping_is_shown_as_steps_at_most() -> None:
     words = [
         steps_in_words(TrainConfig.model_validate({"steps": 2000, "patience": patience})) for patience in (None, 1)
     ]

@@ -74,7 +74,7 @@ def encode(crops: Path, output: Path, codec: Halves | None = None, **settings: A
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_image_and_its_mirror_image_are_there(tmp_path: Path, crops: Callable[[], Path], dtype: str) -> None:
+def test_shards_hold_every_image_and_its_mirror_image(tmp_path: Path, crops: Callable[[], Path], dtype: str) -> None:
     assert encode(tmp_path / "crops", tmp_path / "out", dtype=dtype) == 3
     images = open_shards(tmp_path / "crops", "all")
     latents = open_shards(tmp_path / "out", "all", in_background=True)
@@ -91,7 +91,7 @@ def test_every_image_and_its_mirror_image_are_there(tmp_path: Path, crops: Calla
     ]
 
 
-def test_webdataset_reads_them(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_webdataset_reads_latent_shards(tmp_path: Path, crops: Callable[[], Path]) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
     latents = open_shards(tmp_path / "out", "all")
     urls = [str(tmp_path / f"out/shard-{shard:05d}.tar") for shard in range(3)]
@@ -123,7 +123,7 @@ def test_statistics_are_those_of_the_stored_numbers(tmp_path: Path, crops: Calla
     assert found["global_std"] == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_parts_in_any_order_give_the_bytes_of_one_run(
+def test_parts_in_any_order_equal_a_single_run(
     tmp_path: Path, crops: Callable[[], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     encode(tmp_path / "crops", tmp_path / "one")
@@ -139,7 +139,7 @@ def test_parts_in_any_order_give_the_bytes_of_one_run(
     assert capsys.readouterr().err.count(" images (100%)") == 4  # every image is counted, also those that are kept
 
 
-def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_changed_image_re_encodes_one_shard_and_changed_codec_all(tmp_path: Path, crops: Callable[[], Path]) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
     before = bytes_of(tmp_path / "out")
     image = tmp_path / "in/a/04.ppm"
@@ -157,7 +157,7 @@ def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Pat
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32", precision="bf16") == 3
 
 
-def test_images_saved_again_with_equal_pixels_change_the_ids_and_encode_nothing(
+def test_resaved_images_with_equal_pixels_change_ids_but_encode_nothing(
     tmp_path: Path, crops: Callable[[], Path]
 ) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
@@ -175,7 +175,7 @@ def test_images_saved_again_with_equal_pixels_change_the_ids_and_encode_nothing(
     assert all(before[name] == after[name] for name in before if name.endswith(".tar"))
 
 
-def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_non_finite_latents_are_rejected_with_the_image_name(tmp_path: Path, crops: Callable[[], Path]) -> None:
     with pytest.raises(ValueError, match=r"not finite, or too large for float16, for [ab]/\d\d.ppm \(sample 0000"):
         encode(tmp_path / "crops", tmp_path / "out", Halves(poison=1))
     with pytest.raises(ValueError, match="not finite, or too large for float16"):
@@ -193,7 +193,7 @@ def test_a_damaged_crop_is_not_encoded(tmp_path: Path, crops: Callable[[], Path]
         encode(tmp_path / "crops", tmp_path / "out")
 
 
-def test_an_empty_shard_and_no_classes_are_fine(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_empty_shards_and_missing_classes_are_supported(tmp_path: Path, crops: Callable[[], Path]) -> None:
     shutil.rmtree(tmp_path / "in/b")
     for number, path in enumerate(sorted((tmp_path / "in/a").iterdir())):
         if number >= 2:
@@ -286,7 +286,7 @@ def fail(error: BaseException) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("stage", ["read", "encoded", "written"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_of_any_stage_ends_them_all(
+def test_error_in_any_stage_stops_all_threads(
     tmp_path: Path, stages: Stages, stage: str, error: type[BaseException]
 ) -> None:
     stages.then[stage] = fail(error("what went wrong"))
@@ -297,7 +297,7 @@ def test_an_error_of_any_stage_ends_them_all(
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_signal_ends_them_all(tmp_path: Path, stages: Stages) -> None:
+def test_signal_stops_all_threads(tmp_path: Path, stages: Stages) -> None:
     stages.then["read"] = lambda batch: os.kill(os.getpid(), signal.SIGINT) if batch == 3 else None
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
@@ -314,7 +314,7 @@ class Tokens(Halves):
         return images[:, 0, ::2, ::2].long() + images[:, 1, ::2, ::2].long() % 45
 
 
-def test_a_discrete_codec_gives_integers_and_how_often_each_occurs(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_discrete_codec_stores_integers_and_token_counts(tmp_path: Path, crops: Callable[[], Path]) -> None:
     assert encode(tmp_path / "crops", tmp_path / "out", Tokens()) == 3
     images, tokens = open_shards(tmp_path / "crops", "all"), open_shards(tmp_path / "out", "all", in_background=True)
     everything, flip = np.arange(23), np.ones(23, dtype=bool)

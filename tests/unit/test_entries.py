@@ -55,7 +55,7 @@ def seen(folder: Path) -> tuple[list[str], list[int], list[int]]:
 
 
 @pytest.mark.parametrize("fill", [odd, many, long, lambda folder: None], ids=["odd", "many", "long", "empty"])
-def test_c_finds_what_python_finds(
+def test_c_and_python_list_the_same_entries(
     fill: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if entries.library() is None:
@@ -74,13 +74,13 @@ def test_c_finds_what_python_finds(
     assert len(kinds) == len(names) and len(stamps) == 4 * len(names)
 
 
-def test_what_is_no_folder_cannot_be_looked_at(tmp_path: Path) -> None:
+def test_listing_a_file_raises_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         seen(tmp_path / "file")
 
 
-def test_kinds_and_reasons(tmp_path: Path) -> None:
+def test_entries_have_kinds_and_rejection_reasons(tmp_path: Path) -> None:
     odd(tmp_path)
     names, kinds, stamps = seen(tmp_path)
     of = dict(zip(names, kinds, strict=True))

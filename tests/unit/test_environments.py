@@ -73,7 +73,7 @@ def test_the_package_requires_what_it_imports() -> None:
         ("json.nothing", None),
     ],
 )
-def test_a_missing_package_is_told_in_one_line(name: str, told: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_package_is_a_one_line_error(name: str, told: str | None, capfd: pytest.CaptureFixture[str]) -> None:
     def importing() -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -83,7 +83,7 @@ def test_a_missing_package_is_told_in_one_line(name: str, told: str | None, capf
     assert lines == [f"error: {told}"] if told else "Traceback" in lines[0]
 
 
-def test_every_place_gives_pytorch_the_same_bounds() -> None:
+def test_pytorch_bounds_agree_in_all_environments() -> None:
     conda = yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
     (bounds,) = [Requirement(line).specifier for line in PROJECT["dependencies"] if Requirement(line).name == "torch"]
     inputs = (ROOT / "envs/requirements.in").read_text().splitlines()
@@ -91,7 +91,7 @@ def test_every_place_gives_pytorch_the_same_bounds() -> None:
     assert [Requirement(line).specifier for line in written] == [bounds, bounds]
 
 
-def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
+def test_wheels_exclude_pytorch_and_installed_packages() -> None:
     lock = (ROOT / "envs/requirements.lock").read_text()
     present = wheels.names("numpy==2.2.6\nScikit_Learn==1.7\npillow @ file:///builds/pillow\n# a remark\n")
     assert present == {"numpy", "scikit-learn", "pillow"}
@@ -102,7 +102,7 @@ def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
         assert text.startswith(f"{name}==") and "--hash=sha256:" in text
 
 
-def test_wheels_of_the_rules_build_what_is_published_as_sources(
+def test_wheels_for_the_workflow_are_built_from_source_distributions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: dict[str, str] = {}
@@ -131,11 +131,11 @@ def of_conda() -> dict[str, Requirement]:
     return {OF_CONDA.get(each.name, each.name): each for each in asked if each.name != "python"}
 
 
-def test_the_conda_environment_has_what_the_package_requires() -> None:
+def test_conda_environment_contains_all_requirements() -> None:
     assert required(*PROJECT["dependencies"]) <= of_conda().keys()
 
 
-def test_every_place_gives_a_package_the_same_lower_bound() -> None:
+def test_lower_bounds_agree_in_all_environments() -> None:
     inputs = [line for line in (ROOT / "envs/requirements.in").read_text().splitlines() if line[0] != "#"]
     asked = {line.name: line for line in map(Requirement, inputs)}
     for line in map(Requirement, PROJECT["dependencies"]):
@@ -148,7 +148,7 @@ def lower_bound(asked: Requirement) -> str | None:
     return next((str(each) for each in asked.specifier if each.operator == ">="), None)
 
 
-def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> None:
+def test_conda_environment_allows_locked_versions_and_has_upper_bounds() -> None:
     locked = dict(re.findall(r"^([a-z0-9-]+)==([\d.]+)", (ROOT / "envs/requirements.lock").read_text(), re.MULTILINE))
     for name, asked in of_conda().items():
         assert locked[name] in asked.specifier, (asked, locked[name])
@@ -156,9 +156,7 @@ def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> N
 
 
 @pytest.mark.parametrize("root", ["clone", "base/image_diffusion/project"])
-def test_a_conda_environment_takes_the_package_from_the_clone_or_from_where_it_is_installed(
-    root: str, tmp_path: Path
-) -> None:
+def test_conda_environment_finds_the_package_in_the_clone_or_installation(root: str, tmp_path: Path) -> None:
     """Other packages of the environment of Snakemake, perhaps of another Python, do not come along."""
     scripts, conda = tmp_path / root / "workflow/scripts", tmp_path / "conda"
     shutil.copytree(ROOT / "workflow/scripts", scripts)
@@ -178,13 +176,13 @@ def test_a_conda_environment_takes_the_package_from_the_clone_or_from_where_it_i
         assert (conda / "image_diffusion/project").is_dir() and (conda / "image_diffusion-1.2.3.dist-info").is_dir()
 
 
-def test_the_lock_names_no_place() -> None:
+def test_environments_contain_no_urls() -> None:
     """It installs from wherever a machine gets its packages."""
     for path in (ROOT / "envs").iterdir():
         assert "://" not in path.read_text(), path
 
 
-def test_a_missing_package_is_named_with_an_extra_that_brings_it() -> None:
+def test_missing_package_errors_name_an_extra_that_contains_it() -> None:
     """One helper words the end of such messages."""
     extras = PROJECT["optional-dependencies"]
     for path in (ROOT / "src/image_diffusion").rglob("*.py"):

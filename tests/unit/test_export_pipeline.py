@@ -365,19 +365,19 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_images_are_the_same_without_this_package(exported: dict[str, Compared], name: str) -> None:
+def test_exported_pipelines_make_the_same_images(exported: dict[str, Compared], name: str) -> None:
     found = exported[name]
     assert found.here.shape == found.there.shape and found.here.std() > 5
     difference = np.abs(found.here.astype(int) - found.there.astype(int)).max()
     assert difference <= 1, difference
 
 
-def test_every_case_is_looked_at(exported: dict[str, Compared]) -> None:
+def test_every_case_is_exported(exported: dict[str, Compared]) -> None:
     assert set(exported) == {*NAMES, "the prior", "a prior transformer"}
 
 
 @pytest.mark.parametrize("name", ["the prior", "a prior transformer"])
-def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared], name: str) -> None:
+def test_exported_priors_make_the_same_embeddings(exported: dict[str, Compared], name: str) -> None:
     found = exported[name]
     assert found.here.shape == (3, 16) and np.abs(found.here - found.there).max() < 1e-5
 
@@ -392,7 +392,7 @@ def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared], name
     ],
     ids=["flow", "edm", "mean_flow", "discrete"],
 )
-def test_the_code_of_the_card_runs(tmp_path: Path, system: DiTSystem) -> None:
+def test_code_in_the_model_card_runs(tmp_path: Path, system: DiTSystem) -> None:
     """With the default sampler of the folder, which fits the process and the objective."""
     case = Case(system, DataSpec(channels=3, resolution=8, num_classes=3), Rgb(), {})
     use = export_of(system, "pipeline").write(system, case.model, case.codec, tmp_path / "out")
@@ -408,7 +408,7 @@ def pipeline_of(folder: Path) -> Any:
     return DiffusionPipeline.from_pretrained(folder, custom_pipeline=str(folder), trust_remote_code=True)
 
 
-def test_the_seed_of_the_settings_is_an_argument(tmp_path: Path) -> None:
+def test_pipeline_takes_the_sampling_seed_as_argument(tmp_path: Path) -> None:
     """Without labels, the classes are those of the seeds, as with `sample.labels: balanced`."""
     spec = DataSpec(channels=3, resolution=8, num_classes=3)
     case = Case(dit(), spec, Rgb(), {"type": "ddim", "num_steps": 3}, labels=[0, 2, 2], seed=7)
@@ -419,7 +419,7 @@ def test_the_seed_of_the_settings_is_an_argument(tmp_path: Path) -> None:
     assert np.abs(here - there).max() <= 1 < np.abs(here - pipeline(**asked).images.astype(int)).max()
 
 
-def test_the_numbers_of_a_pipeline_are_read_as_those_of_a_table(tmp_path: Path) -> None:
+def test_pipeline_reads_numbers_like_a_table(tmp_path: Path) -> None:
     """A NaN is a missing number; text and infinity are an error, which names the row."""
     case = cases(tmp_path)["a U-Net that is told classes and numbers"]
     export_of(case.system, "pipeline").write(case.system, case.model, case.codec, tmp_path / "out")
@@ -433,7 +433,7 @@ def test_the_numbers_of_a_pipeline_are_read_as_those_of_a_table(tmp_path: Path) 
             pipeline(**asked | {"numbers": [{"age": "30"}, {"age": cell}]})
 
 
-def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) -> None:
+def test_exported_models_and_the_package_use_separate_modules(exported: dict[str, Compared]) -> None:
     """Where the package is installed too, and two models of different code are loaded one after the other."""
     code = (
         "import sys; from diffusers import DiffusionPipeline; import image_diffusion.networks.dit as ours;"
@@ -447,14 +447,14 @@ def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_another_type_of_weights_is_refused(exported: dict[str, Compared]) -> None:
+def test_other_torch_dtypes_are_rejected(exported: dict[str, Compared]) -> None:
     from image_diffusion.export.bundle.loader import Exported
 
     with pytest.raises(ValueError, match=r'torch_dtype is torch.float16.* precision="bf16"'):
         Exported.from_pretrained(str(exported["a U-Net"].folder / "model"), torch_dtype=torch.float16)
 
 
-def test_the_folder_holds_plain_files_and_only_the_code_that_it_needs(exported: dict[str, Compared]) -> None:
+def test_export_has_plain_files_and_only_required_code(exported: dict[str, Compared]) -> None:
     folder = exported["a U-Net"].folder
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == [

@@ -96,14 +96,14 @@ def test_memory_of_dit_xl2(batch: int, gib: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_takes_its_share_in_microbatches() -> None:
+def test_each_process_computes_its_share_in_microbatches() -> None:
     alone = found("DiT-S/2", global_batch=8)
     assert found("DiT-S/2", 4, global_batch=32).peak == alone.peak
     fewer = found("DiT-S/2", global_batch=8, microbatch=2)
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
 
 
-def test_a_strict_process_computes_whole_chunks_whatever_the_microbatch() -> None:
+def test_strict_mode_computes_whole_chunks_for_any_microbatch() -> None:
     strict = {"deterministic": "strict", "strict_chunk": 4}
     alone = found("DiT-S/8", global_batch=16, **strict)
     assert alone == found("DiT-S/8", global_batch=16, microbatch=4)
@@ -111,25 +111,25 @@ def test_a_strict_process_computes_whole_chunks_whatever_the_microbatch() -> Non
 
 
 @pytest.mark.parametrize(("processes", "share"), [(1, 20), (2, 16), (3, 8), (16, 8)])
-def test_the_share_of_a_process(processes: int, share: int) -> None:
+def test_batch_share_of_a_process(processes: int, share: int) -> None:
     config = TrainConfig.model_validate({"steps": 1, "global_batch": 20, "deterministic": "strict", "strict_chunk": 8})
     assert config.share_of(processes) == share
     assert config.model_copy(update={"deterministic": "run"}).share_of(processes) == -(-20 // processes)
 
 
-def test_operations_are_counted_without_a_whole_step_too() -> None:
+def test_operations_per_example_match_those_of_a_full_step() -> None:
     network = partial(DiTConfig(size="DiT-S/2").build, SPEC, learned_variance=True)
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 8})
     assert operations_per_example(network, task, config) == found("DiT-S/2", global_batch=8).operations
 
 
-def test_a_process_keeps_its_share_of_a_sharded_training() -> None:
+def test_fully_sharded_process_stores_its_share() -> None:
     alone = found("DiT-S/2", global_batch=8)
     shared = found("DiT-S/2", 4, global_batch=32, sharding="full")
     assert shared.fixed == pytest.approx(alone.fixed * (1 + 4 / 4) / 5, rel=0.01)
 
 
-def test_what_a_sharded_training_keeps_beside_its_share() -> None:
+def test_sharded_process_also_stores_gradients_or_weights() -> None:
     alone = found("DiT-S/2", global_batch=8)
     parts = found("DiT-S/2", 4, global_batch=32, sharding="full", microbatch=4)  # with its whole gradient meanwhile
     assert parts.fixed == pytest.approx(alone.fixed * (1 + 1 + 4 / 4) / 5, rel=0.01)
@@ -137,7 +137,7 @@ def test_what_a_sharded_training_keeps_beside_its_share() -> None:
     assert sliced.fixed == pytest.approx(alone.fixed * (0.5 + 1 + 5 / 4) / 5, rel=0.01)
 
 
-def test_a_discriminator_that_begins_later_is_counted() -> None:
+def test_discriminator_with_a_later_start_is_counted() -> None:
     def of(**adversarial: Any) -> Counted:
         system = DVAESystem.model_validate({"network": {"num_tokens": 64}, "adversarial": adversarial or None})
         spec = DataSpec(channels=3, resolution=64)
@@ -157,7 +157,7 @@ def test_a_discriminator_that_begins_later_is_counted() -> None:
     assert all(getattr(never, name) < getattr(always, name) for name in ("parameters", "operations", "fixed", "peak"))
 
 
-def test_nothing_is_stored() -> None:
+def test_counting_allocates_no_tensors() -> None:
     """Weights alone would take 2.5 GiB for each of this."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found("DiT-XL/2", global_batch=1024)
@@ -196,7 +196,7 @@ def fixed_traffic(world: World, size: Any = "DiT-XL/2", **settings: Any) -> tupl
 
 
 @pytest.mark.slow
-def test_the_optimizer_is_done_once_and_not_on_every_gpu(eight: World) -> None:
+def test_sharded_optimizer_reduces_memory_traffic(eight: World) -> None:
     """Weights are 2.70 GB. A sum over processes sends its bytes twice, once to be added and once as the sum."""
     local, sent = fixed_traffic(eight)
     assert local > 47 and sent == pytest.approx(2.70, rel=0.01)
@@ -209,7 +209,7 @@ def test_the_optimizer_is_done_once_and_not_on_every_gpu(eight: World) -> None:
 SMALL = {"depth": 4, "width": 64, "num_heads": 2, "patch": 8}
 
 
-def test_weights_are_gathered_in_what_the_network_computes_in(eight: World) -> None:
+def test_weights_are_gathered_in_the_compute_precision(eight: World) -> None:
     """Those of blocks twice, in the forward pass and in the backward pass, if they are for products."""
     network = DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)
     products = {name: network.get_parameter(name).nbytes for name in factors(network)}
@@ -223,7 +223,7 @@ def test_weights_are_gathered_in_what_the_network_computes_in(eight: World) -> N
         assert sent == exact  # PyTorch before 2.15 cannot tell the parameters of a block apart
 
 
-def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:
+def test_gradients_of_microbatches_are_reduced_once(eight: World) -> None:
     """What two microbatches send more than one is the weights that are gathered for the second."""
     network = DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)
     gradient = sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad)
@@ -231,7 +231,7 @@ def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:
     assert sent == pytest.approx(gradient / 1e9, rel=0.01)
 
 
-def test_a_checkpoint_of_shared_weights_is_not_sent(eight: World) -> None:
+def test_checkpoint_of_sharded_weights_is_not_sent(eight: World) -> None:
     """Every process keeps its rows."""
     config = TrainConfig.model_validate({"steps": 1, "global_batch": 8, "sharding": "full"})
     with _disable_module_to():
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_shared_weights_is_not_sent(eight: World) -> None:
     }
 
 
-def test_doctor_tells_what_gpus_elsewhere_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_estimates_cost_on_other_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TrainConfig.model_validate({"steps": 1000, "global_batch": 64, "precision": "bf16"})
     stage = SimpleNamespace(train=config, experiment="mine")
     network = partial(DiTConfig(size="DiT-S/8").build, SPEC, learned_variance=True)

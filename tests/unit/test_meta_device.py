@@ -8,7 +8,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
 
 
-def test_a_network_of_shapes_has_the_names_and_sizes_of_the_real_one() -> None:
+def test_meta_network_has_the_names_and_shapes_of_the_real_one() -> None:
     config = DiTConfig(depth=1, width=32, num_heads=2, patch=4)
     spec = DataSpec(channels=3, resolution=16, num_classes=2)
     with shapes_only():
@@ -18,7 +18,7 @@ def test_a_network_of_shapes_has_the_names_and_sizes_of_the_real_one() -> None:
     assert [name for name, tensor in shapes.items() if not tensor.is_meta] == ["pos_embed"]  # a table, no weight
 
 
-def test_outside_it_networks_are_drawn_as_ever() -> None:
+def test_initialisation_is_normal_outside_shapes_only() -> None:
     with shapes_only():
         assert nn.Embedding(3, 4).weight.is_meta
         assert torch.randn(2, 3).is_meta and torch.randn(2, 3).shape == (2, 3)
