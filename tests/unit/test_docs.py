@@ -1,4 +1,4 @@
-"""What the documents say of the experiments is what their files say."""
+"""Documentation pages agree with the experiment files."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_experiments_page_lists_every_shipped_experiment() -> None:
 
 
 def shown(page: str) -> list[dict[str, Any]]:
-    """The blocks of YAML of a page."""
+    """The YAML blocks of a page."""
     return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
 
 
 def check(written: dict[str, Any], page: str) -> None:
-    """Parse an experiment, and check it if it needs neither another experiment nor weights of the Hub."""
+    """Parse an experiment; check it if it needs neither another experiment nor weights from the Hub."""
     experiment = parse_experiment(written, page)
     if not built_on(experiment) and not isinstance(experiment.codec, Diffusers):
         check_experiment(experiment, Others())
@@ -73,7 +73,7 @@ def test_sections_in_pages_are_valid_in_an_experiment(page: str) -> None:
 
 @pytest.mark.parametrize("joined", [1, 2])
 def test_guidance_scales_in_the_conditions_page_are_valid(joined: int) -> None:
-    """Alone, and joined with the block of pairs above."""
+    """On their own, and merged with the block of pairs above."""
     whole, *_, pairs, scales = shown("docs/conditions.md")
     assert len(pairs["pairs"]) == 3 and "scales" in scales["sample"]["guidance"]
     written = {"data": whole["data"], "train": whole["train"]}

@@ -1,4 +1,4 @@
-"""The forecast of a training: reckoned from what was measured, and refused where it does not fit."""
+"""Cost forecast of a training: computed from measurements, and rejected if memory or disk are too small."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def found(
     per_machine: int | None = None,
     **changes: Any,
 ) -> Forecast:
-    """before: what the loss of a step begins with."""
+    """Forecast of a small training. before: called with the step at the start of each loss."""
 
     class Squares(Objective):
         def __call__(self, network: Any, batch: Batch) -> Losses:
@@ -77,7 +77,7 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     assert usual.validation_s == pytest.approx(4 * 20 * usual.evaluation_s / 2)
     assert usual.total_s == usual.train_s + usual.validation_s > usual.train_s
     assert usual.images_per_second == pytest.approx(8 / usual.step_s)
-    assert usual.tflops == pytest.approx(4 * 2 * 2 * 3000 / usual.step_s / 1e12)  # two products: of x no gradient
+    assert usual.tflops == pytest.approx(4 * 2 * 2 * 3000 / usual.step_s / 1e12)  # two products: x needs no gradient
     assert usual.checkpoint_gib * 2**30 == pytest.approx(4 * 4 * 4000, rel=0.01)  # weights, average, two moments
     assert usual.disk_gib == pytest.approx(3 * usual.checkpoint_gib + 4 * 4000 / 2**30, rel=0.01)
     keeps = found(checkpoint={"every_steps": 10, "keep_every": 100}, validate_every_steps=None)
@@ -112,7 +112,7 @@ def test_measurement_stops_at_its_deadline_and_reports_what_is_missing() -> None
     assert time.perf_counter() - started < 2.0
     assert (first.measured_steps, first.not_measured) == (1, ("the training's", "tf32"))
     assert 0.2 <= first.step_s < 1.0
-    assert first.evaluation_s == first.passes_s["tf32"] == pytest.approx(first.step_s / 4 / 3)  # 4 images a process
+    assert first.evaluation_s == first.passes_s["tf32"] == pytest.approx(first.step_s / 4 / 3)  # 4 images per process
     told = "1 of 2 steps were timed; a third of a step stands for a pass of the network (the training's, tf32)"
     assert cut_short(first, 2, not_decoded=True) == (
         f"note    measuring stopped after 20 s: {told}; decoding is left out"
@@ -131,7 +131,7 @@ def test_memory_is_the_peak_not_the_final_value() -> None:
 
 
 def test_step_is_measured_at_start_middle_and_end_of_training() -> None:
-    """As with a discriminator that is told from some step on: what comes later must fit as well."""
+    """A discriminator, for example, starts at a later step, and must fit into memory as well."""
     steps: list[int] = []
 
     def more(step: int) -> None:
@@ -140,7 +140,7 @@ def test_step_is_measured_at_start_middle_and_end_of_training() -> None:
             torch.ones(3, 1000) @ torch.ones(1000, 500)
 
     late = found(before=more)
-    assert steps[:5] == [1, 1, 1000, 501, 502]  # the second time to count the operations
+    assert steps[:5] == [1, 1, 1000, 501, 502]  # the second call counts the operations
     usual = found()
     assert late.tflops * late.step_s == pytest.approx(usual.tflops * usual.step_s + 4 * 2 * 3 * 1000 * 500 / 1e12)
 
@@ -175,11 +175,11 @@ def test_decoding_is_timed_for_one_image() -> None:
 def test_predicted_network_calls_match_each_sampler(
     kind: type[SamplerConfig], interval: tuple[float, float] | None
 ) -> None:
-    """Of one image: the rows that the network is given, over all calls."""
+    """For one image: the sum of the network's batch sizes over all calls."""
     settings = SampleConfig(sampler=kind(num_steps=9), guidance=Guidance(guidance_scale=2.0, interval=interval))
     plain = {"variance": "fixed_small", "loss": "simple"}
     system, rows = DiTSystem(process=Discrete(num_timesteps=50), objective=plain), 0
-    if settings.sampler.needs_average_velocity:  # which are not guided afterwards
+    if settings.sampler.needs_average_velocity:  # guided in training only
         settings = settings.model_copy(update={"guidance": Guidance()})
         system = DiTSystem(process=Flow(), objective={"type": "mean_flow"})
 
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused() -> None:
         check(1.0, 2.0, 3.0, 2.0)
 
 
-def test_a_strict_step_that_does_not_fit_names_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_strict_mode_names_strict_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(step: int) -> None:
         raise torch.OutOfMemoryError
 

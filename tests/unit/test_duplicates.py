@@ -1,4 +1,4 @@
-"""Pictures that occur twice are found, whatever was done to them; others are not. What crop does about them."""
+"""Near duplicates are found despite changes, different images are not; how `crop` handles duplicates."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_different_photographs_are_not_duplicates() -> None:
 @pytest.mark.parametrize("side", [32, 64, 96])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_copies_are_found(change: str, side: int) -> None:
-    """At least 95 of 100; in both directions alike, and however many threads compare."""
+    """At least 95 of 100, in both directions and for any number of threads."""
     count = len(PHOTOGRAPHS)
     crops = [pixels(image, side) for image in (*PHOTOGRAPHS, *map(CHANGES[change], PHOTOGRAPHS))]
     texts = [views(crop) for crop in crops]
-    assert near_duplicates(texts, lambda i: crops[i], []) == []  # of a few images, none may be held out
+    assert near_duplicates(texts, lambda i: crops[i], []) == []  # no held-out image to compare
     found = near_duplicates(texts, lambda i: crops[i], processes=2)
     assert found is not None and all(second - first == count for first, second, _ in found)
     assert len(found) >= 0.95 * count
@@ -77,7 +77,7 @@ def test_flat_crops_are_not_compared_and_too_many_matches_give_none() -> None:
 
 
 def test_hash_search_finds_all_near_matches_with_few_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8,000, twenty are those of others with 0 to 6 bits changed."""
+    """Twenty of 8,000 hashes are copies of others with 0 to 6 bits changed."""
     draw = np.random.default_rng(0)
     bits = draw.integers(2**63, size=(8000, 5), dtype=np.uint64)
     changed = [draw.choice(63, size=number % 7, replace=False) for number in range(20)]
@@ -96,12 +96,12 @@ def test_hash_search_finds_all_near_matches_with_few_comparisons(monkeypatch: py
     texts = [each.astype(">u8").tobytes().hex() for each in bits]
     found = near_duplicates(texts, lambda place: same)
     assert {(number, 7980 + number) for number in range(20)} <= {(a, b) for a, b, _ in found or []}
-    assert compared < 0.02 * len(bits) ** 2  # all with all, in five views, two directions and mirrored: 18 times that
+    assert compared < 0.02 * len(bits) ** 2  # all pairs in five views, two directions and mirrored: 18 times that
 
 
 def test_connected_pairs_are_grouped() -> None:
     assert chains([(0, 1), (4, 5), (1, 9), (5, 6)]) == [[0, 1, 9], [4, 5, 6]]
-    # 1 is held out beside 0; 2 beside 1, which is trained on then; 7 and 8 are both held out, and stay.
+    # 1 moves to training for 0, then 2 for 1; 7 and 8 are both held out, and stay.
     assert pairs_across_splits([(0, 1), (1, 2), (7, 8)], [1, 2, 7, 8]) == [1, 2]
 
 
@@ -123,7 +123,7 @@ def tars(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dropping_duplicates_changes_only_their_shards(tmp_path: Path, processes: int) -> None:
-    """The shards are those of the same folder without the copies, whose names are the later ones."""
+    """The shards equal those of the folder without the copies, which have the later names."""
     source = tmp_path / "in"
     fill(source)
     crop_dataset(settings(source), tmp_path / "clean")
@@ -141,7 +141,7 @@ def test_dropping_duplicates_changes_only_their_shards(tmp_path: Path, processes
         told = {row["path"]: row["reason"] for row in csv.DictReader(file)}
     assert told == {copy: f"the same crop as {original}" for copy, original in copies.items()}
 
-    # From one to the other and back, and again after nothing has changed: those shards, those shards, none.
+    # Switch the setting, switch it back, repeat unchanged: the affected shards, the same shards, none.
     files = {path.name: path.read_bytes() for path in (tmp_path / "dropped").iterdir()}
     assert crop_dataset(settings(source, duplicates="drop"), tmp_path / "dropped").num_written == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "dropped").iterdir()} == files
@@ -151,7 +151,7 @@ def test_dropping_duplicates_changes_only_their_shards(tmp_path: Path, processes
     assert crop_dataset(settings(source), tmp_path / "turned").num_written == len(holders)
     assert tars(tmp_path / "turned") == tars(tmp_path / "kept")
 
-    # When the first goes, the next by name takes its place.
+    # If the first copy is deleted, the next by name is kept.
     (source / "a/02.png").unlink()
     crop_dataset(settings(source, duplicates="drop"), tmp_path / "dropped")
     there = {sample.path for shard in range(8) for sample in read_record(tmp_path / "dropped", shard).samples}

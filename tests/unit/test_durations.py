@@ -1,4 +1,4 @@
-"""Durations of tests are recorded, and what is slow is marked as slow."""
+"""Durations of tests are recorded, and slow tests are marked."""
 
 from __future__ import annotations
 

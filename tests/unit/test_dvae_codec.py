@@ -1,4 +1,4 @@
-"""The discrete VAE as a codec: of experiments that train on its latents, and what is told while it is trained."""
+"""The discrete VAE as a codec of other experiments, and the reconstruction metrics reported during its training."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_decoded_tokens_equal_hard_reconstructions(tmp_path: Path) -> None:
 
 
 def experiments(**changes: Any) -> tuple[Experiment, Experiment]:
-    """A DiT, and the discrete VAE on whose latents it is trained."""
+    """A DiT, and the discrete VAE that encodes its training latents."""
     data = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
     vae = {"data": data, "system": {"type": "dvae", "network": dump(SMALL) | changes}, "train": {"steps": 1}}
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 2}

@@ -1,4 +1,4 @@
-"""The discrete VAE: shapes, how a token is drawn, normalisation, and images that do not fit."""
+"""The discrete VAE: shapes, token sampling, normalisation, and images of other shapes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_soft_samples_approach_one_hot_as_the_temperature_falls() -> None:
 
 
 def test_reinmax_gradient_is_closer_to_exact_than_straight_through() -> None:
-    """Of E[f(token)] for a quadratic f of the one-hot vector, which can be summed over all tokens (float64)."""
+    """The gradient of E[f(token)] for a quadratic f of the one-hot vector; the exact one sums over all tokens (float64)."""
     n = 20_000
     values = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
     at = torch.tensor([0.4, 0.1, -0.6, 0.2], dtype=torch.float64)
@@ -162,7 +162,7 @@ def test_every_combination_of_levels_is_one_token(levels: tuple[int, ...]) -> No
     grid = FiniteScalars(levels)
     codes = grid(torch.arange(grid.num_embeddings))
     of_each = [[(level - count // 2) / (count // 2) for level in range(count)] for count in levels]
-    # The first channel is the fastest.
+    # The first channel varies fastest.
     expected = [code[::-1] for code in itertools.product(*reversed(of_each))]
     torch.testing.assert_close(codes, torch.tensor(expected))
     far = torch.tensor([-30.0, 0.0, 30.0]).view(3, 1, 1, 1).expand(3, len(levels), 1, 1)
@@ -173,7 +173,7 @@ def test_every_combination_of_levels_is_one_token(levels: tuple[int, ...]) -> No
 
 
 def test_rounding_to_levels_has_a_straight_through_gradient() -> None:
-    """Of an odd number of levels, round(0.999 (L - 1) / 2 tanh(z))."""
+    """For an odd number of levels: round(0.999 (L - 1) / 2 tanh(z))."""
     grid = FiniteScalars((5,))
     values = torch.linspace(-3, 3, 101).view(-1, 1, 1, 1).requires_grad_()
     made, tokens = grid.quantize(values)

@@ -1,4 +1,4 @@
-"""What a discrete VAE is trained on: losses of each image alone, and a temperature that follows the step."""
+"""The objective of the discrete VAE: losses per image, and a temperature schedule."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_loss_of_an_image_does_not_depend_on_its_batch(estimator: str, reconstru
 
 
 class Constant:
-    """A network that gives every position the same distribution, and the image itself."""
+    """A network that predicts one distribution for every position and returns the image unchanged."""
 
     def __init__(self, logits: list[float]) -> None:
         self.logits = torch.tensor(logits).view(1, -1, 1, 1)
@@ -76,7 +76,7 @@ def test_kl_does_not_depend_on_image_or_batch_size(edge: int, batch: int) -> Non
     assert abs(uniform.loss.item()) < 1e-6
 
 
-def test_the_temperature_falls_with_the_step_and_stops() -> None:
+def test_temperature_decreases_with_the_step_to_its_final_value() -> None:
     temperature = SYSTEM.objective.temperature
     assert [temperature.at(step) for step in (0, 1, 5)] == pytest.approx([1.0, math.exp(-0.1), math.exp(-0.5)])
     assert temperature.at(10) == temperature.at(10**9) == 0.4
@@ -139,7 +139,7 @@ NEAREST = {
 
 
 def test_commitment_loss_and_straight_through_gradient_match_reference() -> None:
-    """Against the loss and its straight-through gradient written out."""
+    """The reference is the loss and its straight-through gradient in plain PyTorch."""
     torch.manual_seed(0)
     system = DVAESystem.model_validate(NEAREST | {"objective": {"commitment_weight": 0.5}})
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)

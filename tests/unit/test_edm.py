@@ -1,4 +1,4 @@
-"""EDM: the process, what frames its network, the objective and Heun's method with churn (Karras et al. 2022)."""
+"""EDM: the process, its preconditioning, the objective and Heun's method with churn (Karras et al. 2022)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_noise_levels_follow_equation_5() -> None:
     ids=["ode", "churn", "churn between"],
 )
 def test_samples_of_gaussian_data_are_gaussian(sampler: Heun) -> None:
-    """Of data N(0, 0.25) the best network says nothing: D = c_skip x. Within five standard errors of 20,000."""
+    """For data N(0, 0.25) the optimal network returns 0: D = c_skip x. Within five standard errors of 20,000."""
     count, calls = 20_000, []
     streams = image_streams(torch.arange(count))
     grid = sampler.grid(Edm())
@@ -115,7 +115,7 @@ def test_edm_process_and_objective_require_each_other() -> None:
 
 
 def test_edm_learns_digits() -> None:
-    """As flow matching does where patches are small enough: samples as near to the digits."""
+    """As well as flow matching with these patches: samples as close to the digits."""
     small = {"depth": 2, "width": 64, "num_heads": 2, "patch": 8}
     edm = {"process": {"type": "edm"}, "objective": {"type": "edm"}}
     flow = {"objective": {"type": "flow_matching"}}

@@ -1,4 +1,4 @@
-"""What a codec computes in, and its compilation: each codec that encodes, and the command."""
+"""Precision and compilation of codecs: each trained codec, and the command `encode`."""
 
 import sys
 from collections.abc import Callable
@@ -33,7 +33,7 @@ SYSTEMS: dict[str, Config] = {"kl": AutoencoderSystem(network=KL), "dvae": DVAES
 
 
 def weights_of(folder: Path, kind: str) -> Path:
-    """Untrained weights of a codec, as training leaves them."""
+    """Untrained weights of a codec, saved like those of a training."""
     torch.manual_seed(0)
     network: nn.Module = (KL if kind == "kl" else DISCRETE).build(SPEC)
     save_weights(folder, network.state_dict(), {"system": dump(SYSTEMS[kind]), "spec": dump(SPEC)})

@@ -1,4 +1,4 @@
-"""Crops -> latents: what is stored, what is measured, what is kept and what is refused."""
+"""Crops -> latents: stored shards, statistics, reuse of shards, and rejected input."""
 
 import os
 import shutil
@@ -106,7 +106,7 @@ def test_webdataset_reads_latent_shards(tmp_path: Path, crops: Callable[[], Path
     assert count == 23
 
 
-def test_statistics_are_those_of_the_stored_numbers(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_statistics_match_the_stored_latents(tmp_path: Path, crops: Callable[[], Path]) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
     latents = open_shards(tmp_path / "out", "all")
     everything = np.arange(23)
@@ -136,7 +136,7 @@ def test_parts_in_any_order_equal_a_single_run(
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
     assert encode(tmp_path / "crops", tmp_path / "two") == 0
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
-    assert capsys.readouterr().err.count(" images (100%)") == 4  # every image is counted, also those that are kept
+    assert capsys.readouterr().err.count(" images (100%)") == 4  # kept images are counted as well
 
 
 def test_changed_image_re_encodes_one_shard_and_changed_codec_all(tmp_path: Path, crops: Callable[[], Path]) -> None:
@@ -209,8 +209,8 @@ def test_empty_shards_and_missing_classes_are_supported(tmp_path: Path, crops: C
 
 
 class Stages:
-    """Reading, encoding and writing of a set's one shard, in batches of `size`. Each tells when it begins a batch, and
-    may do something then. asked: chunks that the writer has asked for."""
+    """Reading, encoding and writing of a set's single shard, in batches of `size`. Each stage sets an event when it
+    begins a batch, then calls a hook. asked: chunks that the writer has requested."""
 
     def __init__(self, patch: pytest.MonkeyPatch, num_batches: int, size: int) -> None:
         names = "read", "encoded", "written"
@@ -225,7 +225,7 @@ class Stages:
 
         class Codec(Halves):
             def encode(self, images: Tensor) -> Tensor:
-                stages._begin("encoded", self.seen // (2 * size))  # each batch twice: its mirror image
+                stages._begin("encoded", self.seen // (2 * size))  # each batch is encoded twice: plain and mirrored
                 return super().encode(images)
 
         def write(folder: Path, shard: int, layout: Any, chunks: Iterable[Chunk]) -> Any:
@@ -247,7 +247,7 @@ class Stages:
         self.then[name](batch)
 
     def wait(self, name: str, batch: int) -> None:
-        """Until a stage begins a batch; the batch behind the last one is never waited for."""
+        """Wait until a stage begins a batch; returns at once for the batch after the last one."""
         if batch < len(self.begun[name]):
             assert self.begun[name][batch].wait(LIMIT_S), f"batch {batch} is not {name} meanwhile"
 
@@ -260,16 +260,14 @@ def stages(tmp_path: Path, crops: Callable[[], Path], monkeypatch: pytest.Monkey
     return Stages(monkeypatch, num_batches=6, size=4)
 
 
-def test_a_batch_is_encoded_while_the_next_is_read_and_the_one_before_is_written(
-    tmp_path: Path, stages: Stages
-) -> None:
+def test_reading_encoding_and_writing_of_batches_overlap(tmp_path: Path, stages: Stages) -> None:
     stages.then["encoded"] = lambda batch: stages.wait("read", batch + 1)
     stages.then["written"] = lambda batch: stages.wait("encoded", batch + 1)
     encode(tmp_path / "one", tmp_path / "out", stages.codec)
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "usual")
 
 
-def test_at_most_three_batches_are_read_and_not_yet_written(tmp_path: Path, stages: Stages) -> None:
+def test_at_most_three_batches_are_in_flight(tmp_path: Path, stages: Stages) -> None:
     ahead: list[int] = []
     stages.then["read"] = lambda batch: ahead.append(batch + 1 - stages.asked)
     encode(tmp_path / "one", tmp_path / "out", stages.codec)
@@ -306,7 +304,7 @@ def test_signal_stops_all_threads(tmp_path: Path, stages: Stages) -> None:
 
 
 class Tokens(Halves):
-    """A discrete codec of exact arithmetic: 300 tokens, from the pixels that `Halves` leaves over."""
+    """A discrete codec of exact arithmetic: 300 tokens, from the pixels that `Halves` does not use."""
 
     num_tokens = 300
 

@@ -1,4 +1,4 @@
-"""The environments say the same: what conda installs may be what the lock holds."""
+"""Requirements, lock file and conda environment agree."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from image_diffusion.export.model_card import PIPELINE
 ROOT = Path(__file__).parents[2]
 OF_CONDA = {"matplotlib-base": "matplotlib", "pytorch": "torch"}
 OF_ANY_VERSION = {"matplotlib", "nvidia-ml-py", "psutil", "pyyaml", "tifffile", "tqdm"}
-"""Packages for which pyproject.toml states no lower bound, so that an environment that has one keeps it."""
+"""Packages for which pyproject.toml states no lower bound, so that an installed version is kept."""
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 BROUGHT = {"pydantic_core": "pydantic", "huggingface_hub": "diffusers", "fsspec": "torch", "triton": "torch"}
-"""Packages that the requirements of others bring."""
+"""Packages that are installed as dependencies of others."""
 CHOSEN = {
     "bitsandbytes",
     "lmdb",
@@ -40,7 +40,7 @@ CHOSEN = {
     "torchvision",
     "transformers",
 }
-"""Packages that an experiment may ask for; where they are missing, a command says so."""
+"""Optional packages of experiments; commands report those that are missing."""
 
 sys.path.insert(0, str(ROOT / "workflow/scripts"))
 import wheels  # noqa: E402 - a script beside the rules
@@ -50,8 +50,8 @@ def required(*lines: str) -> set[str]:
     return {Requirement(line).name for line in lines}
 
 
-def test_the_package_requires_what_it_imports() -> None:
-    """Apart from the rules and the tracking, which have an extra."""
+def test_package_requires_all_imported_packages() -> None:
+    """Except for the workflow and the tracking, which have their own extras."""
     needed = required(*PROJECT["dependencies"])
     package = ROOT / "src/image_diffusion"
     for path in package.rglob("*.py"):
@@ -102,7 +102,7 @@ def test_wheels_exclude_pytorch_and_installed_packages() -> None:
         assert text.startswith(f"{name}==") and "--hash=sha256:" in text
 
 
-def test_wheels_for_the_workflow_are_built_from_source_distributions(
+def test_workflow_packages_without_wheels_are_built_from_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: dict[str, str] = {}
@@ -125,7 +125,7 @@ def test_wheels_for_the_workflow_are_built_from_source_distributions(
 
 
 def of_conda() -> dict[str, Requirement]:
-    """What the conda environment asks for, apart from Python and pip, by the names of PyPI."""
+    """Requirements of the conda environment except Python and pip, by their PyPI names."""
     lines = yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
     asked = [Requirement(re.sub(r"(?<![<>=])=(?=\d)(.*)", r"==\1.*", line)) for line in lines if line != "pip"]
     return {OF_CONDA.get(each.name, each.name): each for each in asked if each.name != "python"}
@@ -157,7 +157,7 @@ def test_conda_environment_allows_locked_versions_and_has_upper_bounds() -> None
 
 @pytest.mark.parametrize("root", ["clone", "base/image_diffusion/project"])
 def test_conda_environment_finds_the_package_in_the_clone_or_installation(root: str, tmp_path: Path) -> None:
-    """Other packages of the environment of Snakemake, perhaps of another Python, do not come along."""
+    """Other packages of Snakemake's environment, possibly of another Python version, are not added."""
     scripts, conda = tmp_path / root / "workflow/scripts", tmp_path / "conda"
     shutil.copytree(ROOT / "workflow/scripts", scripts)
     (tmp_path / "base/image_diffusion-1.2.3.dist-info").mkdir(parents=True)
@@ -177,13 +177,13 @@ def test_conda_environment_finds_the_package_in_the_clone_or_installation(root: 
 
 
 def test_environments_contain_no_urls() -> None:
-    """It installs from wherever a machine gets its packages."""
+    """Packages are installed from the index that the machine is configured for."""
     for path in (ROOT / "envs").iterdir():
         assert "://" not in path.read_text(), path
 
 
 def test_missing_package_errors_name_an_extra_that_contains_it() -> None:
-    """One helper words the end of such messages."""
+    """One helper writes the end of such messages."""
     extras = PROJECT["optional-dependencies"]
     for path in (ROOT / "src/image_diffusion").rglob("*.py"):
         text = path.read_text()

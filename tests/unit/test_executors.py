@@ -1,7 +1,7 @@
-"""Jobs of Slurm and AWS Batch, and pods of Kubernetes, as Snakemake's executors render them from what a stage asks for.
+"""Jobs of Slurm and AWS Batch, and pods of Kubernetes, as Snakemake's executors create them for a stage.
 
-The plugins of the last two come with the extra `executors`. No cluster and no account is needed, since what they submit
-is caught.
+The plugins of the last two come with the extra `executors`. Neither a cluster nor an account is needed, since
+submissions are intercepted.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_kubernetes_plugin_ignores_the_gres_resource(monkeypatch: pytest.MonkeyP
 
 
 def test_shipped_pod_file_has_only_keys_known_to_kubernetes() -> None:
-    """What its client reads into a Job is what the file has: it leaves out what it does not know."""
+    """The client drops unknown keys when it parses a Job, and here drops none."""
     client = pytest.importorskip("kubernetes").client.ApiClient()
     written = (ROOT / "config/cloud/pod.yaml").read_text()
     response = SimpleNamespace(data=json.dumps(yaml.safe_load(written)))

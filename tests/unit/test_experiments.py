@@ -1,4 +1,4 @@
-"""Experiment files: every shipped one is read as its users' commands read it; editors get a schema of them."""
+"""Shipped experiment files are valid for their commands and for the editor schema."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ def test_shipped_experiments_begin_with_purpose_and_cost(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def editor() -> jsonschema.Draft202012Validator:
-    """What an editor does with the schema, which is itself a valid one."""
+    """Validator of the editor schema, which is itself checked."""
     of_experiments = schema()
     jsonschema.Draft202012Validator.check_schema(of_experiments)
     return jsonschema.Draft202012Validator(of_experiments)

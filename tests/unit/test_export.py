@@ -1,4 +1,4 @@
-"""The stage `export`: a folder with a card, whole or not at all."""
+"""The stage `export` writes a folder with a model card, atomically."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ command.run(export.main)
 
 
 def run_export(folder: Path, width: int, grid: int, limit: int) -> subprocess.CompletedProcess[str]:
-    """Export a DiT on pixels where no file may have more than `limit` bytes. grid: bytes of its picture."""
+    """Export a DiT on pixels with a file size limit of `limit` bytes. grid: size of its image in bytes."""
     torch.manual_seed(0)
     system, spec = DiTSystem(network=DiTConfig(depth=1, width=width, num_heads=2, patch=4)), DataSpec(
         channels=3, resolution=8, num_classes=2
@@ -74,7 +74,7 @@ def test_export_includes_a_model_card_with_metrics_and_intervals(tmp_path: Path)
 
 
 def test_metrics_of_other_weights_are_rejected() -> None:
-    check_metrics_of("one", MEASURED, Path("metrics.json"))  # of samples alone
+    check_metrics_of("one", MEASURED, Path("metrics.json"))  # metrics of samples without known weights
     measured = {**MEASURED, "protocol": {"weights": {"sha256": "one"}}}
     check_metrics_of("one", measured, Path("metrics.json"))
     with pytest.raises(ValueError, match=r"metrics.json is of other weights than --weights. Run evaluate with these"):

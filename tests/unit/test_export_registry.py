@@ -1,4 +1,4 @@
-"""The registry of exports: the formats of each type of system, and of types that it does not list."""
+"""The registry of exports: the formats of each system type, and of unregistered types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPERIMENTS = Path(__file__).parents[2] / "config/experiments"
 
 
 class Variant(DiTSystem):
-    """A system that no registry lists."""
+    """A system that is not in the registry."""
 
     type: Literal["variant"] = "variant"  # type: ignore[assignment]
 
@@ -53,7 +53,7 @@ def test_readers_belong_to_registered_systems() -> None:
 
 
 def dit_of(folder: Path, changes: dict[str, Any]) -> Path:
-    """An experiment of a DiT of flow matching on latents that is exported to diffusers, changed."""
+    """A latent flow matching DiT experiment exported to diffusers, with changes."""
     raw = merged(read_yaml(EXPERIMENTS / "demo_flow.yaml"), {"export": {"format": "diffusers"}})
     raw["codec"] = {"type": "stability_vae"}
     (folder / "x.yaml").write_text(to_yaml(merged(raw, changes)))

@@ -1,4 +1,4 @@
-"""What docs/extending.md shows is run: each part once; the diffusion on its network is trained and sampled."""
+"""The examples of docs/extending.md run: each part once; the diffusion system is trained and sampled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STREAMS = Streams(0, torch.zeros(4, dtype=torch.int64), torch.arange(4))
 
 @pytest.fixture(scope="module")
 def parts() -> Any:
-    """The modules of the page, by the last part of their names; they are gone afterwards."""
+    """The modules of the page, by the last part of their names; they are removed afterwards."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == len(NAMES)
     found = {}

@@ -1,4 +1,4 @@
-"""GELU as it is computed here is PyTorch's, in value and in derivative, compiled and not."""
+"""GELU and its derivatives match PyTorch's, compiled and uncompiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files are whole or absent; digests depend on content only."""
+"""Atomic file writes, and digests that depend on content only."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the umask is read from there")
 def test_umask_is_not_changed_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread would make files that everybody may write."""
+    """Otherwise another thread could create files that everybody may write."""
     before = os.umask(0o027)
     try:
         with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""The first hour on a GPU, with stand-ins for its steps: what is told is told after every step, whatever ends it."""
+"""The script for the first hour on a GPU, with fake steps: its page is updated after every step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_failed_and_hanging_steps_do_not_stop_others(tmp_path: Path) -> None:
 
 
 def test_page_counts_passed_and_failed_tests(tmp_path: Path) -> None:
-    """With the options of the repository, one of which makes pytest print less."""
+    """With the repository's pytest options, one of which reduces the output."""
     written = tmp_path / "test_two.py"
     written.write_text("def test_one(): ...\ndef test_two(): assert False\n")
     command = [str(written) if word.endswith(".py") else word for word in first_hour.tests("test_gpu_pieces")]
@@ -106,7 +106,7 @@ def test_slices_on_several_machines_make_one_page(tmp_path: Path) -> None:
 
 
 def test_page_has_all_steps_before_a_kill(tmp_path: Path) -> None:
-    """Started again, it goes on with the step that was killed."""
+    """A restart continues with the step that was killed."""
     names = ["one", "two", "three"]
     for index, killed in enumerate(names):
         output = tmp_path / killed

@@ -1,4 +1,4 @@
-"""Flow matching that predicts one quantity and measures its error in another."""
+"""Flow matching with a prediction type that differs from its loss type."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_velocity_loss_weights_x0_errors_by_inverse_squared_time() -> None:
 
 @pytest.mark.parametrize("loss", SAID)
 def test_loss_and_gradient_do_not_depend_on_the_prediction_type(loss: Said) -> None:
-    """One network, its output converted at its own x_t to each quantity in turn."""
+    """The output of one network, converted at its x_t to each prediction type."""
     weight = torch.full((1,), 0.7, dtype=torch.float64, requires_grad=True)
     levels = ((1 - TIMES).view(-1, 1, 1, 1), TIMES.view(-1, 1, 1, 1))
 
@@ -66,7 +66,7 @@ def test_every_loss_is_finite_at_both_ends_of_the_path(said: Said, loss: Said) -
 
 
 def test_samples_of_exact_networks_do_not_depend_on_the_prediction_type() -> None:
-    """Of data N(0, 0.25): E[x0 | x_t] is known, and every prediction is that of the same x0."""
+    """For data N(0, 0.25), E[x0 | x_t] is known; every prediction is converted from it."""
     process, noise = Flow(), torch.randn(64, 1, 1, 1, dtype=torch.float64)
     sampler = Heun(num_steps=20)
     grid = sampler.grid(process)
@@ -102,7 +102,7 @@ def test_predicting_x0_learns_large_patches_where_velocity_is_slow_and_eps_fails
 
 @pytest.mark.parametrize("said", ["velocity", "x0"])
 def test_contrastive_loss_has_its_closed_form_minimum(said: Said) -> None:
-    """For a network that says the same velocity u everywhere: its minimum lies at
+    """A network that predicts the velocity u everywhere has its minimum at
     (mean of velocities - lambda mean of negatives) / (1 - lambda)."""
     x, noise, times = X[:4], NOISE[:4], TIMES[:4]
     velocity, weight = noise - x, 0.2
@@ -119,7 +119,7 @@ def test_contrastive_loss_has_its_closed_form_minimum(said: Said) -> None:
 
 
 def test_contrastive_pairs_are_the_same_in_even_parts_of_a_batch() -> None:
-    """So a step is the same for any processes and microbatches that part no pair."""
+    """So a step does not depend on processes and microbatches, if they split no pair."""
     whole = objective(contrastive=0.1)
     x, noise = torch.randn(2, 8, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     times = torch.linspace(0.1, 0.9, 8, dtype=torch.float64)

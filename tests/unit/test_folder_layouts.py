@@ -1,4 +1,4 @@
-"""Layouts that others use: splits, wrapping folders, names with dots, files that are no images."""
+"""Common folder layouts: splits, wrapping folders, names with dots, files other than images."""
 
 from __future__ import annotations
 

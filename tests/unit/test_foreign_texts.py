@@ -1,4 +1,4 @@
-"""Text, classes and cells that other programs wrote."""
+"""Text, classes and table cells written by other programs."""
 
 from __future__ import annotations
 

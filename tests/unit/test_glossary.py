@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that can stand in metrics.json."""
+"""docs/metrics.md documents every metric of metrics.json."""
 
 from __future__ import annotations
 

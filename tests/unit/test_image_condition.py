@@ -1,5 +1,5 @@
-"""Conditions on another image, from end to end: small images to enlarge, grey ones, holes and edges in training and
-sampling, what is measured, and what is refused."""
+"""Image conditions, end to end: small images, grey images, holes and edges in training and sampling, metrics, and
+rejected settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pixels(count: int = 5, side: int = 4) -> np.ndarray:
 
 
 def seen(x: torch.Tensor, **degradation: Any) -> torch.Tensor:
-    """What a network sees of images, once the shape has been checked."""
+    """The condition that a network receives for images, with its shape checked."""
     image = ImageCondition.model_validate({"from": "self", **degradation})
     (found,) = image.degraded(x, Streams(0, STREAMS.epoch[: len(x)], STREAMS.sample[: len(x)])).values()
     spec = DataSpec(channels=x.shape[1], resolution=(x.shape[2], x.shape[3]))
@@ -240,14 +240,14 @@ def test_base_experiment_without_samples_is_rejected(tmp_path):
 
 
 def command(main, monkeypatch, *arguments: str | Path) -> None:
-    """Run a verb in this process."""
+    """Run a command in this process."""
     monkeypatch.setattr(sys, "argv", ["verb", *map(str, arguments)])
     main()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The results of an upsampler that was trained for two steps; its base is configured."""
+    """Results of an upsampler trained for two steps; its base experiment is configured only."""
     folder = tmp_path_factory.mktemp("upsampler")
     written(folder, "base", BASE)
     results = folder / "results"
@@ -265,7 +265,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def sampled(results: Path, folder: Path, monkeypatch, small_images: Any, *arguments: str | Path, **changes: Any) -> Any:
-    """Sample with what the experiment says of small images, and perhaps other settings: where the arrays are."""
+    """Run `sample` with these small images and changed settings; return the path of the arrays."""
     config = folder / "sample.yaml"
     config.write_text(yaml.safe_dump({"sample": {**UPSAMPLER["sample"], "small_images": small_images, **changes}}))
     weights = results / "upsampler/train/weights.safetensors"

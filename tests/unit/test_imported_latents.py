@@ -1,4 +1,4 @@
-"""Latents that other tools have encoded: what is stored of each layout, what is kept, what is refused."""
+"""Latents encoded by other tools: stored values of each layout, reuse of shards, and rejected input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def imported(source: dict[str, Any], vae: Path, output: Path, **changes: Any) ->
 
 
 def in_order(shards: Shards, count: int = COUNT) -> list[int]:
-    """Which image each sample is, by the name that its record tells."""
+    """The number of each sample's image, from the name in its record."""
     folder = shards._folder
     assert isinstance(folder, Path)
     found = []

@@ -1,4 +1,4 @@
-"""What a stage loads before its first line of work: seconds, for every job and every restart."""
+"""Modules that a stage imports at its start, which costs seconds in every job and restart."""
 
 from __future__ import annotations
 

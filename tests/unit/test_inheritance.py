@@ -1,4 +1,4 @@
-"""An experiment that names a base is that file with its own changes, by the rules of every section."""
+"""An experiment with a base is the base file with its own changes merged in."""
 
 from __future__ import annotations
 

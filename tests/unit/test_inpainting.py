@@ -1,4 +1,4 @@
-"""Samples that are made of images, through the stage `sample`: filled in, varied, and in tiles."""
+"""Samples made from images by the stage `sample`: inpainting, variation and tiles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GIVEN = "{images: images, mask: mask.png, resamplings: 2}"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trained experiment `mine` of 8 x 8 pixels, three images of 12 x 10 and a mask that knows their left half."""
+    """A trained experiment `mine` of 8 x 8 pixels, three images of 12 x 10 and a mask of their known left half."""
     monkeypatch.chdir(tmp_path)
     write_model(Path("results/mine"), step=3)
     plan = a_plan("mine")
@@ -66,7 +66,7 @@ def drawn(*changes: str, num: int = 4) -> tuple[np.ndarray[Any, Any], dict[str, 
 
 
 def crops() -> np.ndarray[Any, Any]:
-    """What the stage `crop` makes of images a, b, c and a again."""
+    """Crops of images a, b, c and a again, as made by the stage `crop`."""
     squares = [crop_image(Path(f"images/{name}.png").read_bytes(), DATA).crops[0] for name in "abca"]
     return np.stack(squares).transpose(0, 2, 3, 1)
 
@@ -213,7 +213,7 @@ def test_invalid_inpainting_experiments_are_rejected_before_any_work(
 
 
 class Halving:
-    """A codec whose latents are the means of 2 x 2 pixels, and that decodes them with an error."""
+    """A codec whose latents are means of 2 x 2 pixels, and whose decoder has an error."""
 
     bounded = False
 
@@ -234,7 +234,7 @@ def test_latents_are_known_only_if_all_their_pixels_are_known(seed: int) -> None
     spec = DataSpec(channels=3, resolution=4, num_classes=0)
     settings = SampleConfig.model_validate({"sampler": {"type": "ddim", "num_steps": 3}})
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
-    mask[..., :5] = True  # the third column of latents is known in part
+    mask[..., :5] = True  # the third column of latents is partly known
     known = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8).where(mask, torch.tensor(128, dtype=torch.uint8))
     pictures = Pictures(None, 1.0, known, mask, 2, 2)
     generator = Generator(system.build_network(spec), system.reading, spec, Halving(), settings, pictures=pictures)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The journal: nothing is lost by SIGKILL, redone steps count once, and it imports nothing heavy."""
+"""The journal: SIGKILL loses no record, repeated steps count once, and no heavy modules are imported."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_last_value_of_a_step_counts_within_an_attempt(tmp_path: Path) -> None:
 def test_attempts_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "train"
     folder.mkdir()
-    (folder / "attempt-9999.jsonl").touch()  # one that was killed before its first line
+    (folder / "attempt-9999.jsonl").touch()  # an attempt killed before its first line
     for value in (1.0, 2.0):
         with Journal.open(tmp_path, "train", resume_step=0 if value == 2.0 else None) as journal:
             journal.metrics({"loss": value}, step=1)
@@ -178,7 +178,7 @@ def test_sigkill_loses_no_record(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     printed = "50\n" + process.stdout.read()
     process.wait()
-    last = int(printed[: printed.rindex("\n")].splitlines()[-1])  # the last line may be cut off
+    last = int(printed[: printed.rindex("\n")].splitlines()[-1])  # the last line may be incomplete
     killed = read_journal(tmp_path / "train")
     assert running is not None and running.status == "running" and running.ended is None
     assert killed is not None and killed.status == "killed" and killed.ended is not None
@@ -220,7 +220,7 @@ def test_journal_recovers_after_a_full_disk(
     def limited(file: int, data: bytes) -> int:
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data[:7])  # and every write is a short one
+        return write(file, data[:7])  # every write is partial
 
     monkeypatch.setattr(os, "write", limited)
     with Journal.open(tmp_path, "train") as journal:
@@ -304,7 +304,7 @@ def test_flipped_bits_never_change_recorded_values(tmp_path: Path, capsys: pytes
     lines = data.splitlines(keepends=True)
     starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
     for place in range(len(data)):
-        folder = tmp_path / f"{place}"  # a file of its own: what was told of one is not told again
+        folder = tmp_path / f"{place}"  # a new path, since damage of a file is reported once
         folder.mkdir()
         (folder / path.name).write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
         found = read_journal(folder)
@@ -352,13 +352,13 @@ def test_removed_attempts_are_detected_by_later_ones(tmp_path: Path, capsys: pyt
 
 
 def test_truncated_attempts_are_detected_by_later_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To a reader of the file alone it looks like one that was killed earlier."""
+    """The file alone looks like that of an attempt killed earlier."""
     tags = {"fingerprint": "a"}
     first = Journal.open(tmp_path, "train", tags=tags)
     for step in (1, 2, 3):
         first.metrics({"loss": 1.0}, step=step)
     led_here = first.attempts
-    first.metrics({"loss": 1.0}, step=4)  # past the checkpoint, and may be lost
+    first.metrics({"loss": 1.0}, step=4)  # after the checkpoint, so it may be lost
     with Journal.open(tmp_path, "train", 3, tags, after=led_here) as second:
         second.metrics({"loss": 1.0}, step=4)
     lines = first.path.read_text().splitlines(keepends=True)
@@ -373,8 +373,8 @@ def test_truncated_attempts_are_detected_by_later_ones(tmp_path: Path, capsys: p
 
 
 def test_attempt_belongs_to_the_run_of_the_attempts_it_resumes(tmp_path: Path) -> None:
-    """Eight steps, shortened to six, begun anew where no checkpoint could be read, and lengthened again: the last
-    checkpoint of the first attempt is still there."""
+    """Eight steps, shortened to six, restarted from scratch since no checkpoint was readable, and extended again: the
+    last checkpoint of the first attempt still exists."""
     tags = {"fingerprint": "a"}
     with Journal.open(tmp_path, "train", tags=tags) as first:
         for step in (2, 4, 6, 8):
@@ -399,16 +399,16 @@ def test_journal_of_another_run_is_not_used_for_the_weights(tmp_path: Path) -> N
     history = read_journal(tmp_path / "train")
     assert history is not None and history_for_weights(history, weights) is history
     journal.path.unlink()
-    shutil.rmtree(receipts_of(tmp_path / "train"))  # journals of older versions have none
+    shutil.rmtree(receipts_of(tmp_path / "train"))  # older versions wrote no receipts
     history = read_journal(tmp_path / "train")
     assert history is not None and history_for_weights(history, weights).damaged == ["run b"]
-    with Journal.open(tmp_path, "train", tags={"fingerprint": "c"}):  # a training that has not ended is not theirs yet
+    with Journal.open(tmp_path, "train", tags={"fingerprint": "c"}):  # an unfinished training has not made the weights
         history = read_journal(tmp_path / "train")
         assert history is not None and history_for_weights(history, weights) is history
 
 
 def _damage(path: Path, kind: str) -> None:
-    """Damage a file as a full disk, a power cut or a person does."""
+    """Damage a file as by a full disk, a power failure or an edit."""
     data = path.read_bytes()
     match kind:
         case "cut":
@@ -443,7 +443,7 @@ DAMAGE = {
     "folder of the stage removed": 22,
     "folder of all journals removed": 22,
 }
-"""Kinds of damage to a journal of 23 records, and how many records each loses at least."""
+"""Kinds of damage to a journal of 23 records, and the least number of records that each loses."""
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -470,7 +470,7 @@ def test_lost_records_are_counted_and_the_run_stays_finished(
 
 @pytest.mark.parametrize("kind", ["removed", "emptied", "cut"])
 def test_lost_records_of_earlier_attempts_are_counted(tmp_path: Path, kind: str) -> None:
-    """Stages that begin anew name no attempt that they went on from."""
+    """Stages that start from scratch record no previous attempt."""
     first = Journal.open(tmp_path / "journal", "sample")
     first.params({"seed": 0})
     first.metrics({"speed/images_per_s": 1.0}, step=1)
@@ -522,7 +522,7 @@ def test_killed_attempts_do_not_count_as_lost_records(tmp_path: Path) -> None:
 def test_git_commit_is_recorded_only_if_the_repository_tracks_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of one in which the package is installed, as in .venv."""
+    """Not if the package is merely installed inside the repository, as in .venv."""
     (tmp_path / "writer.py").touch()
     monkeypatch.setattr(journal_module, "__file__", str(tmp_path / "writer.py"))
     git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@localhost"]

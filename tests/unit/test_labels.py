@@ -1,4 +1,4 @@
-"""Labels: which are dropped while a network is trained, and which are drawn for samples."""
+"""Labels: dropping during training, and selection for samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEC = DataSpec(channels=1, resolution=4, num_classes=3)
 
 
 class Notes(nn.Module):
-    """Notes the labels it is given."""
+    """Records the labels it receives."""
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         self.label = label
@@ -54,7 +54,7 @@ def test_random_labels_depend_on_the_shared_seed() -> None:
     assert torch.equal(first, again) and 80 < int((first != other).sum()) < 180
 
 
-NUMBERS = sorted(map(str, range(12)))  # as folders are: 0, 1, 10, 11, 2, …
+NUMBERS = sorted(map(str, range(12)))  # sorted like folders: 0, 1, 10, 11, 2, …
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The launcher: one command line for one node, another for several nodes of a Slurm job, the same processes in both."""
+"""The launcher: its command lines for one node and for several nodes of a Slurm job, and its processes."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def test_zero_processes_are_rejected() -> None:
 
 def test_launcher_execs_the_command_with_the_given_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setenv(VARIABLE, "another")  # and so put back in the end
+    monkeypatch.setenv(VARIABLE, "another")  # so that monkeypatch restores it
     monkeypatch.setattr(os, "execvpe", lambda *given: started.append(given))
     given = ["launch", "--threads-per-process", "3", "--grace-s", "7"]
     given += ["--logs", "logs", "--", "program", "x"]
@@ -113,7 +113,7 @@ def test_every_process_runs_and_writes_its_log(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     printed = sorted(log.read_text().strip() for log in (tmp_path / "logs").rglob("stdout.log"))
     assert printed == ["0 of 2 3", "1 of 2 3"]
-    assert done.stdout.splitlines() == ["[default0]:0 of 2 3"]  # the prefix that workflow/scripts/logged removes
+    assert done.stdout.splitlines() == ["[default0]:0 of 2 3"]  # workflow/scripts/logged removes this prefix
 
 
 TOO_MANY = """
@@ -220,7 +220,7 @@ command.run(main)
 
 @pytest.mark.parametrize("ended", ["launcher", "Snakemake"])
 def test_planned_stop_reports_the_saved_checkpoint(tmp_path: Path, ended: str) -> None:
-    """Of the launcher, or when what has started it was killed alone: its processes then stop as well."""
+    """If the launcher is stopped, or if only its parent is killed: its processes then stop as well."""
     (tmp_path / "program.py").write_text(SLOW)
     starter = (
         "import os, subprocess, sys; from image_diffusion.core.process.parent_watch import end_with_parent\n"
@@ -244,7 +244,7 @@ def test_planned_stop_reports_the_saved_checkpoint(tmp_path: Path, ended: str) -
             os.kill(child, signal.SIGTERM)
         else:
             running.kill()
-        said = running.stderr.read()  # ends with the last of them
+        said = running.stderr.read()  # returns when the last process ends
     assert "Traceback" not in said
     assert "stopped: saved.\n" in said
     if ended == "launcher":
@@ -273,14 +273,14 @@ command.run(main)
 
 
 def test_second_signal_during_shutdown_keeps_the_stopped_status() -> None:
-    """By the launcher and by what ends with it, say: a signal's own ending would look like a crash."""
+    """Launcher and parent watch may both send one; ending by the signal would look like a crash."""
     done = subprocess.run([sys.executable, "-c", ASKED_TWICE], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (75, "stopped: saved.\n")
 
 
 @pytest.mark.parametrize("raised", ["Stopped('saved.')", "ValueError('wrong.')", "KeyboardInterrupt"])
 def test_final_messages_are_written_in_a_single_call(raised: str) -> None:
-    """Several end together, on one terminal: written apart, a line would begin in the midst of another."""
+    """Several processes share a terminal: separate writes would mix their lines."""
     code = (
         "import os, sys; from image_diffusion.core.process import command\n"
         "from image_diffusion.core.process.errors import Stopped\n"
@@ -305,7 +305,7 @@ def test_queued_jobs_outlive_their_submitting_process() -> None:
 
 
 def test_terminated_run_with_nothing_to_save_counts_as_stopped(tmp_path: Path) -> None:
-    """Slurm's signal may come while training begins, or has made its last step: no process says then that it saved."""
+    """Slurm's signal may arrive while training starts or after its last step: no process then reports a save."""
     (tmp_path / "ready.py").write_text(
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"

@@ -1,4 +1,4 @@
-"""The leaderboard: what an entry must have reached, its order, and that the page shows the entries that there are."""
+"""The leaderboard: requirements of an entry, the order of entries, and the page generated from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENTRIES = sorted((ROOT / "docs" / "leaderboard").glob("*.json"))
 
 
 def entry(note: str, *runs: tuple[float, float, float], codec_cpu_s: float = 0.0) -> dict[str, Any]:
-    """An entry with these CPU seconds, agreements and distances, a run each."""
+    """An entry with these runs: CPU seconds, agreement and distance of each."""
     keys = ("cpu_s", "agreement", "distance")
     return {
         "note": note,

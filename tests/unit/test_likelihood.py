@@ -1,4 +1,4 @@
-"""Bits per dimension as an evaluation: every image once, whatever the batch; and who is refused."""
+"""Bits per dimension as an evaluation: every image once for any batch size; unsupported systems are rejected."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def measured(
 
 
 class Oracle(nn.Module):
-    """Predicts the noise exactly, since it knows that every image is grey."""
+    """Predicts the noise exactly, as every image is grey."""
 
     def __init__(self, described: IddpmSystem) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_likelihood_does_not_depend_on_the_batch_size(objective: dict[str, Any])
 
 
 def test_bound_of_an_image_does_not_depend_on_its_batch() -> None:
-    """The noise of an image is its own, not its batch's."""
+    """The noise of an image does not depend on its batch."""
     described = system()
     network = randomly_initialised(described)
     config = LikelihoodConfig()

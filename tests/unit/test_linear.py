@@ -1,4 +1,4 @@
-"""The linear map of the networks is PyTorch's, in value and in gradient, whatever computes it."""
+"""The linear layer of the networks matches PyTorch's values and gradients for every backend."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from image_diffusion.nn.transformer import Mlp
 
 @pytest.fixture(params=["oneDNN", "MKL"])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose products a training takes."""
+    """Selects the backend of the matrix products in training."""
     monkeypatch.setattr(module, "_mkl_is_faster", lambda: request.param == "MKL")
 
 
 @pytest.mark.usefixtures("by")
-@pytest.mark.parametrize("tokens", [3, 300])  # too few to be worth it, and enough
+@pytest.mark.parametrize("tokens", [3, 300])  # below and above the threshold
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_values_and_gradients_match_pytorch(tokens: int, bias: bool) -> None:
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def test_each_row_is_independent_of_other_rows() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 5, 96), (96,), (0, 96), (70, 96)])
 def test_small_inputs_are_padded_with_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """As with an older PyTorch: no trace is left of the rows that are added."""
+    """As with an older PyTorch: the padding rows do not change the result."""
     monkeypatch.setattr(module, "_FEWEST_ROWS", 64)
     torch.manual_seed(0)
     layer, x = Linear(96, 192), torch.randn(shape)
@@ -105,7 +105,7 @@ def test_autocast_still_chooses_the_precision() -> None:
     ],
 )
 def test_gelu_is_fused_on_gpus_without_gradients(device: str, gradient: bool, plain: bool, fused: bool) -> None:
-    """With tensors that have no contents; `tests/gpu` compares the numbers."""
+    """With fake tensors; `tests/gpu` compares the numbers."""
     module.register_operations()
     with FakeTensorMode(), torch.device(device), torch.set_grad_enabled(gradient):
         mlp, x = Mlp(8, 32), torch.empty(2, 3, 8)

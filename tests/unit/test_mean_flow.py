@@ -50,7 +50,7 @@ def test_exact_average_velocities_give_exact_samples_in_any_number_of_steps(num_
 
 
 def test_target_is_the_average_velocity() -> None:
-    """Of the exact network u = v - (t - r) du/dt, so what is left is the sample's own velocity less the mean one."""
+    """For the exact network u = v - (t - r) du/dt, so the error is the sample's velocity minus the mean velocity."""
     process, given = Flow().build(), batch(2000)
     config = MeanFlow(direction="predicted", interval_probability=1.0, weight_power=0.0)
     losses = config.build(process, SPEC)(exact, given)
@@ -62,7 +62,7 @@ def test_target_is_the_average_velocity() -> None:
 
 
 def test_target_along_the_sample_velocity_is_unbiased() -> None:
-    """du/dt is linear in the direction, and the velocity given x_t averages to that of the flow: so does the target."""
+    """du/dt is linear in the direction, and the mean velocity given x_t is that of the flow: so is the mean target."""
     process, given = Flow().build(), batch(50_000)
     t, r = torch.full((50_000,), 0.8).double(), torch.full((50_000,), 0.3).double()
     noise = given.streams.normal("noise", (1, 2, 2))
@@ -98,7 +98,7 @@ def test_adaptive_loss_weight_is_not_used_in_validation() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"qk_norm": True, "norm": "rms_norm", "mlp": "swiglu"}])
 def test_network_derivative_matches_central_differences(more: dict[str, Any]) -> None:
-    """Large enough for the products that have no such derivative of their own."""
+    """The shapes are large enough for the matrix products without a forward-mode derivative."""
     torch.manual_seed(0)
     network = DiTConfig(**DIT, **more).build(DataSpec(channels=4, resolution=16, num_classes=10), interval=True)
     for parameter in network.parameters():
@@ -115,7 +115,7 @@ def test_network_derivative_matches_central_differences(more: dict[str, Any]) ->
         expected = (u(x + h * v, t + h, interval + h) - u(x - h * v, t - h, interval - h)) / (2 * h)
     assert not found.requires_grad
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * expected.abs().max().item())
-    assert u(x, t, interval).requires_grad  # and afterwards everything is as it was
+    assert u(x, t, interval).requires_grad  # the previous state is restored
 
 
 def test_network_without_intervals_has_no_interval_weights() -> None:
@@ -174,7 +174,7 @@ def test_mean_flow_requires_the_flow_process() -> None:
 
 
 def test_exact_network_has_no_error_with_an_exact_teacher() -> None:
-    """Distilled from the exact flow, the exact map is the fixed point in every sample, not on average alone."""
+    """Distilled from the exact flow, the exact map is the fixed point for every sample, not only on average."""
     objective = MeanFlow(direction="teacher", interval_probability=1.0, weight_power=0.0).build(Flow().build(), SPEC)
     assert objective.teacher is not None
     objective.teacher.network = exact
@@ -227,6 +227,6 @@ def test_steps_match_the_diffusers_scheduler() -> None:
 
 
 def _slow(x: Tensor, t: Tensor, /, interval: Tensor | None = None, **cond: Tensor) -> Tensor:
-    """The exact network, told times that count to 1,000."""
+    """The exact network, with times scaled to 1,000."""
     assert interval is not None
     return exact(x, t.float() / 1000, interval=interval.float() / 1000)

@@ -1,4 +1,4 @@
-"""The page of messages holds every text that the package raises or writes to the terminal."""
+"""The page of messages contains every text that the package raises or prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks of shapes alone."""
+"""Networks on the meta device, with shapes only."""
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ def test_meta_network_has_the_names_and_shapes_of_the_real_one() -> None:
         shapes = config.build(spec, False).state_dict()
     real = config.build(spec, False).state_dict()
     assert {name: tensor.shape for name, tensor in shapes.items()} == {n: t.shape for n, t in real.items()}
-    assert [name for name, tensor in shapes.items() if not tensor.is_meta] == ["pos_embed"]  # a table, no weight
+    assert [name for name, tensor in shapes.items() if not tensor.is_meta] == ["pos_embed"]  # a table, not a weight
 
 
 def test_initialisation_is_normal_outside_shapes_only() -> None:

@@ -1,4 +1,4 @@
-"""Metrics of the channels of arrays: what each of them sees, against numpy and closed forms, and its interval."""
+"""Metrics of the channels of arrays: their sensitivity, values against numpy and closed forms, and intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVELS = Levels(dtype="uint16", channels=("a", "b"), low=(0, 0), high=(4095, 409
 
 
 def correlated(count: int, seed: int, share: float = 0.8, mean: float = 2000, side: int = 16) -> NDArray[Any]:
-    """Return noise [count, side, side, 2] of which the channels share a part: uint16."""
+    """Return uint16 noise [count, side, side, 2] with partly shared channels."""
     draw = np.random.default_rng(seed)
     common, own = draw.normal(size=(count, side, side, 1)), draw.normal(size=(count, side, side, 2))
     mixed = np.sqrt(share) * common + np.sqrt(1 - share) * own

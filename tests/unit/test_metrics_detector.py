@@ -1,4 +1,4 @@
-"""The embedded detector: it learns, repeats itself exactly, and is a function of the image alone."""
+"""The built-in detector: it learns, training is bit-exact, and features depend on the image alone."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_detector_without_classes_learns_rotations(tmp_path: Path):
     settings = DetectorTraining(least_examples=3000, epochs=1)
     description = train_detector(*unlabelled, settings, tmp_path)
     assert description["labels"] == "rotation" and description["classes"] == []
-    assert description["accuracy"] > 0.45  # guessing: 0.25
+    assert description["accuracy"] > 0.45  # chance: 0.25
     assert load_detector(tmp_path).classes == []
 
 

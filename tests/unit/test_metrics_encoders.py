@@ -1,4 +1,4 @@
-"""Encoders of others as judges, from files; CMMD against closed forms."""
+"""External encoders as detectors, from files; CMMD against closed forms."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_vision_tower_is_loaded_from_a_folder(kind: str, tmp_path: Path) -> None
      ("DINOv3ViT", 1), ("ViT", 1)],
 )  # fmt: skip
 def test_vision_tower_returns_patch_feature_maps(kind: str, others: int, tmp_path: Path) -> None:
-    """At the processor's side, at another (positions are interpolated), and the twin where it belongs."""
+    """At the processor's resolution and at another one, with interpolated positions."""
     model = write_tower(kind, tmp_path)
     tower = getattr(model, "vision_model", model)
     for side in (SIDE, 48):
@@ -156,7 +156,7 @@ def test_processor_sets_the_resolution_and_is_part_of_the_identity(tmp_path: Pat
 
 
 def test_model_whose_tokens_form_no_grid_is_a_one_line_error(tmp_path: Path) -> None:
-    write_tower("ViTMAE", tmp_path)  # it hides three quarters of the patches
+    write_tower("ViTMAE", tmp_path)  # it masks three quarters of the patches
     with pytest.raises(ValueError, match=r"gives \[5, 16\] for an image, which is not one token for each of its patch"):
         Transformers(weights=str(tmp_path), name="tiny").build().maps(IMAGES)
 
@@ -200,7 +200,7 @@ def test_cmmd_matches_its_definition() -> None:
 
 
 def test_cmmd_interval_covers_the_true_value() -> None:
-    """What many samples of either side score is what the interval is of."""
+    """The true value is the score of many samples on both sides."""
     rng = np.random.default_rng(2)
 
     def draw(count: int, mean: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From samples and a data set to metrics.json: the panel, its floor, the pictures, and every mistake in one line."""
+"""From samples and a data set to metrics.json: the metrics, their floor, the plots, and one-line errors."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ def test_panel_detects_shifted_and_mislabelled_samples(data: RealImages):
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64])
-def test_numbers_do_not_depend_on_how_many_are_looked_at_at_once(
-    data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_panel_metrics_do_not_depend_on_the_batch_size(data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch):
     settings = EvaluateConfig(copies=False)
     expected = evaluate_samples(images(120, 4), data, [Brightness()], settings)["metrics"]
     monkeypatch.setattr(features, "AT_ONCE", at_once)
@@ -118,7 +116,7 @@ def test_numbers_do_not_depend_on_how_many_are_looked_at_at_once(
 @pytest.mark.parametrize("classes", [CLASSES, []])
 def test_samples_without_classes_get_no_class_metrics_and_picture(data: RealImages, tmp_path: Path, classes: list[str]):
     samples = images(120, 5, classes)
-    samples.has_labels = not classes  # labels without classes are all there is of what has no classes
+    samples.has_labels = not classes  # without classes, labels exist but have no names
     judge = Brightness()
     judge.classes = classes
     (tmp_path / "classes.png").write_bytes(b"of before")
@@ -382,7 +380,7 @@ def test_dinov2_preparation_is_imagenet_normalization(monkeypatch: pytest.Monkey
     torch.testing.assert_close(stripes.amax((0, 2, 3)), white[0, :, 0, 0])
     grey = prepare(torch.full((2, 1, 300, 300), 128, dtype=torch.uint8))
     assert grey.shape == (2, 3, 224, 224) and grey[1, 0, 0, 0].item() == pytest.approx((128 / 255 - 0.485) / 0.229)
-    noise = np.random.default_rng(0).integers(80, 170, (40, 40, 3), np.uint8)  # away from what is clipped
+    noise = np.random.default_rng(0).integers(80, 170, (40, 40, 3), np.uint8)  # away from clipped values
     by_pillow = np.asarray(Image.fromarray(noise).resize((224, 224), Image.Resampling.BICUBIC)) / 255
     ours = prepare(torch.from_numpy(noise).permute(2, 0, 1)[None])[0, 0] * 0.229 + 0.485
     assert np.abs(ours.numpy() - by_pillow[..., 0]).max() < 2 / 255, "it rounds twice"
@@ -422,7 +420,7 @@ def test_dinov2_loads_published_or_local_weights(brings: bool, tmp_path: Path, m
 
 
 def test_previews_with_too_few_samples_are_not_in_the_curve(data: RealImages):
-    """A neighbour is needed beyond the nearest ones of each sample: neighbours + 2 samples, itself among them."""
+    """Each sample needs a neighbour beyond its nearest ones: neighbours + 2 samples, including itself."""
     settings = EvaluateConfig(neighbours=3, two_sample=False)
     reference = Reference.from_images(detect(Brightness(), data.train), torch.from_numpy(data.train.labels))
     previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
@@ -475,7 +473,7 @@ def test_damaged_and_missing_previews_are_reported_and_skipped(tmp_path: Path):
         pixels = images(6, step).gather(np.arange(6)).permute(0, 2, 3, 1).numpy()
         np.savez(tmp_path / f"step-{step:07d}.npz", pixels)
     damaged = tmp_path / "step-0000010.npz"
-    damaged.write_bytes(damaged.read_bytes()[:100])  # before anybody knew its sha256
+    damaged.write_bytes(damaged.read_bytes()[:100])  # before its sha256 was recorded
     write_listing(tmp_path, "step-*.npz")
     np.savez(tmp_path / "step-0000020.npz", pixels)
     (tmp_path / "step-0000030.npz").unlink()
@@ -497,7 +495,7 @@ def test_damaged_and_missing_previews_are_reported_and_skipped(tmp_path: Path):
 
 def test_samples_of_other_weights_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "samples.npz"
-    check_samples_of("one", path)  # of another program, which describes nothing
+    check_samples_of("one", path)  # of another program, without a description
     write_json(tmp_path / "samples.json", {"weights_sha256": "one"})
     check_samples_of("one", path)
     with pytest.raises(ValueError, match=r"samples.json is of samples from other weights than --weights. Run sample"):

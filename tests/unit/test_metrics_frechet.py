@@ -145,7 +145,7 @@ def test_too_few_samples_give_no_interval_and_a_biased_note():
 
 
 def test_debiased_distance_is_not_negative():
-    """That of a set to itself is zero, and grows whatever is left out: debiased it would be less."""
+    """The distance of a set to itself is zero and grows if blocks are left out, so debiasing would make it negative."""
     features = randn(200, 4)
     found = frechet_estimate(block_moments(features), Moments.from_features(features).gaussian)
     assert found.debiased == 0 and found.interval is not None and found.interval[0] == 0
@@ -158,7 +158,7 @@ def test_frechet_infinity_removes_the_bias():
     biased = [frechet_estimate(block_moments(randn(300, D, seed=s)), reference).value for s in range(60)]
     assert abs(sum(values)) < sum(biased) / 4
     one = frechet_infinity(block_moments(randn(300, D)), reference)
-    assert one.interval is not None and one.debiased == one.value  # which is extrapolated already
+    assert one.interval is not None and one.debiased == one.value  # the value is already extrapolated
 
 
 def test_jackknife_of_a_mean_matches_the_textbook_interval():

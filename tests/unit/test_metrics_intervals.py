@@ -1,4 +1,4 @@
-"""Intervals of all metrics: each holds its estimate, and zero where both sets are samples of one distribution."""
+"""Intervals of all metrics cover the estimate, and zero if both sets are of one distribution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(rng: np.random.Generator, count: int, shift: float) -> Tensor:
 
 
 def seen(features: Tensor) -> Detected:
-    """What a detector of two classes, told apart by the first feature, sees."""
+    """Output of a detector of two classes, which the first feature separates."""
     return Detected(features, torch.stack([-features[:, 0], features[:, 0]], dim=1), features[:, :2])
 
 

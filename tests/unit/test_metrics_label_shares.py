@@ -1,4 +1,4 @@
-"""Samples whose label shares are not the data's: compared with real images of the same shares."""
+"""Samples whose label shares differ from the data's are compared with real images of the same shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intersection over union of images and the masks that they were asked for, by a segmenter that is trained for it."""
+"""Intersection over union of images and their requested masks, by a segmenter trained for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING = DetectorTraining(least_examples=640, most_examples=640, batch_size=16
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images, and the masks that they were asked for."""
+    """Images and their requested masks."""
 
     images: Tensor
     masks: Tensor
@@ -36,7 +36,7 @@ class Pictures:
 
 
 def boxes(count: int, seed: int, side: int = 16) -> Pictures:
-    """Draw light boxes on dark ground, in noise, with masks of the boxes."""
+    """Draw light boxes on a dark, noisy background, with masks of the boxes."""
     draw = np.random.default_rng(seed)
     masks = np.zeros((count, 1, side, side), dtype=np.uint8)
     for mask in masks[:, 0]:

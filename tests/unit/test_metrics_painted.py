@@ -1,4 +1,4 @@
-"""Painted digits, and the judge of whether images have what their prompts name."""
+"""Painted digits, and the metrics of agreement between images and prompted attributes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNT = 200
 
 
 class Zero:
-    """A detector that takes everything for a zero."""
+    """A detector that classifies everything as a zero."""
 
     identity: ClassVar[dict[str, Any]] = {}
     doubt: str | None = None
@@ -83,7 +83,7 @@ def test_each_attribute_is_evaluated_only_if_named() -> None:
 
 def test_held_out_combinations_are_counted_separately() -> None:
     seen = [attributes_of(number) for number in range(100)]
-    unseen = [Attributes("zero", "black", "white", "upright", "large")] * 100  # black is what zeros lack
+    unseen = [Attributes("zero", "black", "white", "upright", "large")] * 100  # zeros are never black in training
     prompts = [captions_of(each)[0] for each in (*seen, *unseen)]
     found = evaluate_painted(samples(prompts, [*seen, *seen]), [Zero()])
     assert found["attributes_held_out"]["n"] == found["attributes_seen"]["n"] == 100

@@ -1,4 +1,4 @@
-"""Retrieval against what is known of it, and the agreement of images and prompts by a model from a folder."""
+"""Retrieval against known values, and agreement of images and prompts by a model from a folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def values(*arguments: Any) -> list[float]:
 
 def test_retrieval_rank_counts_items_before_the_first_match() -> None:
     gallery, groups = torch.eye(8), torch.arange(8)
-    rank_three = torch.tensor([[0.0, 0.5, 0.4, 0.3, 0, 0, 0, 0]])  # its own is the third
+    rank_three = torch.tensor([[0.0, 0.5, 0.4, 0.3, 0, 0, 0, 0]])  # its match is the third
     assert values(rank_three, torch.tensor([3]), gallery, groups) == [0, 1]
     assert values(torch.cat([rank_three, gallery[3:4]]), torch.tensor([3, 3]), gallery, groups) == [0.5, 1]
     two_of_a_group = torch.tensor([7, 1, 2, 3, 4, 5, 6, 7])

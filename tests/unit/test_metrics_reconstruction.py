@@ -1,4 +1,4 @@
-"""PSNR and SSIM against torchmetrics and closed forms; codebook use of known counts."""
+"""PSNR and SSIM against torchmetrics and closed forms; codebook use for known counts."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_copies_of_one_image_recall_only_that_image():
 
 @pytest.mark.parametrize(("copied", "new"), [(200, 0), (150, 150), (20, 0)])
 def test_copies_on_the_boundary_of_a_ball_are_inside(copied: int, new: int):
-    """A copy of the k-th neighbour is as far away as that: here by differences, which are exactly the same."""
+    """A copy of the k-th neighbour has the same distance: computed here by differences, which are exactly equal."""
     real = randn(300, 64)
     samples = torch.cat([real[:copied], randn(new, 64, seed=1)])
 
@@ -177,7 +177,7 @@ def test_two_sample_test_separates_only_different_sets():
 
 
 def test_two_sample_test_of_odd_sizes_is_not_below_chance():
-    """In halves of unequal shares, the larger class of the half that is fitted is the smaller one that is judged."""
+    """In halves of unequal shares, the larger class of the fitted half is the smaller class of the tested half."""
     values = [two_sample_test(randn(9, 4, seed=2 * i), randn(9, 4, seed=2 * i + 1)).value for i in range(200)]
     assert sum(values) / len(values) == pytest.approx(0.5, abs=0.03)
     assert two_sample_test(randn(9, 4), randn(12, 4, seed=1)).n == 16

@@ -1,4 +1,4 @@
-"""Slanted digits, and the judge of whether images have the numbers that they were asked for."""
+"""Slanted digits, and the errors between measured and requested numbers."""
 
 from __future__ import annotations
 
