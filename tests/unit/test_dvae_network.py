@@ -75,7 +75,7 @@ def test_soft_samples_approach_one_hot_as_the_temperature_falls() -> None:
 
 
 def test_reinmax_gradient_is_closer_to_exact_than_straight_through() -> None:
-    """The gradient of E[f(token)] for a quadratic f of the one-hot vector; the exact one sums over all tokens (float64)."""
+    """The gradient of E[f(token)], f quadratic in the one-hot vector; the exact one sums over all tokens (float64)."""
     n = 20_000
     values = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
     at = torch.tensor([0.4, 0.1, -0.6, 0.2], dtype=torch.float64)

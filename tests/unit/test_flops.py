@@ -173,8 +173,8 @@ def eight() -> Iterator[World]:
 
 
 def fixed_traffic(world: World, size: Any = "DiT-XL/2", **settings: Any) -> tuple[float, float]:
-    """GB that a DiT step moves for any batch size: in a process, and between processes. With a dict as size, tensors are
-    real, since PyTorch cannot shard fake ones."""
+    """GB that a DiT step moves for any batch size: in a process, and between processes. With a dict as size, tensors
+    are real, since PyTorch cannot shard fake ones."""
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 16, **settings})
     fake, steps = FakeTensorMode(allow_non_fake_inputs=True) if isinstance(size, str) else nullcontext(), []
     given: Any = {"size": size} if isinstance(size, str) else size
