@@ -1,4 +1,4 @@
-"""What the documents say of the experiments is what their files say."""
+"""Documentation pages agree with the experiment files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERIMENTS = sorted((ROOT / "config/experiments").glob("*.yaml"), key=lambda pa
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
-def test_the_page_for_clusters_tells_what_an_experiment_asks_for(path: Path) -> None:
+def test_cluster_page_lists_resources_of_each_experiment(path: Path) -> None:
     asked = load_experiment(path).resources
     where = f"{asked.nodes} × {asked.gpus_per_node}" if asked.gpus_per_node else "on CPUs"
     processes = asked.nodes * asked.processes_per_node
@@ -36,18 +36,18 @@ def test_the_page_for_clusters_tells_what_an_experiment_asks_for(path: Path) -> 
     assert row in (ROOT / "docs/cluster.md").read_text().splitlines(), row
 
 
-def test_the_page_of_experiments_lists_every_one() -> None:
+def test_experiments_page_lists_every_shipped_experiment() -> None:
     page = (ROOT / "docs/experiments.md").read_text()
     assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in page]
 
 
 def shown(page: str) -> list[dict[str, Any]]:
-    """The blocks of YAML of a page."""
+    """The YAML blocks of a page."""
     return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
 
 
 def check(written: dict[str, Any], page: str) -> None:
-    """Parse an experiment, and check it if it needs neither another experiment nor weights of the Hub."""
+    """Parse an experiment; check it if it needs neither another experiment nor weights from the Hub."""
     experiment = parse_experiment(written, page)
     if not built_on(experiment) and not isinstance(experiment.codec, Diffusers):
         check_experiment(experiment, Others())
@@ -57,7 +57,7 @@ PAGES = ["README.md", "config/README.md", *(f"docs/{name}.md" for name in ("text
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/cascade.md", "docs/data.md"])
-def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
+def test_complete_experiments_in_pages_are_valid(page: str) -> None:
     whole = [block for block in shown(page) if {"data", "system"} <= block.keys()]
     assert whole
     for experiment in whole:
@@ -65,15 +65,15 @@ def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/synthesizing.md", "docs/arrays.md"])
-def test_sections_that_are_shown_fit_an_experiment(page: str) -> None:
+def test_sections_in_pages_are_valid_in_an_experiment(page: str) -> None:
     written = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text()) | {"codec": {"type": "rgb"}}
     for sections in shown(page):
         check(merged(written, sections), page)
 
 
 @pytest.mark.parametrize("joined", [1, 2])
-def test_scales_of_the_parts_of_a_condition_are_an_experiment(joined: int) -> None:
-    """Alone, and joined with the block of pairs above."""
+def test_guidance_scales_in_the_conditions_page_are_valid(joined: int) -> None:
+    """On their own, and merged with the block of pairs above."""
     whole, *_, pairs, scales = shown("docs/conditions.md")
     assert len(pairs["pairs"]) == 3 and "scales" in scales["sample"]["guidance"]
     written = {"data": whole["data"], "train": whole["train"]}
@@ -88,7 +88,7 @@ def table_of(cell: dict[str, Any]) -> dict[str, list[float]]:
     return {name: [float(value) for value in values] for name, *values in map(str.split, rows)}
 
 
-def test_the_tutorial_and_the_notebook_that_reads_its_results_tell_of_one_run() -> None:
+def test_tutorial_and_notebook_show_the_same_results() -> None:
     cells = json.loads((ROOT / "docs/notebooks/read.ipynb").read_text())["cells"]
     values, intervals = (
         table_of(next(cell for cell in cells if last_line in "".join(cell["source"])))
@@ -106,7 +106,7 @@ def test_the_tutorial_and_the_notebook_that_reads_its_results_tell_of_one_run() 
     assert f"`copies` is {values['copies'][0]:.0f}, with an interval up to {intervals['copies'][1]:.3f}:" in page
 
 
-def test_the_study_that_its_page_shows_is_one(tmp_path: Path) -> None:
+def test_study_in_its_page_is_valid(tmp_path: Path) -> None:
     [block] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/studies.md").read_text(), re.DOTALL)
     (tmp_path / "mine.yaml").write_text(text := (ROOT / "config/experiments/demo_flow.yaml").read_text())
     (tmp_path / "other.yaml").write_text(text.replace("grad_clip: 1.0", "grad_clip: 0.5"))
@@ -121,24 +121,24 @@ HOW = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/how_do_i.md").rea
     ("lines", "name"),
     [(lines, title) for title, body in HOW for lines in re.findall(r"```yaml\n(.*?)```", body, re.DOTALL)],
 )
-def test_lines_of_an_answer_fit_an_experiment(lines: str, name: str) -> None:
+def test_yaml_of_answers_is_valid_in_an_experiment(lines: str, name: str) -> None:
     written = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text()) | {"codec": {"type": "rgb"}}
     written |= {"resources": {}, "data": written["data"] | {"source": {"type": "folder", "path": "images"}}}
     parse_experiment(merged(written, yaml.safe_load(lines)), name)
 
 
-def test_each_answer_has_lines_or_leads_to_a_page() -> None:
+def test_each_answer_has_yaml_or_a_link() -> None:
     assert len(HOW) >= 15
     assert not [title for title, body in HOW if "```yaml" not in body and "](" not in body]
 
 
-def test_the_page_of_results_has_a_place_for_the_table_of_a_gpu() -> None:
+def test_results_page_has_markers_for_the_gpu_table() -> None:
     lines = (ROOT / "tests/bench/RESULTS.md").read_text().splitlines()
     assert lines.count("<!-- bench-gpu -->") == lines.count("<!-- /bench-gpu -->") == 1
     assert lines.index("<!-- bench-gpu -->") < lines.index("<!-- /bench-gpu -->")
 
 
-def test_the_notes_of_a_release_are_what_the_changelog_says_of_it(tmp_path: Path) -> None:
+def test_release_notes_are_the_changelog_section(tmp_path: Path) -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
     (step,) = [each for each in jobs["release"]["steps"] if "CHANGELOG.md" in each.get("run", "")]
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.2.0\n\n- new\n\n## 0.1.0\n\n- old\n")

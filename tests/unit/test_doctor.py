@@ -1,4 +1,4 @@
-"""The forecast of a training: reckoned from what was measured, and refused where it does not fit."""
+"""Cost forecast of a training: computed from measurements, and rejected if memory or disk are too small."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def found(
     per_machine: int | None = None,
     **changes: Any,
 ) -> Forecast:
-    """before: what the loss of a step begins with."""
+    """Forecast of a small training. before: called with the step at the start of each loss."""
 
     class Squares(Objective):
         def __call__(self, network: Any, batch: Batch) -> Losses:
@@ -77,7 +77,7 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     assert usual.validation_s == pytest.approx(4 * 20 * usual.evaluation_s / 2)
     assert usual.total_s == usual.train_s + usual.validation_s > usual.train_s
     assert usual.images_per_second == pytest.approx(8 / usual.step_s)
-    assert usual.tflops == pytest.approx(4 * 2 * 2 * 3000 / usual.step_s / 1e12)  # two products: of x no gradient
+    assert usual.tflops == pytest.approx(4 * 2 * 2 * 3000 / usual.step_s / 1e12)  # two products: x needs no gradient
     assert usual.checkpoint_gib * 2**30 == pytest.approx(4 * 4 * 4000, rel=0.01)  # weights, average, two moments
     assert usual.disk_gib == pytest.approx(3 * usual.checkpoint_gib + 4 * 4000 / 2**30, rel=0.01)
     keeps = found(checkpoint={"every_steps": 10, "keep_every": 100}, validate_every_steps=None)
@@ -91,19 +91,19 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     assert 0 < usual.memory_gib < 64
 
 
-def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_sharded_to_other_processes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
     none, optimizer, full = (found(sharding=sharding).memory_gib * 2**30 for sharding in ("none", "optimizer", "full"))
     assert none - full == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
     assert none - optimizer == pytest.approx(4 * (3 - 2) * 4000 / 2, rel=0.01)  # slices of weights and sum are more
 
 
-def test_memory_that_another_machine_keeps_for_itself_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_replicated_on_each_machine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
     assert found(sharding="machine", per_machine=1).memory_gib == 1.0 > found(sharding="machine").memory_gib
 
 
-def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
+def test_measurement_stops_at_its_deadline_and_reports_what_is_missing() -> None:
     def slow(step: int) -> None:
         time.sleep(0.2)
 
@@ -112,7 +112,7 @@ def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
     assert time.perf_counter() - started < 2.0
     assert (first.measured_steps, first.not_measured) == (1, ("the training's", "tf32"))
     assert 0.2 <= first.step_s < 1.0
-    assert first.evaluation_s == first.passes_s["tf32"] == pytest.approx(first.step_s / 4 / 3)  # 4 images a process
+    assert first.evaluation_s == first.passes_s["tf32"] == pytest.approx(first.step_s / 4 / 3)  # 4 images per process
     told = "1 of 2 steps were timed; a third of a step stands for a pass of the network (the training's, tf32)"
     assert cut_short(first, 2, not_decoded=True) == (
         f"note    measuring stopped after 20 s: {told}; decoding is left out"
@@ -122,7 +122,7 @@ def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
     assert cut_short(whole, 2, not_decoded=False) is None
 
 
-def test_memory_is_the_most_there_ever_was_and_not_what_is_left() -> None:
+def test_memory_is_the_peak_not_the_final_value() -> None:
     def large(step: int) -> None:
         torch.ones(100 * 2**20)  # 400 MiB, for a moment
 
@@ -130,8 +130,8 @@ def test_memory_is_the_most_there_ever_was_and_not_what_is_left() -> None:
     assert found(before=large).memory_gib * 2**30 > before + 380 * 2**20
 
 
-def test_a_loss_that_changes_on_the_way_is_measured_in_the_middle_and_at_both_ends() -> None:
-    """As with a discriminator that is told from some step on: what comes later must fit as well."""
+def test_step_is_measured_at_start_middle_and_end_of_training() -> None:
+    """A discriminator, for example, starts at a later step, and must fit into memory as well."""
     steps: list[int] = []
 
     def more(step: int) -> None:
@@ -140,12 +140,12 @@ def test_a_loss_that_changes_on_the_way_is_measured_in_the_middle_and_at_both_en
             torch.ones(3, 1000) @ torch.ones(1000, 500)
 
     late = found(before=more)
-    assert steps[:5] == [1, 1, 1000, 501, 502]  # the second time to count the operations
+    assert steps[:5] == [1, 1, 1000, 501, 502]  # the second call counts the operations
     usual = found()
     assert late.tflops * late.step_s == pytest.approx(usual.tflops * usual.step_s + 4 * 2 * 3 * 1000 * 500 / 1e12)
 
 
-def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:
+def test_sampling_time_is_one_pass_per_step_and_two_with_guidance() -> None:
     one = found(validate_every_steps=None, sampled_in=["tf32", "bf16"])
     settings = SampleConfig(num_samples=10, sampler=Ddim(num_steps=7), guidance=Guidance(guidance_scale=2.0))
     sampling = DiTSystem().sampling()
@@ -172,14 +172,14 @@ def test_decoding_is_timed_for_one_image() -> None:
 
 @pytest.mark.parametrize("kind", get_args(get_args(Sampler)[0]))
 @pytest.mark.parametrize("interval", [None, (0.5, 3.0)])
-def test_calls_of_the_network_are_those_that_every_sampler_makes(
+def test_predicted_network_calls_match_each_sampler(
     kind: type[SamplerConfig], interval: tuple[float, float] | None
 ) -> None:
-    """Of one image: the rows that the network is given, over all calls."""
+    """For one image: the sum of the network's batch sizes over all calls."""
     settings = SampleConfig(sampler=kind(num_steps=9), guidance=Guidance(guidance_scale=2.0, interval=interval))
     plain = {"variance": "fixed_small", "loss": "simple"}
     system, rows = DiTSystem(process=Discrete(num_timesteps=50), objective=plain), 0
-    if settings.sampler.needs_average_velocity:  # which are not guided afterwards
+    if settings.sampler.needs_average_velocity:  # guided in training only
         settings = settings.model_copy(update={"guidance": Guidance()})
         system = DiTSystem(process=Flow(), objective={"type": "mean_flow"})
 
@@ -199,7 +199,7 @@ def test_calls_of_the_network_are_those_that_every_sampler_makes(
     assert system.sampling().num_evaluations(settings) == pytest.approx(rows, abs=1)
 
 
-def test_the_memory_that_may_be_used_is_what_was_asked_for_or_the_machines() -> None:
+def test_memory_limit_is_the_request_or_the_machine_total() -> None:
     assert memory_limit(device_memory=False, requested_mb=2048) == 2
     assert memory_limit(device_memory=False, requested_mb=None) == psutil.virtual_memory().total / 2**30
 
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused() -> None:
         check(1.0, 2.0, 3.0, 2.0)
 
 
-def test_a_strict_step_that_does_not_fit_names_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_strict_mode_names_strict_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(step: int) -> None:
         raise torch.OutOfMemoryError
 
@@ -223,7 +223,7 @@ def test_a_strict_step_that_does_not_fit_names_the_chunk(monkeypatch: pytest.Mon
         check(3.0, 2.0, 1.0, 2.0, "train.strict_chunk")
 
 
-def test_durations_are_told_in_words() -> None:
+def test_durations_are_formatted_with_units() -> None:
     assert [duration(s) for s in (4.21, 90, 9000, 200_000)] == ["4.21 s", "1.5 min", "2.5 h", "2.3 days"]
 
 
@@ -233,7 +233,7 @@ def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_training_that_may_end_early_has_its_steps_at_most() -> None:
+def test_early_stopping_is_shown_as_steps_at_most() -> None:
     words = [
         steps_in_words(TrainConfig.model_validate({"steps": 2000, "patience": patience})) for patience in (None, 1)
     ]

@@ -1,4 +1,4 @@
-"""Pictures that occur twice are found, whatever was done to them; others are not. What crop does about them."""
+"""Near duplicates are found despite changes, different images are not; how `crop` handles duplicates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pixels(image: Image.Image, side: int = 64) -> NDArray[np.uint8]:
     return np.ascontiguousarray(np.asarray(centre_crop(image, side)).transpose(2, 0, 1))
 
 
-def test_different_pictures_are_not_alike() -> None:
+def test_different_photographs_are_not_duplicates() -> None:
     crops = [pixels(image) for image in PHOTOGRAPHS]
     assert len(crops) > 30
     assert near_duplicates([views(crop) for crop in crops], lambda i: crops[i]) == []
@@ -44,11 +44,11 @@ def test_different_pictures_are_not_alike() -> None:
 @pytest.mark.parametrize("side", [32, 64, 96])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_copies_are_found(change: str, side: int) -> None:
-    """At least 95 of 100; in both directions alike, and however many threads compare."""
+    """At least 95 of 100, in both directions and for any number of threads."""
     count = len(PHOTOGRAPHS)
     crops = [pixels(image, side) for image in (*PHOTOGRAPHS, *map(CHANGES[change], PHOTOGRAPHS))]
     texts = [views(crop) for crop in crops]
-    assert near_duplicates(texts, lambda i: crops[i], []) == []  # of a few images, none may be held out
+    assert near_duplicates(texts, lambda i: crops[i], []) == []  # no held-out image to compare
     found = near_duplicates(texts, lambda i: crops[i], processes=2)
     assert found is not None and all(second - first == count for first, second, _ in found)
     assert len(found) >= 0.95 * count
@@ -60,14 +60,14 @@ def test_changed_copies_are_found(change: str, side: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4])
-def test_crops_of_other_channels_are_compared_too(channels: int) -> None:
+def test_duplicates_are_found_for_any_number_of_channels(channels: int) -> None:
     crops = [np.repeat(pixels(image)[:1], channels, axis=0) for image in PHOTOGRAPHS[:5]]
     crops += [crop[:, :, ::-1].copy() for crop in crops]
     found = near_duplicates([views(crop) for crop in crops], lambda i: crops[i])
     assert [(a, b) for a, b, _ in found or []] == [(i, i + 5) for i in range(5)]
 
 
-def test_faint_crops_are_compared_with_none_and_a_crowd_tells_nothing() -> None:
+def test_flat_crops_are_not_compared_and_too_many_matches_give_none() -> None:
     plain = [np.full((3, 32, 32), value, np.uint8) for value in (0, 0, 200)]
     assert [views(crop) for crop in plain] == ["", "", ""]
     assert near_duplicates(["", "", ""], lambda i: plain[i]) == []
@@ -76,8 +76,8 @@ def test_faint_crops_are_compared_with_none_and_a_crowd_tells_nothing() -> None:
     assert near_duplicates(crowd, lambda i: plain[0]) is None
 
 
-def test_few_looks_are_compared_of_many_and_all_are_found_that_differ_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8,000, twenty are those of others with 0 to 6 bits changed."""
+def test_hash_search_finds_all_near_matches_with_few_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty of 8,000 hashes are copies of others with 0 to 6 bits changed."""
     draw = np.random.default_rng(0)
     bits = draw.integers(2**63, size=(8000, 5), dtype=np.uint64)
     changed = [draw.choice(63, size=number % 7, replace=False) for number in range(20)]
@@ -96,12 +96,12 @@ def test_few_looks_are_compared_of_many_and_all_are_found_that_differ_little(mon
     texts = [each.astype(">u8").tobytes().hex() for each in bits]
     found = near_duplicates(texts, lambda place: same)
     assert {(number, 7980 + number) for number in range(20)} <= {(a, b) for a, b, _ in found or []}
-    assert compared < 0.02 * len(bits) ** 2  # all with all, in five views, two directions and mirrored: 18 times that
+    assert compared < 0.02 * len(bits) ** 2  # all pairs in five views, two directions and mirrored: 18 times that
 
 
-def test_what_is_connected_is_found_together() -> None:
+def test_connected_pairs_are_grouped() -> None:
     assert chains([(0, 1), (4, 5), (1, 9), (5, 6)]) == [[0, 1, 9], [4, 5, 6]]
-    # 1 is held out beside 0; 2 beside 1, which is trained on then; 7 and 8 are both held out, and stay.
+    # 1 moves to training for 0, then 2 for 1; 7 and 8 are both held out, and stay.
     assert pairs_across_splits([(0, 1), (1, 2), (7, 8)], [1, 2, 7, 8]) == [1, 2]
 
 
@@ -122,8 +122,8 @@ def tars(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_dropped_duplicates_change_their_shards_and_nothing_else(tmp_path: Path, processes: int) -> None:
-    """The shards are those of the same folder without the copies, whose names are the later ones."""
+def test_dropping_duplicates_changes_only_their_shards(tmp_path: Path, processes: int) -> None:
+    """The shards equal those of the folder without the copies, which have the later names."""
     source = tmp_path / "in"
     fill(source)
     crop_dataset(settings(source), tmp_path / "clean")
@@ -141,7 +141,7 @@ def test_dropped_duplicates_change_their_shards_and_nothing_else(tmp_path: Path,
         told = {row["path"]: row["reason"] for row in csv.DictReader(file)}
     assert told == {copy: f"the same crop as {original}" for copy, original in copies.items()}
 
-    # From one to the other and back, and again after nothing has changed: those shards, those shards, none.
+    # Switch the setting, switch it back, repeat unchanged: the affected shards, the same shards, none.
     files = {path.name: path.read_bytes() for path in (tmp_path / "dropped").iterdir()}
     assert crop_dataset(settings(source, duplicates="drop"), tmp_path / "dropped").num_written == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "dropped").iterdir()} == files
@@ -151,7 +151,7 @@ def test_dropped_duplicates_change_their_shards_and_nothing_else(tmp_path: Path,
     assert crop_dataset(settings(source), tmp_path / "turned").num_written == len(holders)
     assert tars(tmp_path / "turned") == tars(tmp_path / "kept")
 
-    # When the first goes, the next by name takes its place.
+    # If the first copy is deleted, the next by name is kept.
     (source / "a/02.png").unlink()
     crop_dataset(settings(source, duplicates="drop"), tmp_path / "dropped")
     there = {sample.path for shard in range(8) for sample in read_record(tmp_path / "dropped", shard).samples}
@@ -159,7 +159,7 @@ def test_dropped_duplicates_change_their_shards_and_nothing_else(tmp_path: Path,
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_near_duplicate_is_held_out_from_its_like(tmp_path: Path, change: str) -> None:
+def test_near_duplicates_of_training_images_are_not_held_out(tmp_path: Path, change: str) -> None:
     fill(tmp_path / "in")
     for number, image in enumerate(PHOTOGRAPHS):
         CHANGES[change](image).save(tmp_path / "in" / "ab"[number % 2] / f"{number:02d} again.png")
@@ -182,9 +182,7 @@ def test_no_near_duplicate_is_held_out_from_its_like(tmp_path: Path, change: str
     assert open_shards(without, "train").digest != train.digest
 
 
-def test_images_stay_held_out_where_all_have_near_duplicates(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_stay_held_out_if_all_have_near_duplicates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     for number in range(60):
         picture = PHOTOGRAPHS[number % 2].resize((64 + number, 64 + number))
@@ -210,7 +208,7 @@ def test_digits_are_too_alike_to_tell(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not_held_out" not in done.manifest and "too alike" in capsys.readouterr().err
 
 
-def test_a_record_of_an_earlier_version_is_read_and_its_shard_looked_at_again(tmp_path: Path) -> None:
+def test_record_of_an_earlier_version_is_read_and_its_shard_rewritten(tmp_path: Path) -> None:
     fill(tmp_path / "in")
     crop_dataset(settings(tmp_path / "in"), tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}

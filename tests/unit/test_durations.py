@@ -1,4 +1,4 @@
-"""Durations of tests are recorded, and what is slow is marked as slow."""
+"""Durations of tests are recorded, and slow tests are marked."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from durations import merge, read_durations
 LONGEST_S = 5
 
 
-def test_a_test_without_the_mark_slow_takes_five_seconds_at_most(request: pytest.FixtureRequest) -> None:
+def test_tests_not_marked_slow_take_at_most_five_seconds(request: pytest.FixtureRequest) -> None:
     recorded = read_durations()
     unmarked = [item.nodeid for item in request.session.items if not item.get_closest_marker("slow")]
     too_long = {test: recorded[test] for test in unmarked if recorded.get(test, 0) > LONGEST_S}
     assert not too_long, "make them faster, or mark them with pytest.mark.slow"
 
 
-def test_numbers_that_are_close_stay_and_files_that_were_not_measured_too() -> None:
+def test_similar_durations_and_unmeasured_files_are_kept() -> None:
     recorded = {"a.py": 100, "a.py::test_gone": 9, "a.py::test_same": 10, "b.py": 3, "b.py::test_other": 3}
     files = {"a.py": 120.0, "c.py": 0.2}
     tests = {"a.py::test_same": 13.0, "a.py::test_new": 20.4, "c.py::test_short": 0.2}

@@ -1,4 +1,4 @@
-"""The discrete VAE as a codec: of experiments that train on its latents, and what is told while it is trained."""
+"""The discrete VAE as a codec of other experiments, and the reconstruction metrics reported during its training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def images_of(count: int) -> torch.Tensor:
     return Streams(0, torch.zeros_like(ids), ids).integers("images", 256, (3, 16, 16)).to(torch.uint8)
 
 
-def test_a_trained_one_gives_expected_embeddings_and_decodes_them(tmp_path: Path) -> None:
+def test_trained_codec_encodes_to_expected_embeddings_and_decodes_them(tmp_path: Path) -> None:
     network = network_of()
     save_weights(tmp_path, network.state_dict(), {"system": dump(DVAESystem(network=SMALL)), "spec": dump(SPEC)})
     codec = Trained(experiment="x").build(tmp_path, 0.5, CPU, F32)
@@ -64,7 +64,7 @@ def test_a_trained_one_gives_expected_embeddings_and_decodes_them(tmp_path: Path
     assert (codec.decode(expected * 0.5).int() - pixels.int()).abs().max() <= 1
 
 
-def test_its_tokens_are_decoded_as_in_its_hard_reconstructions(tmp_path: Path) -> None:
+def test_decoded_tokens_equal_hard_reconstructions(tmp_path: Path) -> None:
     network = network_of()
     save_weights(tmp_path, network.state_dict(), {"system": dump(DVAESystem(network=SMALL)), "spec": dump(SPEC)})
     tokens = Trained(experiment="x").tokens(tmp_path, CPU, F32)
@@ -83,7 +83,7 @@ def test_its_tokens_are_decoded_as_in_its_hard_reconstructions(tmp_path: Path) -
 
 
 def experiments(**changes: Any) -> tuple[Experiment, Experiment]:
-    """A DiT, and the discrete VAE on whose latents it is trained."""
+    """A DiT, and the discrete VAE that encodes its training latents."""
     data = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
     vae = {"data": data, "system": {"type": "dvae", "network": dump(SMALL) | changes}, "train": {"steps": 1}}
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 2}
@@ -91,7 +91,7 @@ def experiments(**changes: Any) -> tuple[Experiment, Experiment]:
     return parse_experiment(vae | dit, "dit.yaml"), parse_experiment(vae, "vae.yaml")
 
 
-def test_a_diffusion_experiment_takes_its_latents_for_data() -> None:
+def test_diffusion_experiment_trains_on_dvae_latents() -> None:
     dit, vae = experiments()
     check_experiment(vae, Others())
     check_experiment(dit, Others(codec=vae))
@@ -105,7 +105,7 @@ def test_a_diffusion_experiment_takes_its_latents_for_data() -> None:
         parse_experiment(raw | {"codec": {"type": "trained", "experiment": "vae"}}, "vae.yaml")
 
 
-def test_what_is_told_while_it_is_trained(tmp_path: Path) -> None:
+def test_training_reports_psnr_and_codebook_use(tmp_path: Path) -> None:
     network, images = network_of(), images_of(20)
     found = show_reconstructions(network, images, 7, tmp_path, 3)
     whole = show_reconstructions(network, images, 20, tmp_path / "whole", 3)
@@ -139,7 +139,9 @@ def test_what_is_told_while_it_is_trained(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
 
 
-def test_no_more_images_are_decoded_at_once_than_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconstructions_are_decoded_in_batches_of_the_given_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network, sizes = network_of(), []
     decode = network.decode
     monkeypatch.setattr(network, "decode", lambda latent: sizes.append(len(latent)) or decode(latent))
@@ -147,7 +149,7 @@ def test_no_more_images_are_decoded_at_once_than_are_asked_for(tmp_path: Path, m
     assert max(sizes) == 3
 
 
-def test_the_small_autoencoder_is_told_of_alike(tmp_path: Path) -> None:
+def test_autoencoder_reports_reconstruction_metrics_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(SPEC)
     found = show_reconstructions(network, images_of(3), 2, tmp_path, 0)
@@ -181,7 +183,7 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return first | second | nested
 
 
-def test_images_of_other_channels_are_refused_by_a_trained_network() -> None:
+def test_trained_network_rejects_images_with_other_channels() -> None:
     with pytest.raises(
         ValueError, match=r"Images have shape \[4, 16, 16\] but the network was built for \[3, 16, 16\]"
     ):

@@ -1,4 +1,4 @@
-"""The discrete VAE: shapes, how a token is drawn, normalisation, and images that do not fit."""
+"""The discrete VAE: shapes, token sampling, normalisation, and images of other shapes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_gumbel_noise_draws_tokens_with_their_probabilities() -> None:
         assert ((drawn - p).abs() < 5 * (p * (1 - p) / n).sqrt()).all()
 
 
-def test_a_choice_is_hard_or_soft_and_the_soft_one_hardens_as_the_temperature_falls() -> None:
+def test_soft_samples_approach_one_hot_as_the_temperature_falls() -> None:
     streams = streams_of(50)
     logits, gumbel = streams.normal("logits", (6, 2, 2)), streams.gumbel("gumbel", (6, 2, 2))
     hard = torch.nn.functional.one_hot((logits + gumbel).argmax(1), 6).movedim(-1, 1).float()
@@ -74,8 +74,8 @@ def test_a_choice_is_hard_or_soft_and_the_soft_one_hardens_as_the_temperature_fa
     assert distances == sorted(distances, reverse=True) and distances[-1] < 1e-3
 
 
-def test_reinmax_has_a_gradient_nearer_to_the_exact_one_than_straight_through() -> None:
-    """Of E[f(token)] for a quadratic f of the one-hot vector, which can be summed over all tokens (float64)."""
+def test_reinmax_gradient_is_closer_to_exact_than_straight_through() -> None:
+    """The gradient of E[f(token)], f quadratic in the one-hot vector; the exact one sums over all tokens (float64)."""
     n = 20_000
     values = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
     at = torch.tensor([0.4, 0.1, -0.6, 0.2], dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_reinmax_has_a_gradient_nearer_to_the_exact_one_than_straight_through() 
     assert error["reinmax"] < 0.5 * error["straight_through"], error
 
 
-def test_pixels_are_normalised_on_the_way_in_and_not_on_the_way_out() -> None:
+def test_encoder_input_is_normalised_and_decoder_output_is_not() -> None:
     x = images_of(2, 4)
     pixels = (x + 1) / 2
     network = network_of(4, mean=(0.1, 0.2, 0.3, 0.0), std=(0.5, 0.25, 1.0, 2.0))
@@ -136,13 +136,13 @@ def test_arrays_have_no_alpha_channel(channels: int) -> None:
         ({"std": (0.5, 0.0, 0.5)}, r"Every std must be above 0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_before_any_work(settings: dict[str, Any], message: str) -> None:
+def test_invalid_network_sizes_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         network_of(**settings)
 
 
 @pytest.mark.parametrize(("built", "given"), [(4, 3), (3, 4)])
-def test_transparent_images_and_opaque_ones_are_not_mixed_up(built: int, given: int) -> None:
+def test_image_channels_must_match_the_network(built: int, given: int) -> None:
     with pytest.raises(
         ValueError, match=rf"shape \[{given}, 16, 16\] but the network was built for \[{built}, 16, 16\]"
     ):
@@ -162,7 +162,7 @@ def test_every_combination_of_levels_is_one_token(levels: tuple[int, ...]) -> No
     grid = FiniteScalars(levels)
     codes = grid(torch.arange(grid.num_embeddings))
     of_each = [[(level - count // 2) / (count // 2) for level in range(count)] for count in levels]
-    # The first channel is the fastest.
+    # The first channel varies fastest.
     expected = [code[::-1] for code in itertools.product(*reversed(of_each))]
     torch.testing.assert_close(codes, torch.tensor(expected))
     far = torch.tensor([-30.0, 0.0, 30.0]).view(3, 1, 1, 1).expand(3, len(levels), 1, 1)
@@ -172,8 +172,8 @@ def test_every_combination_of_levels_is_one_token(levels: tuple[int, ...]) -> No
     assert not made[1].any()
 
 
-def test_rounding_to_levels_passes_the_gradient_of_what_was_rounded() -> None:
-    """Of an odd number of levels, round(0.999 (L - 1) / 2 tanh(z))."""
+def test_rounding_to_levels_has_a_straight_through_gradient() -> None:
+    """For an odd number of levels: round(0.999 (L - 1) / 2 tanh(z))."""
     grid = FiniteScalars((5,))
     values = torch.linspace(-3, 3, 101).view(-1, 1, 1, 1).requires_grad_()
     made, tokens = grid.quantize(values)
@@ -186,7 +186,7 @@ def test_rounding_to_levels_passes_the_gradient_of_what_was_rounded() -> None:
 
 
 @pytest.mark.parametrize("layout", ["dalle_pytorch", "openai"])
-def test_a_finite_one_has_tokens_that_decode_to_its_reconstruction(layout: str) -> None:
+def test_finite_scalar_tokens_decode_to_the_reconstruction(layout: str) -> None:
     network, x = finite(layout=layout), images_of(3)
     reconstruction, target, tokens, _ = network(x)
     assert network.codebook.num_embeddings == 60 and network.config.codebook_dim == 3
@@ -202,7 +202,7 @@ def test_a_finite_one_has_tokens_that_decode_to_its_reconstruction(layout: str) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_no_token_is_out_of_range(dtype: torch.dtype) -> None:
+def test_tokens_are_in_range_in_half_precision(dtype: torch.dtype) -> None:
     for levels in ((3,), (4,), (5,), (8,), (16,)):
         grid = FiniteScalars(levels).to(dtype)
         _, tokens = grid.quantize(torch.linspace(-20, 20, 4001, dtype=dtype).view(-1, 1, 1, 1))
@@ -219,7 +219,7 @@ def test_in_half_precision_no_token_is_out_of_range(dtype: torch.dtype) -> None:
         ({"levels": ()}, "at least 1 item"),
     ],
 )
-def test_what_levels_decide_is_not_said_twice(settings: dict[str, Any], message: str) -> None:
+def test_settings_implied_by_levels_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         finite(**settings)
     known = DVAEConfig(**LEVELS)

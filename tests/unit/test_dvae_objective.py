@@ -1,4 +1,4 @@
-"""What a discrete VAE is trained on: losses of each image alone, and a temperature that follows the step."""
+"""The objective of the discrete VAE: losses per image, and a temperature schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batch_of(samples: list[int], step: int = 0) -> Batch:
 
 @pytest.mark.parametrize("reconstruction", ["mse", "smooth_l1"])
 @pytest.mark.parametrize("estimator", ["gumbel_softmax", "straight_through", "reinmax"])
-def test_each_image_has_its_own_loss_whatever_the_batch(estimator: str, reconstruction: str) -> None:
+def test_loss_of_an_image_does_not_depend_on_its_batch(estimator: str, reconstruction: str) -> None:
     torch.manual_seed(0)
     system = SYSTEM.model_copy(
         update={
@@ -52,7 +52,7 @@ def test_each_image_has_its_own_loss_whatever_the_batch(estimator: str, reconstr
 
 
 class Constant:
-    """A network that gives every position the same distribution, and the image itself."""
+    """A network that predicts one distribution for every position and returns the image unchanged."""
 
     def __init__(self, logits: list[float]) -> None:
         self.logits = torch.tensor(logits).view(1, -1, 1, 1)
@@ -63,7 +63,7 @@ class Constant:
 
 @pytest.mark.parametrize("edge", [2, 8])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_divergence_does_not_depend_on_the_size_of_image_or_batch(edge: int, batch: int) -> None:
+def test_kl_does_not_depend_on_image_or_batch_size(edge: int, batch: int) -> None:
     objective = DiscreteAutoencodingConfig(kl_weight=2.0).build((3, edge, edge))
     losses = objective(Constant([1.0, 0.0, -2.0]), batch_of(list(range(batch))))
     q = torch.softmax(torch.tensor([1.0, 0.0, -2.0]), 0)
@@ -76,7 +76,7 @@ def test_the_divergence_does_not_depend_on_the_size_of_image_or_batch(edge: int,
     assert abs(uniform.loss.item()) < 1e-6
 
 
-def test_the_temperature_falls_with_the_step_and_stops() -> None:
+def test_temperature_decreases_with_the_step_to_its_final_value() -> None:
     temperature = SYSTEM.objective.temperature
     assert [temperature.at(step) for step in (0, 1, 5)] == pytest.approx([1.0, math.exp(-0.1), math.exp(-0.5)])
     assert temperature.at(10) == temperature.at(10**9) == 0.4
@@ -94,17 +94,17 @@ def test_the_temperature_falls_with_the_step_and_stops() -> None:
         ({"start": 0.2, "final": 0.5}, "final is 0.5, above start = 0.2"),
     ],
 )
-def test_a_temperature_that_cannot_be(temperature: dict[str, float], message: str) -> None:
+def test_invalid_temperatures_are_rejected(temperature: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(DiscreteAutoencodingConfig, {"temperature": temperature}, "x.yaml")
 
 
-def test_a_temperature_may_stay() -> None:
+def test_temperature_may_be_constant() -> None:
     steady = parse(DiscreteAutoencodingConfig, {"temperature": {"start": 0.5, "final": 0.5}}, "x.yaml").temperature
     assert [steady.at(step) for step in (0, 1000)] == [0.5, 0.5]
 
 
-def test_use_of_tokens() -> None:
+def test_token_use_counts_tokens_and_perplexity() -> None:
     rows = [[3, 3, 3, 3], [0, 1, 2, 3], [5, 5, 0, 0], [7, 7, 7, 1]]
     num_tokens, perplexity = token_use(torch.tensor(rows))
     for row, number, value in zip(rows, num_tokens, perplexity, strict=True):
@@ -116,7 +116,7 @@ FINITE = {"type": "dvae", "network": {"levels": [4, 3], "num_layers": 2, "num_re
 
 
 @pytest.mark.parametrize("reconstruction", ["mse", "smooth_l1"])
-def test_tokens_that_are_not_drawn_cost_the_error_alone(reconstruction: str) -> None:
+def test_loss_of_finite_scalars_is_the_reconstruction_error_alone(reconstruction: str) -> None:
     torch.manual_seed(0)
     system = DVAESystem.model_validate(FINITE | {"objective": {"reconstruction": reconstruction}})
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
@@ -138,8 +138,8 @@ NEAREST = {
 }  # fmt: skip
 
 
-def test_encodings_stay_near_to_their_codes_and_pass_the_gradient_of_the_pixels_on() -> None:
-    """Against the loss and its straight-through gradient written out."""
+def test_commitment_loss_and_straight_through_gradient_match_reference() -> None:
+    """The reference is the loss and its straight-through gradient in plain PyTorch."""
     torch.manual_seed(0)
     system = DVAESystem.model_validate(NEAREST | {"objective": {"commitment_weight": 0.5}})
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
@@ -165,14 +165,14 @@ def test_encodings_stay_near_to_their_codes_and_pass_the_gradient_of_the_pixels_
         assert torch.equal(alone.seen["draws"][0], losses.seen["draws"][row])
 
 
-def test_a_commitment_needs_codes_that_move() -> None:
+def test_commitment_weight_requires_a_vector_quantiser() -> None:
     for system in (FINITE, {"type": "dvae"}):
         with pytest.raises(ValueError, match="commitment_weight is set, but no encoding has a nearest code"):
             DVAESystem.model_validate(system | {"objective": {"commitment_weight": 0.5}})
 
 
 @pytest.mark.parametrize("setting", [{"kl_weight": 0.1}, {"kl_summed_over_batch": 8}, {"temperature": {"final": 0.1}}])
-def test_a_setting_of_the_drawing_is_refused_where_nothing_is_drawn(setting: dict[str, object]) -> None:
+def test_sampling_settings_are_rejected_if_no_token_is_sampled(setting: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"system.objective.{next(iter(setting))} is set, but system.network.levels"):
         DVAESystem.model_validate(FINITE | {"objective": setting})
     with pytest.raises(ValueError, match=r"is set, but system.network.vector_quantiser draws no token"):

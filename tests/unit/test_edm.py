@@ -1,4 +1,4 @@
-"""EDM: the process, what frames its network, the objective and Heun's method with churn (Karras et al. 2022)."""
+"""EDM: the process, its preconditioning, the objective and Heun's method with churn (Karras et al. 2022)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIGMAS = torch.tensor([0.01, 0.3, 0.5, 4.0, 70.0], dtype=torch.float64)
 READING = Reading(process=Edm(), prediction="x0", variance="fixed_small", drops_labels=False)
 
 
-def test_table_1() -> None:
+def test_preconditioning_matches_table_1() -> None:
     """c_skip, c_out, c_in, c_noise and lambda of the last column, at sigma_data 0.5."""
     process = Edm().build()
     x, said, seen = torch.randn(5, 2, 3, 3, dtype=torch.float64), torch.randn(5, 2, 3, 3, dtype=torch.float64), []
@@ -41,7 +41,7 @@ def test_table_1() -> None:
     torch.testing.assert_close(process.loss_weight(SIGMAS), (SIGMAS**2 + 0.25) / (SIGMAS * 0.5) ** 2)
 
 
-def test_training_is_that_of_the_network_towards_a_target_of_unit_variance() -> None:
+def test_loss_is_the_unweighted_error_of_the_network_output() -> None:
     """Equation 8: lambda c_out^2 = 1, and F's target is (x0 - c_skip (x0 + n)) / c_out."""
     x, noise = 0.5 * torch.randn(2, 5, 2, 3, 3, dtype=torch.float64)
     objective = EdmDenoising().build(Edm().build(), SPEC)
@@ -61,7 +61,7 @@ def test_training_draws_log_normal_sigmas_and_validation_uniform_ones() -> None:
     assert share.min() >= 0 and share.max() < 1 and share.mean().item() == pytest.approx(0.5, abs=0.01)
 
 
-def test_the_points_are_those_of_equation_5() -> None:
+def test_noise_levels_follow_equation_5() -> None:
     grid = Edm().build().grid(18)
     assert grid.sigma[0].item() == pytest.approx(80) and grid.sigma[-2].item() == pytest.approx(0.002)
     third = (80 ** (1 / 7) + 2 / 17 * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
@@ -75,7 +75,7 @@ def test_the_points_are_those_of_equation_5() -> None:
     ids=["ode", "churn", "churn between"],
 )
 def test_samples_of_gaussian_data_are_gaussian(sampler: Heun) -> None:
-    """Of data N(0, 0.25) the best network says nothing: D = c_skip x. Within five standard errors of 20,000."""
+    """For data N(0, 0.25) the optimal network returns 0: D = c_skip x. Within five standard errors of 20,000."""
     count, calls = 20_000, []
     streams = image_streams(torch.arange(count))
     grid = sampler.grid(Edm())
@@ -86,7 +86,7 @@ def test_samples_of_gaussian_data_are_gaussian(sampler: Heun) -> None:
     assert len(calls) == sampler.calls(grid) == 2 * int(sampler.num_steps) - 1
 
 
-def test_churn_adds_noise_where_it_is_asked_to_and_no_more_than_it_may() -> None:
+def test_churn_adds_noise_within_its_range_up_to_its_limit() -> None:
     plain = Heun(num_steps=10).grid(Edm()).sigma
     churned = Heun(num_steps=10, s_churn=2, s_min=0.1, s_max=40).grid(Edm()).sigma
     ratio = churned[:-1:2] / plain[:-1]
@@ -98,12 +98,12 @@ def test_churn_adds_noise_where_it_is_asked_to_and_no_more_than_it_may() -> None
 
 
 @pytest.mark.parametrize("process", [Flow(), Continuous()], ids=["flow", "continuous"])
-def test_churn_is_for_edm_alone(process: Process) -> None:
+def test_churn_requires_the_edm_process(process: Process) -> None:
     with pytest.raises(ValueError, match=f"only the process edm .* this one is {process.type}. Leave s_churn out"):
         Heun(s_churn=1).grid(process)
 
 
-def test_process_and_objective_go_together() -> None:
+def test_edm_process_and_objective_require_each_other() -> None:
     with pytest.raises(
         ValueError, match="The edm process preconditions its network, which objective denoising does not support"
     ):
@@ -114,8 +114,8 @@ def test_process_and_objective_go_together() -> None:
         parse(Edm, {"sigma_min": 2.0, "sigma_max": 1.0}, "process")
 
 
-def test_it_learns_digits() -> None:
-    """As flow matching does where patches are small enough: samples as near to the digits."""
+def test_edm_learns_digits() -> None:
+    """As well as flow matching with these patches: samples as close to the digits."""
     small = {"depth": 2, "width": 64, "num_heads": 2, "patch": 8}
     edm = {"process": {"type": "edm"}, "objective": {"type": "edm"}}
     flow = {"objective": {"type": "flow_matching"}}

@@ -1,4 +1,4 @@
-"""What a codec computes in, and its compilation: each codec that encodes, and the command."""
+"""Precision and compilation of codecs: each trained codec, and the command `encode`."""
 
 import sys
 from collections.abc import Callable
@@ -33,7 +33,7 @@ SYSTEMS: dict[str, Config] = {"kl": AutoencoderSystem(network=KL), "dvae": DVAES
 
 
 def weights_of(folder: Path, kind: str) -> Path:
-    """Untrained weights of a codec, as training leaves them."""
+    """Untrained weights of a codec, saved like those of a training."""
     torch.manual_seed(0)
     network: nn.Module = (KL if kind == "kl" else DISCRETE).build(SPEC)
     save_weights(folder, network.state_dict(), {"system": dump(SYSTEMS[kind]), "spec": dump(SPEC)})
@@ -49,7 +49,7 @@ def images_of(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", SYSTEMS)
-def test_bf16_gives_nearly_the_moments_of_float32_as_float32(tmp_path: Path, kind: str) -> None:
+def test_bf16_moments_are_close_to_float32_and_stored_as_float32(tmp_path: Path, kind: str) -> None:
     folder, images = weights_of(tmp_path, kind), images_of(16)
     exact, coarse = (built(folder, dtype).encode(images) for dtype in (torch.float32, torch.bfloat16))
     assert exact.dtype == coarse.dtype == torch.float32
@@ -81,7 +81,7 @@ def test_a_compiled_codec_runs_compiled_code(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SYSTEMS)
 @pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_command_encodes_in_the_precision_it_is_told(
+def test_encode_command_uses_the_configured_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, precision: str, dtype: torch.dtype
 ) -> None:
     (tmp_path / "in").mkdir()

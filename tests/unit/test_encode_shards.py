@@ -1,4 +1,4 @@
-"""Crops -> latents: what is stored, what is measured, what is kept and what is refused."""
+"""Crops -> latents: stored shards, statistics, reuse of shards, and rejected input."""
 
 import os
 import shutil
@@ -74,7 +74,7 @@ def encode(crops: Path, output: Path, codec: Halves | None = None, **settings: A
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_image_and_its_mirror_image_are_there(tmp_path: Path, crops: Callable[[], Path], dtype: str) -> None:
+def test_shards_hold_every_image_and_its_mirror_image(tmp_path: Path, crops: Callable[[], Path], dtype: str) -> None:
     assert encode(tmp_path / "crops", tmp_path / "out", dtype=dtype) == 3
     images = open_shards(tmp_path / "crops", "all")
     latents = open_shards(tmp_path / "out", "all", in_background=True)
@@ -91,7 +91,7 @@ def test_every_image_and_its_mirror_image_are_there(tmp_path: Path, crops: Calla
     ]
 
 
-def test_webdataset_reads_them(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_webdataset_reads_latent_shards(tmp_path: Path, crops: Callable[[], Path]) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
     latents = open_shards(tmp_path / "out", "all")
     urls = [str(tmp_path / f"out/shard-{shard:05d}.tar") for shard in range(3)]
@@ -106,7 +106,7 @@ def test_webdataset_reads_them(tmp_path: Path, crops: Callable[[], Path]) -> Non
     assert count == 23
 
 
-def test_statistics_are_those_of_the_stored_numbers(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_statistics_match_the_stored_latents(tmp_path: Path, crops: Callable[[], Path]) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
     latents = open_shards(tmp_path / "out", "all")
     everything = np.arange(23)
@@ -123,7 +123,7 @@ def test_statistics_are_those_of_the_stored_numbers(tmp_path: Path, crops: Calla
     assert found["global_std"] == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_parts_in_any_order_give_the_bytes_of_one_run(
+def test_parts_in_any_order_equal_a_single_run(
     tmp_path: Path, crops: Callable[[], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     encode(tmp_path / "crops", tmp_path / "one")
@@ -136,10 +136,10 @@ def test_parts_in_any_order_give_the_bytes_of_one_run(
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
     assert encode(tmp_path / "crops", tmp_path / "two") == 0
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
-    assert capsys.readouterr().err.count(" images (100%)") == 4  # every image is counted, also those that are kept
+    assert capsys.readouterr().err.count(" images (100%)") == 4  # kept images are counted as well
 
 
-def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_changed_image_re_encodes_one_shard_and_changed_codec_all(tmp_path: Path, crops: Callable[[], Path]) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
     before = bytes_of(tmp_path / "out")
     image = tmp_path / "in/a/04.ppm"
@@ -157,7 +157,7 @@ def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Pat
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32", precision="bf16") == 3
 
 
-def test_images_saved_again_with_equal_pixels_change_the_ids_and_encode_nothing(
+def test_resaved_images_with_equal_pixels_change_ids_but_encode_nothing(
     tmp_path: Path, crops: Callable[[], Path]
 ) -> None:
     encode(tmp_path / "crops", tmp_path / "out")
@@ -175,7 +175,7 @@ def test_images_saved_again_with_equal_pixels_change_the_ids_and_encode_nothing(
     assert all(before[name] == after[name] for name in before if name.endswith(".tar"))
 
 
-def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_non_finite_latents_are_rejected_with_the_image_name(tmp_path: Path, crops: Callable[[], Path]) -> None:
     with pytest.raises(ValueError, match=r"not finite, or too large for float16, for [ab]/\d\d.ppm \(sample 0000"):
         encode(tmp_path / "crops", tmp_path / "out", Halves(poison=1))
     with pytest.raises(ValueError, match="not finite, or too large for float16"):
@@ -193,7 +193,7 @@ def test_a_damaged_crop_is_not_encoded(tmp_path: Path, crops: Callable[[], Path]
         encode(tmp_path / "crops", tmp_path / "out")
 
 
-def test_an_empty_shard_and_no_classes_are_fine(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_empty_shards_and_missing_classes_are_supported(tmp_path: Path, crops: Callable[[], Path]) -> None:
     shutil.rmtree(tmp_path / "in/b")
     for number, path in enumerate(sorted((tmp_path / "in/a").iterdir())):
         if number >= 2:
@@ -209,8 +209,8 @@ def test_an_empty_shard_and_no_classes_are_fine(tmp_path: Path, crops: Callable[
 
 
 class Stages:
-    """Reading, encoding and writing of a set's one shard, in batches of `size`. Each tells when it begins a batch, and
-    may do something then. asked: chunks that the writer has asked for."""
+    """Reading, encoding and writing of a set's single shard, in batches of `size`. Each stage sets an event when it
+    begins a batch, then calls a hook. asked: chunks that the writer has requested."""
 
     def __init__(self, patch: pytest.MonkeyPatch, num_batches: int, size: int) -> None:
         names = "read", "encoded", "written"
@@ -225,7 +225,7 @@ class Stages:
 
         class Codec(Halves):
             def encode(self, images: Tensor) -> Tensor:
-                stages._begin("encoded", self.seen // (2 * size))  # each batch twice: its mirror image
+                stages._begin("encoded", self.seen // (2 * size))  # each batch is encoded twice: plain and mirrored
                 return super().encode(images)
 
         def write(folder: Path, shard: int, layout: Any, chunks: Iterable[Chunk]) -> Any:
@@ -247,7 +247,7 @@ class Stages:
         self.then[name](batch)
 
     def wait(self, name: str, batch: int) -> None:
-        """Until a stage begins a batch; the batch behind the last one is never waited for."""
+        """Wait until a stage begins a batch; returns at once for the batch after the last one."""
         if batch < len(self.begun[name]):
             assert self.begun[name][batch].wait(LIMIT_S), f"batch {batch} is not {name} meanwhile"
 
@@ -260,16 +260,14 @@ def stages(tmp_path: Path, crops: Callable[[], Path], monkeypatch: pytest.Monkey
     return Stages(monkeypatch, num_batches=6, size=4)
 
 
-def test_a_batch_is_encoded_while_the_next_is_read_and_the_one_before_is_written(
-    tmp_path: Path, stages: Stages
-) -> None:
+def test_reading_encoding_and_writing_of_batches_overlap(tmp_path: Path, stages: Stages) -> None:
     stages.then["encoded"] = lambda batch: stages.wait("read", batch + 1)
     stages.then["written"] = lambda batch: stages.wait("encoded", batch + 1)
     encode(tmp_path / "one", tmp_path / "out", stages.codec)
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "usual")
 
 
-def test_at_most_three_batches_are_read_and_not_yet_written(tmp_path: Path, stages: Stages) -> None:
+def test_at_most_three_batches_are_in_flight(tmp_path: Path, stages: Stages) -> None:
     ahead: list[int] = []
     stages.then["read"] = lambda batch: ahead.append(batch + 1 - stages.asked)
     encode(tmp_path / "one", tmp_path / "out", stages.codec)
@@ -286,7 +284,7 @@ def fail(error: BaseException) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("stage", ["read", "encoded", "written"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_of_any_stage_ends_them_all(
+def test_error_in_any_stage_stops_all_threads(
     tmp_path: Path, stages: Stages, stage: str, error: type[BaseException]
 ) -> None:
     stages.then[stage] = fail(error("what went wrong"))
@@ -297,7 +295,7 @@ def test_an_error_of_any_stage_ends_them_all(
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_signal_ends_them_all(tmp_path: Path, stages: Stages) -> None:
+def test_signal_stops_all_threads(tmp_path: Path, stages: Stages) -> None:
     stages.then["read"] = lambda batch: os.kill(os.getpid(), signal.SIGINT) if batch == 3 else None
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
@@ -306,7 +304,7 @@ def test_a_signal_ends_them_all(tmp_path: Path, stages: Stages) -> None:
 
 
 class Tokens(Halves):
-    """A discrete codec of exact arithmetic: 300 tokens, from the pixels that `Halves` leaves over."""
+    """A discrete codec of exact arithmetic: 300 tokens, from the pixels that `Halves` does not use."""
 
     num_tokens = 300
 
@@ -314,7 +312,7 @@ class Tokens(Halves):
         return images[:, 0, ::2, ::2].long() + images[:, 1, ::2, ::2].long() % 45
 
 
-def test_a_discrete_codec_gives_integers_and_how_often_each_occurs(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_discrete_codec_stores_integers_and_token_counts(tmp_path: Path, crops: Callable[[], Path]) -> None:
     assert encode(tmp_path / "crops", tmp_path / "out", Tokens()) == 3
     images, tokens = open_shards(tmp_path / "crops", "all"), open_shards(tmp_path / "out", "all", in_background=True)
     everything, flip = np.arange(23), np.ones(23, dtype=bool)

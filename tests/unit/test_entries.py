@@ -1,4 +1,4 @@
-"""A look at a folder in C and in Python finds the same."""
+"""Directory listings in C and in Python are equal."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from image_diffusion.data.sources.folder import Folder, Walk
 
 
 def odd(folder: Path) -> None:
-    """All kinds of entries, and names that are no text."""
+    """Entries of all kinds, and names that are not valid text."""
     (folder / "images").mkdir()
     (folder / "images/one.png").write_bytes(b"1")
     (folder / "a\nline.png").write_bytes(b"22")
@@ -29,19 +29,19 @@ def odd(folder: Path) -> None:
 
 
 def many(folder: Path) -> None:
-    """More than are read at once."""
+    """More entries than one read returns."""
     for number in range(entries._AT_ONCE + 10):
         (folder / f"{number}.png").touch()
 
 
 def long(folder: Path) -> None:
-    """Longer names than fit at once."""
+    """Names that together exceed the buffer of one read."""
     for number in range(1500):
         (folder / f"{number:0251}.png").touch()
 
 
 def seen(folder: Path) -> tuple[list[str], list[int], list[int]]:
-    """Everything that one look at a folder finds."""
+    """The complete listing of a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         names, kinds, stamps = list[str](), array("q"), array("q")
@@ -55,7 +55,7 @@ def seen(folder: Path) -> tuple[list[str], list[int], list[int]]:
 
 
 @pytest.mark.parametrize("fill", [odd, many, long, lambda folder: None], ids=["odd", "many", "long", "empty"])
-def test_c_finds_what_python_finds(
+def test_c_and_python_list_the_same_entries(
     fill: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if entries.library() is None:
@@ -74,13 +74,13 @@ def test_c_finds_what_python_finds(
     assert len(kinds) == len(names) and len(stamps) == 4 * len(names)
 
 
-def test_what_is_no_folder_cannot_be_looked_at(tmp_path: Path) -> None:
+def test_listing_a_file_raises_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         seen(tmp_path / "file")
 
 
-def test_kinds_and_reasons(tmp_path: Path) -> None:
+def test_entries_have_kinds_and_rejection_reasons(tmp_path: Path) -> None:
     odd(tmp_path)
     names, kinds, stamps = seen(tmp_path)
     of = dict(zip(names, kinds, strict=True))

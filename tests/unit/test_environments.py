@@ -1,4 +1,4 @@
-"""The environments say the same: what conda installs may be what the lock holds."""
+"""Requirements, lock file and conda environment agree."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from image_diffusion.export.model_card import PIPELINE
 ROOT = Path(__file__).parents[2]
 OF_CONDA = {"matplotlib-base": "matplotlib", "pytorch": "torch"}
 OF_ANY_VERSION = {"matplotlib", "nvidia-ml-py", "psutil", "pyyaml", "tifffile", "tqdm"}
-"""Packages for which pyproject.toml states no lower bound, so that an environment that has one keeps it."""
+"""Packages for which pyproject.toml states no lower bound, so that an installed version is kept."""
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 BROUGHT = {"pydantic_core": "pydantic", "huggingface_hub": "diffusers", "fsspec": "torch", "triton": "torch"}
-"""Packages that the requirements of others bring."""
+"""Packages that are installed as dependencies of others."""
 CHOSEN = {
     "bitsandbytes",
     "lmdb",
@@ -40,7 +40,7 @@ CHOSEN = {
     "torchvision",
     "transformers",
 }
-"""Packages that an experiment may ask for; where they are missing, a command says so."""
+"""Optional packages of experiments; commands report those that are missing."""
 
 sys.path.insert(0, str(ROOT / "workflow/scripts"))
 import wheels  # noqa: E402 - a script beside the rules
@@ -50,8 +50,8 @@ def required(*lines: str) -> set[str]:
     return {Requirement(line).name for line in lines}
 
 
-def test_the_package_requires_what_it_imports() -> None:
-    """Apart from the rules and the tracking, which have an extra."""
+def test_package_requires_all_imported_packages() -> None:
+    """Except for the workflow and the tracking, which have their own extras."""
     needed = required(*PROJECT["dependencies"])
     package = ROOT / "src/image_diffusion"
     for path in package.rglob("*.py"):
@@ -73,7 +73,7 @@ def test_the_package_requires_what_it_imports() -> None:
         ("json.nothing", None),
     ],
 )
-def test_a_missing_package_is_told_in_one_line(name: str, told: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_package_is_a_one_line_error(name: str, told: str | None, capfd: pytest.CaptureFixture[str]) -> None:
     def importing() -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -83,7 +83,7 @@ def test_a_missing_package_is_told_in_one_line(name: str, told: str | None, capf
     assert lines == [f"error: {told}"] if told else "Traceback" in lines[0]
 
 
-def test_every_place_gives_pytorch_the_same_bounds() -> None:
+def test_pytorch_bounds_agree_in_all_environments() -> None:
     conda = yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
     (bounds,) = [Requirement(line).specifier for line in PROJECT["dependencies"] if Requirement(line).name == "torch"]
     inputs = (ROOT / "envs/requirements.in").read_text().splitlines()
@@ -91,7 +91,7 @@ def test_every_place_gives_pytorch_the_same_bounds() -> None:
     assert [Requirement(line).specifier for line in written] == [bounds, bounds]
 
 
-def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
+def test_wheels_exclude_pytorch_and_installed_packages() -> None:
     lock = (ROOT / "envs/requirements.lock").read_text()
     present = wheels.names("numpy==2.2.6\nScikit_Learn==1.7\npillow @ file:///builds/pillow\n# a remark\n")
     assert present == {"numpy", "scikit-learn", "pillow"}
@@ -102,7 +102,7 @@ def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
         assert text.startswith(f"{name}==") and "--hash=sha256:" in text
 
 
-def test_wheels_of_the_rules_build_what_is_published_as_sources(
+def test_workflow_packages_without_wheels_are_built_from_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: dict[str, str] = {}
@@ -125,17 +125,17 @@ def test_wheels_of_the_rules_build_what_is_published_as_sources(
 
 
 def of_conda() -> dict[str, Requirement]:
-    """What the conda environment asks for, apart from Python and pip, by the names of PyPI."""
+    """Requirements of the conda environment except Python and pip, by their PyPI names."""
     lines = yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
     asked = [Requirement(re.sub(r"(?<![<>=])=(?=\d)(.*)", r"==\1.*", line)) for line in lines if line != "pip"]
     return {OF_CONDA.get(each.name, each.name): each for each in asked if each.name != "python"}
 
 
-def test_the_conda_environment_has_what_the_package_requires() -> None:
+def test_conda_environment_contains_all_requirements() -> None:
     assert required(*PROJECT["dependencies"]) <= of_conda().keys()
 
 
-def test_every_place_gives_a_package_the_same_lower_bound() -> None:
+def test_lower_bounds_agree_in_all_environments() -> None:
     inputs = [line for line in (ROOT / "envs/requirements.in").read_text().splitlines() if line[0] != "#"]
     asked = {line.name: line for line in map(Requirement, inputs)}
     for line in map(Requirement, PROJECT["dependencies"]):
@@ -148,7 +148,7 @@ def lower_bound(asked: Requirement) -> str | None:
     return next((str(each) for each in asked.specifier if each.operator == ">="), None)
 
 
-def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> None:
+def test_conda_environment_allows_locked_versions_and_has_upper_bounds() -> None:
     locked = dict(re.findall(r"^([a-z0-9-]+)==([\d.]+)", (ROOT / "envs/requirements.lock").read_text(), re.MULTILINE))
     for name, asked in of_conda().items():
         assert locked[name] in asked.specifier, (asked, locked[name])
@@ -156,10 +156,8 @@ def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> N
 
 
 @pytest.mark.parametrize("root", ["clone", "base/image_diffusion/project"])
-def test_a_conda_environment_takes_the_package_from_the_clone_or_from_where_it_is_installed(
-    root: str, tmp_path: Path
-) -> None:
-    """Other packages of the environment of Snakemake, perhaps of another Python, do not come along."""
+def test_conda_environment_finds_the_package_in_the_clone_or_installation(root: str, tmp_path: Path) -> None:
+    """Other packages of Snakemake's environment, possibly of another Python version, are not added."""
     scripts, conda = tmp_path / root / "workflow/scripts", tmp_path / "conda"
     shutil.copytree(ROOT / "workflow/scripts", scripts)
     (tmp_path / "base/image_diffusion-1.2.3.dist-info").mkdir(parents=True)
@@ -178,14 +176,14 @@ def test_a_conda_environment_takes_the_package_from_the_clone_or_from_where_it_i
         assert (conda / "image_diffusion/project").is_dir() and (conda / "image_diffusion-1.2.3.dist-info").is_dir()
 
 
-def test_the_lock_names_no_place() -> None:
-    """It installs from wherever a machine gets its packages."""
+def test_environments_contain_no_urls() -> None:
+    """Packages are installed from the index that the machine is configured for."""
     for path in (ROOT / "envs").iterdir():
         assert "://" not in path.read_text(), path
 
 
-def test_a_missing_package_is_named_with_an_extra_that_brings_it() -> None:
-    """One helper words the end of such messages."""
+def test_missing_package_errors_name_an_extra_that_contains_it() -> None:
+    """One helper writes the end of such messages."""
     extras = PROJECT["optional-dependencies"]
     for path in (ROOT / "src/image_diffusion").rglob("*.py"):
         text = path.read_text()

@@ -89,7 +89,7 @@ def judged(folder: Path, what: list[str], processes: int, monkeypatch: pytest.Mo
     ids=["samples", "codec"],
 )
 @pytest.mark.slow
-def test_the_same_bytes_for_any_number_of_processes(
+def test_metrics_are_identical_for_any_number_of_processes(
     folder: Path, what: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = judged(folder, what, 1, monkeypatch)
@@ -119,7 +119,7 @@ def made(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_samples_that_are_not_stored_give_the_same_bytes(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_of_unstored_samples_are_identical(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = ["--weights", "dit/weights.safetensors"]
     expected = judged(made, [*weights, "--samples", "stored/samples.npz"], 1, monkeypatch)
     drawn = {path.name: path.read_bytes() for path in (made / "report").iterdir()}
@@ -137,7 +137,7 @@ def test_samples_that_are_not_stored_give_the_same_bytes(made: Path, monkeypatch
         assert (some["arr_0"] == all_of_them["arr_0"][:13]).all()
 
 
-def test_no_batch_is_made_twice_in_one_pass() -> None:
+def test_each_batch_is_generated_once_per_pass() -> None:
     calls: list[slice] = []
 
     def make(rows: slice) -> torch.Tensor:

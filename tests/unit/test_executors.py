@@ -1,7 +1,7 @@
-"""Jobs of Slurm and AWS Batch, and pods of Kubernetes, as Snakemake's executors render them from what a stage asks for.
+"""Jobs of Slurm and AWS Batch, and pods of Kubernetes, as Snakemake's executors create them for a stage.
 
-The plugins of the last two come with the extra `executors`. No cluster and no account is needed, since what they submit
-is caught.
+The plugins of the last two come with the extra `executors`. Neither a cluster nor an account is needed, since
+submissions are intercepted.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def pod(asking: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_a_job_of_slurm_has_the_gpus_cores_and_memory_of_a_training(gpus: int) -> None:
+def test_slurm_job_requests_gpus_cores_and_memory_of_a_training(gpus: int) -> None:
     asking = machine("slurm", gpus_per_node=gpus, processes_per_node=2)
     names = ("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir")
     training = job(asking)
@@ -88,7 +88,7 @@ def test_a_job_of_slurm_has_the_gpus_cores_and_memory_of_a_training(gpus: int) -
     assert [word for word in command if "gpu" in word] == (["--gres=gpu:2"] if gpus else [])
 
 
-def test_a_pod_has_the_gpus_cores_and_memory_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_requests_gpus_cores_and_memory_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = pod(machine("kubernetes", gpus_per_node=2, processes_per_node=2), monkeypatch)
     asked = {"nvidia.com/gpu": "2", "cpu": "4000m", "memory": f"{MEMORY_MB}M"}
     (container,) = spec["containers"]
@@ -97,21 +97,21 @@ def test_a_pod_has_the_gpus_cores_and_memory_of_a_training(monkeypatch: pytest.M
     assert {"name": "shared", "mountPath": "/shared"} in container["volumeMounts"]
 
 
-def test_a_pod_on_cpus_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_on_cpus_requests_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = pod(machine("kubernetes", gpus_per_node=0), monkeypatch)
     assert spec["containers"][0]["resources"] == {"requests": {"cpu": "2000m", "memory": f"{MEMORY_MB}M"}}
     assert "tolerations" not in spec
 
 
-def test_slurms_request_alone_gets_a_pod_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_plugin_ignores_the_gres_resource(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows that the plugin does not read `gres`: the request has to be in its own resources."""
     asking = replace(machine("kubernetes", gpus_per_node=2), executor=lambda: "slurm")
     assert job(asking).resources["gres"] == "gpu:2"
     assert "nvidia.com/gpu" not in str(pod(asking, monkeypatch))
 
 
-def test_kubernetes_knows_every_key_of_the_shipped_pod() -> None:
-    """What its client reads into a Job is what the file has: it leaves out what it does not know."""
+def test_shipped_pod_file_has_only_keys_known_to_kubernetes() -> None:
+    """The client drops unknown keys when it parses a Job, and here drops none."""
     client = pytest.importorskip("kubernetes").client.ApiClient()
     written = (ROOT / "config/cloud/pod.yaml").read_text()
     response = SimpleNamespace(data=json.dumps(yaml.safe_load(written)))
@@ -119,7 +119,7 @@ def test_kubernetes_knows_every_key_of_the_shipped_pod() -> None:
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
-def test_a_job_of_aws_batch_has_the_gpus_cores_and_memory_of_a_training(gpus: int) -> None:
+def test_aws_batch_job_requests_gpus_cores_and_memory_of_a_training(gpus: int) -> None:
     builder = pytest.importorskip("snakemake_executor_plugin_aws_batch.batch_job_builder")
     caught: dict[str, Any] = {}
     client = SimpleNamespace(register_job_definition=lambda **definition: caught.update(definition))
@@ -138,7 +138,7 @@ def test_a_job_of_aws_batch_has_the_gpus_cores_and_memory_of_a_training(gpus: in
     assert asked == {"VCPU": "4", "MEMORY": str(MEMORY_MB)} | ({"GPU": "2"} if gpus else {})
 
 
-def test_a_storage_provider_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_storage_provider_is_rejected_in_one_line(tmp_path: Path) -> None:
     plugin = pytest.importorskip("snakemake_storage_plugin_s3")
     shutil.copytree(ROOT / "config", tmp_path / "config")
     provider = ["--default-storage-provider", "s3", "--default-storage-prefix", "s3://bucket/run"]

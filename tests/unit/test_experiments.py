@@ -1,4 +1,4 @@
-"""Experiment files: every shipped one is read as its users' commands read it; editors get a schema of them."""
+"""Shipped experiment files are valid for their commands and for the editor schema."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ FILES = sorted((ROOT / "config" / "experiments").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Path, tmp_path: Path) -> None:
+def test_shipped_experiments_resolve_to_readable_stage_configs(path: Path, tmp_path: Path) -> None:
     for name, (_, experiment) in load_all([path]).items():
         write_stages(name, experiment, tmp_path)
         plan = json.loads((tmp_path / name / "config" / "plan.json").read_text())
@@ -51,7 +51,7 @@ def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Pa
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_whatever_is_written_for_a_shipped_experiment_is_made_again_when_damaged(
+def test_all_files_of_shipped_experiments_are_rebuilt_if_damaged(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -62,7 +62,7 @@ def test_whatever_is_written_for_a_shipped_experiment_is_made_again_when_damaged
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_shipped_experiment_opens_with_what_it_is_for(path: Path) -> None:
+def test_shipped_experiments_begin_with_purpose_and_cost(path: Path) -> None:
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     text = " ".join(head)
     assert "Reproduces:" in text and "Cost:" in text
@@ -70,18 +70,18 @@ def test_a_shipped_experiment_opens_with_what_it_is_for(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def editor() -> jsonschema.Draft202012Validator:
-    """What an editor does with the schema, which is itself a valid one."""
+    """Validator of the editor schema, which is itself checked."""
     of_experiments = schema()
     jsonschema.Draft202012Validator.check_schema(of_experiments)
     return jsonschema.Draft202012Validator(of_experiments)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_shipped_experiment_fits_the_schema_for_editors(path: Path, editor: jsonschema.Draft202012Validator) -> None:
+def test_shipped_experiments_match_the_editor_schema(path: Path, editor: jsonschema.Draft202012Validator) -> None:
     editor.validate(yaml.safe_load(path.read_text()))
 
 
-def test_a_detector_may_be_a_word_in_an_editor_too(editor: jsonschema.Draft202012Validator) -> None:
+def test_editor_schema_accepts_detector_names(editor: jsonschema.Draft202012Validator) -> None:
     raw = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text())
     for detectors in (["inpipe", "dinov2"], [{"type": "inpipe"}, "inception"]):
         editor.validate(raw | {"evaluate": {"detectors": detectors}})
@@ -89,7 +89,7 @@ def test_a_detector_may_be_a_word_in_an_editor_too(editor: jsonschema.Draft20201
         editor.validate(raw | {"evaluate": {"detectors": ["torchvision"]}})
 
 
-def test_the_schemas_for_editors_are_written_from_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editor_schemas_are_generated_from_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "schemas" / "experiment.schema.json"
     monkeypatch.setattr("sys.argv", ["configure", "--schema", str(file)])
     configure.main()
@@ -135,7 +135,7 @@ def test_a_mistake_is_one_clear_line_before_any_work(change: dict[str, Any], mes
 
 
 @pytest.mark.parametrize("name", ["demo", "demo_codec", "tokens_demo"])
-def test_a_detector_that_does_not_take_the_channels_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+def test_detector_for_other_channels_is_rejected_before_any_work(name: str, tmp_path: Path) -> None:
     for path in FILES:
         change = {"data": {"channels": 4}} | ({"evaluate": {"detectors": ["inception"]}} if path.stem == name else {})
         (tmp_path / path.name).write_text(yaml.safe_dump(_merge(yaml.safe_load(path.read_text()), change)))
@@ -143,7 +143,7 @@ def test_a_detector_that_does_not_take_the_channels_is_refused_before_any_work(n
         load_all([tmp_path / f"{name}.yaml"])
 
 
-def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
+def test_conflicting_settings_of_one_data_set_are_rejected(tmp_path: Path) -> None:
     codec = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(codec))
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(_merge(codec, {"data": {"min_side": 2}})))
@@ -162,9 +162,7 @@ def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
         ({"type": "diffusers", "weights": "/"}, "''"),
     ],
 )
-def test_latents_do_not_lie_in_a_folder_that_the_data_set_has_for_others(
-    codec: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+def test_latent_folders_must_not_use_reserved_names(codec: dict[str, Any], name: str, tmp_path: Path) -> None:
     raw = demo() | {"codec": codec}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(_merge(raw, {"data": {"channels": 3}})))
     (tmp_path / f"{codec.get('experiment', 'none')}.yaml").write_text(
@@ -176,7 +174,7 @@ def test_latents_do_not_lie_in_a_folder_that_the_data_set_has_for_others(
         load_all([tmp_path / "mine.yaml"])
 
 
-def test_the_latents_of_weights_in_this_folder_are_named_after_it(
+def test_latents_of_weights_in_the_current_folder_have_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sd").mkdir()
@@ -184,7 +182,7 @@ def test_the_latents_of_weights_in_this_folder_are_named_after_it(
     assert StabilityVae(weights=".").name == Diffusers(weights=".").name == "sd"
 
 
-def test_experiments_with_other_factors_share_the_latents_of_a_trained_codec(tmp_path: Path) -> None:
+def test_experiments_with_different_scales_share_latents_of_a_codec(tmp_path: Path) -> None:
     (tmp_path / "demo_codec.yaml").write_text((ROOT / "config/experiments/demo_codec.yaml").read_text())
     (tmp_path / "usual.yaml").write_text(yaml.safe_dump(demo()))
     (tmp_path / "scaled.yaml").write_text(yaml.safe_dump(_merge(demo(), {"codec": {"scale": 0.5}})))
@@ -195,7 +193,7 @@ def test_experiments_with_other_factors_share_the_latents_of_a_trained_codec(tmp
     assert train_stage("scaled", scaled).codec.scale == 0.5
 
 
-def test_files_of_given_weights_are_known_before_they_exist(tmp_path: Path) -> None:
+def test_paths_of_external_weights_are_known_before_they_exist(tmp_path: Path) -> None:
     detectors = [{"type": "dinov2", "weights": "d.pth"}, {"type": "transformers", "weights": "tower", "name": "tower"}]
     digits = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())["data"]
     mine = {"data": digits, "system": {"type": "dit"}, "train": {"steps": 1, "global_batch": 2, "init_from": "start"}}
@@ -214,7 +212,7 @@ def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def test_whose_data_set_another_source_replaces_is_said_once(
+def test_replacing_the_source_of_a_shared_data_set_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = """
@@ -246,7 +244,7 @@ train: {{steps: 1, global_batch: 2}}
     assert said("mine", "shared") == "", "their own data set"
 
 
-def test_whose_data_set_other_settings_of_the_same_source_replace_is_said(
+def test_replacing_settings_of_a_shared_data_set_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = {"name": "tab", "resolution": 8, "num_shards": 1, "source": {"type": "folder", "path": "here"}}

@@ -1,4 +1,4 @@
-"""The stage `export`: a folder with a card, whole or not at all."""
+"""The stage `export` writes a folder with a model card, atomically."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ command.run(export.main)
 
 
 def run_export(folder: Path, width: int, grid: int, limit: int) -> subprocess.CompletedProcess[str]:
-    """Export a DiT on pixels where no file may have more than `limit` bytes. grid: bytes of its picture."""
+    """Export a DiT on pixels with a file size limit of `limit` bytes. grid: size of its image in bytes."""
     torch.manual_seed(0)
     system, spec = DiTSystem(network=DiTConfig(depth=1, width=width, num_heads=2, patch=4)), DataSpec(
         channels=3, resolution=8, num_classes=2
@@ -62,7 +62,7 @@ def run_export(folder: Path, width: int, grid: int, limit: int) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_card_with_numbers_and_intervals_goes_with_it(tmp_path: Path) -> None:
+def test_export_includes_a_model_card_with_metrics_and_intervals(tmp_path: Path) -> None:
     done = run_export(tmp_path, width=16, grid=10, limit=10**9)
     assert done.returncode == 0, done.stderr
     card = (tmp_path / "diffusers/README.md").read_text()
@@ -73,8 +73,8 @@ def test_a_card_with_numbers_and_intervals_goes_with_it(tmp_path: Path) -> None:
         assert f"  {name}\n" in listed, name
 
 
-def test_metrics_of_other_weights_are_refused() -> None:
-    check_metrics_of("one", MEASURED, Path("metrics.json"))  # of samples alone
+def test_metrics_of_other_weights_are_rejected() -> None:
+    check_metrics_of("one", MEASURED, Path("metrics.json"))  # metrics of samples without known weights
     measured = {**MEASURED, "protocol": {"weights": {"sha256": "one"}}}
     check_metrics_of("one", measured, Path("metrics.json"))
     with pytest.raises(ValueError, match=r"metrics.json is of other weights than --weights. Run evaluate with these"):
@@ -82,7 +82,7 @@ def test_metrics_of_other_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("width", "grid"), [(256, 10), (16, 600_000)], ids=["weights", "picture"])
-def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path, width: int, grid: int) -> None:
+def test_full_disk_leaves_no_partial_export(tmp_path: Path, width: int, grid: int) -> None:
     done = run_export(tmp_path, width, grid, limit=500_000)
     line = (
         rf"error: The file exceeds the limit of its size \(ulimit -f\): {tmp_path / 'diffusers'} could not be "

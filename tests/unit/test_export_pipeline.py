@@ -1,4 +1,4 @@
-"""Each network exported with its own pipeline.py, loaded where this package cannot be imported: the same images."""
+"""Exported pipelines, loaded without this package, make the same images as `sample`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SIZES = {"num_tokens": 16, "codebook_dim": 4}
 
 @dataclass
 class Case:
-    """A model, and what it is asked for."""
+    """A model and its sampling settings."""
 
     system: DiffusionSystem
     spec: DataSpec
@@ -94,7 +94,7 @@ class Case:
         }  # fmt: skip
 
     def images(self) -> np.ndarray:
-        """What `sample` makes, uint8 [N, H, W, C]."""
+        """Images from `sample`, uint8 [N, H, W, C]."""
         settings = SampleConfig(
             sampler=self.sampler, guidance={"guidance_scale": self.guidance}, precision="float32", batch_size=3,
             seed=self.seed,
@@ -106,7 +106,7 @@ class Case:
 
 
 def randomised(network: nn.Module) -> nn.Module:
-    """With numbers in what starts at zero."""
+    """Replace the parameters that are initialised to zero by random numbers."""
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
         if parameter.requires_grad:
@@ -251,7 +251,7 @@ def tokens_system(objective: str) -> TokensSystem:
 
 
 def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
-    """What makes no images from noise: what it gives here, its folder, and the same call."""
+    """Models that make no images from noise: their output here, their folders, and the arguments of the call."""
     torch.manual_seed(1)
     prior = PriorSystem(network=PriorConfig(depth=1, num_heads=2, head_width=8, max_text_len=4, self_cond=True))
     spec = DataSpec(channels=16, resolution=1)
@@ -349,7 +349,7 @@ class Compared:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
-    """All of them, in one process that cannot import the package."""
+    """Run all exported models in one process that cannot import the package."""
     root = tmp_path_factory.mktemp("exported")
     calls, found = [], {}
     for number, (name, case) in enumerate(cases(root).items()):
@@ -365,19 +365,19 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_images_are_the_same_without_this_package(exported: dict[str, Compared], name: str) -> None:
+def test_exported_pipelines_make_the_same_images(exported: dict[str, Compared], name: str) -> None:
     found = exported[name]
     assert found.here.shape == found.there.shape and found.here.std() > 5
     difference = np.abs(found.here.astype(int) - found.there.astype(int)).max()
     assert difference <= 1, difference
 
 
-def test_every_case_is_looked_at(exported: dict[str, Compared]) -> None:
+def test_every_case_is_exported(exported: dict[str, Compared]) -> None:
     assert set(exported) == {*NAMES, "the prior", "a prior transformer"}
 
 
 @pytest.mark.parametrize("name", ["the prior", "a prior transformer"])
-def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared], name: str) -> None:
+def test_exported_priors_make_the_same_embeddings(exported: dict[str, Compared], name: str) -> None:
     found = exported[name]
     assert found.here.shape == (3, 16) and np.abs(found.here - found.there).max() < 1e-5
 
@@ -392,8 +392,8 @@ def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared], name
     ],
     ids=["flow", "edm", "mean_flow", "discrete"],
 )
-def test_the_code_of_the_card_runs(tmp_path: Path, system: DiTSystem) -> None:
-    """With the default sampler of the folder, which fits the process and the objective."""
+def test_code_in_the_model_card_runs(tmp_path: Path, system: DiTSystem) -> None:
+    """With the default sampler of the folder, which matches the process and the objective."""
     case = Case(system, DataSpec(channels=3, resolution=8, num_classes=3), Rgb(), {})
     use = export_of(system, "pipeline").write(system, case.model, case.codec, tmp_path / "out")
     code = use.code.splitlines()[-1]
@@ -408,8 +408,8 @@ def pipeline_of(folder: Path) -> Any:
     return DiffusionPipeline.from_pretrained(folder, custom_pipeline=str(folder), trust_remote_code=True)
 
 
-def test_the_seed_of_the_settings_is_an_argument(tmp_path: Path) -> None:
-    """Without labels, the classes are those of the seeds, as with `sample.labels: balanced`."""
+def test_pipeline_takes_the_sampling_seed_as_argument(tmp_path: Path) -> None:
+    """Without labels, classes depend on the seeds, as with `sample.labels: balanced`."""
     spec = DataSpec(channels=3, resolution=8, num_classes=3)
     case = Case(dit(), spec, Rgb(), {"type": "ddim", "num_steps": 3}, labels=[0, 2, 2], seed=7)
     export_of(case.system, "pipeline").write(case.system, case.model, case.codec, tmp_path / "out")
@@ -419,8 +419,8 @@ def test_the_seed_of_the_settings_is_an_argument(tmp_path: Path) -> None:
     assert np.abs(here - there).max() <= 1 < np.abs(here - pipeline(**asked).images.astype(int)).max()
 
 
-def test_the_numbers_of_a_pipeline_are_read_as_those_of_a_table(tmp_path: Path) -> None:
-    """A NaN is a missing number; text and infinity are an error, which names the row."""
+def test_pipeline_reads_numbers_like_a_table(tmp_path: Path) -> None:
+    """NaN is a missing number; text and infinity are errors that name the row."""
     case = cases(tmp_path)["a U-Net that is told classes and numbers"]
     export_of(case.system, "pipeline").write(case.system, case.model, case.codec, tmp_path / "out")
     pipeline, asked = pipeline_of(tmp_path / "out"), {**case.asked, "class_labels": [0]}
@@ -433,8 +433,8 @@ def test_the_numbers_of_a_pipeline_are_read_as_those_of_a_table(tmp_path: Path) 
             pipeline(**asked | {"numbers": [{"age": "30"}, {"age": cell}]})
 
 
-def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) -> None:
-    """Where the package is installed too, and two models of different code are loaded one after the other."""
+def test_exported_models_and_the_package_use_separate_modules(exported: dict[str, Compared]) -> None:
+    """The package is installed as well, and two models with different code are loaded one after the other."""
     code = (
         "import sys; from diffusers import DiffusionPipeline; import image_diffusion.networks.dit as ours;"
         "a, b = (DiffusionPipeline.from_pretrained(each, trust_remote_code=True) for each in sys.argv[1:]);"
@@ -447,14 +447,14 @@ def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_another_type_of_weights_is_refused(exported: dict[str, Compared]) -> None:
+def test_other_torch_dtypes_are_rejected(exported: dict[str, Compared]) -> None:
     from image_diffusion.export.bundle.loader import Exported
 
     with pytest.raises(ValueError, match=r'torch_dtype is torch.float16.* precision="bf16"'):
         Exported.from_pretrained(str(exported["a U-Net"].folder / "model"), torch_dtype=torch.float16)
 
 
-def test_the_folder_holds_plain_files_and_only_the_code_that_it_needs(exported: dict[str, Compared]) -> None:
+def test_export_has_plain_files_and_only_required_code(exported: dict[str, Compared]) -> None:
     folder = exported["a U-Net"].folder
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == [

@@ -1,4 +1,4 @@
-"""The registry of exports: the formats of each type of system, and of types that it does not list."""
+"""The registry of exports: the formats of each system type, and of unregistered types."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EXPERIMENTS = Path(__file__).parents[2] / "config/experiments"
 
 
 class Variant(DiTSystem):
-    """A system that no registry lists."""
+    """A system that is not in the registry."""
 
     type: Literal["variant"] = "variant"  # type: ignore[assignment]
 
 
-def test_the_formats_of_each_type() -> None:
+def test_each_system_type_has_its_export_formats() -> None:
     assert {name_of(system): list(exports_of(system)) for system in SYSTEMS} == {
         "dit": ["diffusers", "pipeline"],
         "iddpm": ["diffusers", "pipeline"],
@@ -38,22 +38,22 @@ def test_the_formats_of_each_type() -> None:
     }
 
 
-def test_a_type_has_the_formats_of_its_bases() -> None:
+def test_system_types_inherit_export_formats() -> None:
     assert exports_of(Variant) == exports_of(DiTSystem)
     assert exports_of(System) == {}
 
 
-def test_a_format_that_a_system_does_not_have_is_an_error() -> None:
+def test_unsupported_export_formats_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"export.format is diffusers, but a system of type rin .*: pipeline, none\."):
         export_of(RinSystem(), "diffusers")
 
 
-def test_readers_are_of_systems_that_experiments_can_name() -> None:
+def test_readers_belong_to_registered_systems() -> None:
     assert set(READERS) <= set(SYSTEMS)
 
 
 def dit_of(folder: Path, changes: dict[str, Any]) -> Path:
-    """An experiment of a DiT of flow matching on latents that is exported to diffusers, changed."""
+    """A latent flow matching DiT experiment exported to diffusers, with changes."""
     raw = merged(read_yaml(EXPERIMENTS / "demo_flow.yaml"), {"export": {"format": "diffusers"}})
     raw["codec"] = {"type": "stability_vae"}
     (folder / "x.yaml").write_text(to_yaml(merged(raw, changes)))
@@ -75,7 +75,7 @@ def dit_of(folder: Path, changes: dict[str, Any]) -> Path:
         ),
     ],
 )
-def test_a_dit_that_diffusers_does_not_have_is_refused_before_any_work(
+def test_dit_unsupported_by_diffusers_is_rejected_before_any_work(
     tmp_path: Path, changes: dict[str, Any], told: str
 ) -> None:
     load_all([dit_of(tmp_path, {})])

@@ -1,4 +1,4 @@
-"""What docs/extending.md shows is run: each part once; the diffusion on its network is trained and sampled."""
+"""The examples of docs/extending.md run: each part once; the diffusion system is trained and sampled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STREAMS = Streams(0, torch.zeros(4, dtype=torch.int64), torch.arange(4))
 
 @pytest.fixture(scope="module")
 def parts() -> Any:
-    """The modules of the page, by the last part of their names; they are gone afterwards."""
+    """The modules of the page, by the last part of their names; they are removed afterwards."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == len(NAMES)
     found = {}
@@ -49,7 +49,7 @@ def parts() -> Any:
         del sys.modules[f"image_diffusion.{name}"]
 
 
-def test_the_diffusion_learns_with_the_objective_and_draws_with_the_sampler(parts: Any) -> None:
+def test_example_system_trains_and_samples(parts: Any) -> None:
     torch.manual_seed(0)
     system = parts["systems.mixer"].MixerSystem()
     config = parts["objectives.absolute"].Absolute()
@@ -76,7 +76,7 @@ def test_the_diffusion_learns_with_the_objective_and_draws_with_the_sampler(part
     assert images.shape == (3, 3, 8, 8) and images.dtype == torch.uint8
 
 
-def test_the_sampler_is_exact_where_the_prediction_is(parts: Any) -> None:
+def test_example_sampler_is_exact_for_exact_predictions(parts: Any) -> None:
     from image_diffusion.process.grid import Denoised
 
     grid = Discrete().build().grid(8)
@@ -90,13 +90,13 @@ def test_the_sampler_is_exact_where_the_prediction_is(parts: Any) -> None:
     torch.testing.assert_close(found, x0.double(), rtol=0, atol=1e-5)
 
 
-def test_the_codec_keeps_grey_images(parts: Any) -> None:
+def test_example_codec_preserves_grey_images(parts: Any) -> None:
     codec = parts["codecs.grey"].Grey().build(None, None, torch.device("cpu"), torch.float32)
     images = torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8).expand(-1, 3, -1, -1)
     assert torch.equal(codec.decode(codec.draw(codec.encode(images), STREAMS)), images)
 
 
-def test_the_detector_tells_dark_from_light(parts: Any) -> None:
+def test_example_detector_separates_dark_and_light_images(parts: Any) -> None:
     detector = parts["metrics.thumbnails"].Thumbnails(side=1).build()
     dark, light = (torch.randint(low, low + 100, (300, 3, 8, 8), dtype=torch.uint8) for low in (0, 150))
     far = frechet_between(detector(dark).features, detector(light).features).value
@@ -105,7 +105,7 @@ def test_the_detector_tells_dark_from_light(parts: Any) -> None:
     assert detector.doubt is None and detector.identity["sha256"] is None
 
 
-def test_its_network_takes_no_augmentation(parts: Any) -> None:
+def test_example_network_rejects_augmentation(parts: Any) -> None:
     train = types.SimpleNamespace(augment=Augment())
     experiment: Any = types.SimpleNamespace(system=parts["systems.mixer"].MixerSystem(), train=train)
     with pytest.raises(ValueError, match="network of a system of type mixer does not take it as a condition"):

@@ -1,4 +1,4 @@
-"""GELU as it is computed here is PyTorch's, in value and in derivative, compiled and not."""
+"""GELU and its derivatives match PyTorch's, compiled and uncompiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from image_diffusion.nn.transformer import gelu
 
 
-def test_compiled_its_values_and_derivatives_are_those_of_pytorch() -> None:
+def test_compiled_gelu_and_its_derivatives_match_pytorch() -> None:
     torch.manual_seed(0)
     x = torch.cat([torch.linspace(-12, 12, 4001), 3 * torch.randn(1000), torch.tensor([0.0, -0.0, -100.0, 1e4])])
     graphs = []
@@ -28,7 +28,7 @@ def test_compiled_its_values_and_derivatives_are_those_of_pytorch() -> None:
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2e-6, atol=2e-6)
 
 
-def test_elsewhere_pytorch_computes() -> None:
+def test_uncompiled_gelu_is_the_one_of_pytorch() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.linspace(-12, 12, 1001).to(dtype)
         assert torch.equal(gelu(x), F.gelu(x, approximate="tanh"))

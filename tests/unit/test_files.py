@@ -1,4 +1,4 @@
-"""Files are whole or absent; digests depend on content only."""
+"""Atomic file writes, and digests that depend on content only."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from image_diffusion.core.files.atomic import (
 from image_diffusion.core.files.weights import read_weights, save_weights
 
 
-def test_a_file_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_files(tmp_path: Path) -> None:
     path = tmp_path / "a" / "file"
     with pytest.raises(RuntimeError), atomic_write(path) as file:
         file.write(b"half")
@@ -30,7 +30,7 @@ def test_a_file_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     write_json(path, {"good": 1})
     with pytest.raises(ValueError):
@@ -39,8 +39,8 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the umask is read from there")
-def test_the_umask_holds_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread would make files that everybody may write."""
+def test_umask_is_not_changed_while_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another thread could create files that everybody may write."""
     before = os.umask(0o027)
     try:
         with monkeypatch.context() as patched:
@@ -51,7 +51,7 @@ def test_the_umask_holds_while_a_file_is_written(tmp_path: Path, monkeypatch: py
     assert stat.S_IMODE((tmp_path / "file.json").stat().st_mode) == 0o640
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_stays(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "a [1].npz"
     half = (
         "from image_diffusion.core.files.atomic import *; import os, sys\n"
@@ -68,7 +68,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_stays(tm
     assert sorted(each.name for each in tmp_path.iterdir()) == [".b.npz.x.tmp", "a [1].npz"]
 
 
-def test_a_folder_appears_whole_in_place_of_what_was_there(tmp_path: Path) -> None:
+def test_folders_are_replaced_atomically(tmp_path: Path) -> None:
     folder, left = tmp_path / "folder", tmp_path / ".folder.x.tmp"
     for text in ("one", "two"):
         left.mkdir()
@@ -82,7 +82,7 @@ def test_a_folder_appears_whole_in_place_of_what_was_there(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.rglob("*")] == ["folder", "two"]
 
 
-def test_an_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
+def test_unchanged_file_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_if_changed(path, "text")
     os.utime(path, ns=(1, 1))
@@ -103,7 +103,7 @@ def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": [2, "ü"]}) == digest({"b": [2, "ü"], "a": 1}) != digest({"a": 1, "b": [2, "u"]})
 
 
-def test_any_flipped_bit_of_sealed_json_is_found(tmp_path: Path) -> None:
+def test_any_flipped_bit_in_sealed_json_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "note.json"
     write_json(path, {"code": digest("some code"), "steps": 8})
     written = path.read_bytes()
@@ -116,11 +116,11 @@ def test_any_flipped_bit_of_sealed_json_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [f'{{"a": NaN, "sha256": "{"0" * 64}"}}', "{}", "[]", f'{{"sha256": "{"0" * 64}"}}'])
-def test_json_of_other_programs_has_no_seal(text: str) -> None:
+def test_json_without_a_seal_is_read(text: str) -> None:
     assert str(parse_json(text.encode(), "foreign.json", "")) == str(json.loads(text))
 
 
-def test_weights_come_back_and_a_changed_byte_is_found(tmp_path: Path) -> None:
+def test_weights_round_trip_and_changed_bytes_are_detected(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(3, 2), "a": torch.arange(4)}
     save_weights(tmp_path, tensors, {"step": 7})
     loaded, model = read_weights(tmp_path)

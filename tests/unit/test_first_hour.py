@@ -1,4 +1,4 @@
-"""The first hour on a GPU, with stand-ins for its steps: what is told is told after every step, whatever ends it."""
+"""The script for the first hour on a GPU, with fake steps: its page is updated after every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_hour, "has_device", lambda: False)
 
 
-def test_without_a_gpu_one_line_ends_it(
+def test_first_hour_without_a_gpu_ends_with_one_line(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["first_hour.py", "--output", str(tmp_path / "out")])
@@ -41,7 +41,7 @@ def test_without_a_gpu_one_line_ends_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_it_begins_without_pytorch() -> None:
+def test_first_hour_starts_without_pytorch() -> None:
     code = f"import sys; sys.path.insert(0, {str(GPU)!r}); import first_hour; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -60,7 +60,7 @@ def test_the_plan_fits_into_slices_of_nine_minutes(
         assert all(f" {planned.name} " in printed and planned.about in printed for planned in mine)
 
 
-def test_the_steps_name_tests_and_benchmarks_that_exist() -> None:
+def test_steps_refer_to_existing_tests_and_benchmarks() -> None:
     tests = "".join(path.read_text() for path in GPU.glob("test_*.py"))
     bench = (GPU / "bench_gpu.py").read_text()
     for planned in PLAN:
@@ -73,7 +73,7 @@ def test_the_steps_name_tests_and_benchmarks_that_exist() -> None:
                 assert f"def bench_{word}(" in bench
 
 
-def test_a_failure_or_a_hang_stops_no_other_step(tmp_path: Path) -> None:
+def test_failed_and_hanging_steps_do_not_stop_others(tmp_path: Path) -> None:
     child = "import subprocess, time; subprocess.Popen(['sleep', '77.31']); print('begun', flush=True); time.sleep(60)"
     report = "print('a.py::one PASSED\\n[gw0] [ 50%] FAILED a.py::two\\n| a rate | 5 | images/s | 0.60 | |')"
     steps = [step("fails", f"{report}; raise SystemExit(1)"), step("hangs", child, limit_s=1), step("passes", "")]
@@ -87,8 +87,8 @@ def test_a_failure_or_a_hang_stops_no_other_step(tmp_path: Path) -> None:
     assert subprocess.run(["pgrep", "-f", "^sleep 77.31$"], check=False, capture_output=True).returncode == 1
 
 
-def test_the_page_counts_what_passes(tmp_path: Path) -> None:
-    """With the options of the repository, one of which makes pytest print less."""
+def test_page_counts_passed_and_failed_tests(tmp_path: Path) -> None:
+    """With the repository's pytest options, one of which reduces the output."""
     written = tmp_path / "test_two.py"
     written.write_text("def test_one(): ...\ndef test_two(): assert False\n")
     command = [str(written) if word.endswith(".py") else word for word in first_hour.tests("test_gpu_pieces")]
@@ -105,8 +105,8 @@ def test_slices_on_several_machines_make_one_page(tmp_path: Path) -> None:
     assert all(line in page for line in ("| of-1 | passed |", "| of-2 | not run yet |", "| of-3 | passed |"))
 
 
-def test_killed_in_any_step_the_page_tells_all_before_it(tmp_path: Path) -> None:
-    """Started again, it goes on with the step that was killed."""
+def test_page_has_all_steps_before_a_kill(tmp_path: Path) -> None:
+    """A restart continues with the step that was killed."""
     names = ["one", "two", "three"]
     for index, killed in enumerate(names):
         output = tmp_path / killed

@@ -1,4 +1,4 @@
-"""What a step takes of a GPU, counted without one."""
+"""Memory, operations and traffic of a training step on a GPU, counted without one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OBJECTIVE = Denoising(variance="learned_range", loss="hybrid", label_drop_probab
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that the operations inside read and write: local, those of kernels; sent, handed to other processes."""
+    """Counts bytes of the enclosed operations. local: read and written by kernels; sent: sent to other processes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
         if func.namespace == "c10d":
-            self.sent += max(size_of(given.get(name)) for name in given)  # of a sum or gathering, the whole
+            self.sent += max(size_of(given.get(name)) for name in given)  # the full size of a reduction or gather
         elif func.namespace == "aten" and not func.is_view and "empty" not in func.name():
             changed = {arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write}
             unread = changed if func._opname in ("copy_", "zero_", "fill_") else set()
@@ -88,7 +88,7 @@ def found(size: Any, processes: int = 1, **settings: Any) -> Counted:
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "gib"), [(32, 25.9), (64, 37.9), (128, 62.1), (256, 110.3)])
 def test_memory_of_dit_xl2(batch: int, gib: float) -> None:
-    """As it was counted by other code, for CUDA's rules of bf16."""
+    """The expected numbers were counted by other code, with CUDA's bf16 rules."""
     step = found("DiT-XL/2", global_batch=batch)
     assert step.peak / 2**30 == pytest.approx(gib, rel=0.01)
     assert step.fixed / 2**30 == pytest.approx(12.6, rel=0.01)  # weights, gradient, two moments, one average
@@ -96,14 +96,14 @@ def test_memory_of_dit_xl2(batch: int, gib: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_takes_its_share_in_microbatches() -> None:
+def test_each_process_computes_its_share_in_microbatches() -> None:
     alone = found("DiT-S/2", global_batch=8)
     assert found("DiT-S/2", 4, global_batch=32).peak == alone.peak
     fewer = found("DiT-S/2", global_batch=8, microbatch=2)
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
 
 
-def test_a_strict_process_computes_whole_chunks_whatever_the_microbatch() -> None:
+def test_strict_mode_computes_whole_chunks_for_any_microbatch() -> None:
     strict = {"deterministic": "strict", "strict_chunk": 4}
     alone = found("DiT-S/8", global_batch=16, **strict)
     assert alone == found("DiT-S/8", global_batch=16, microbatch=4)
@@ -111,33 +111,33 @@ def test_a_strict_process_computes_whole_chunks_whatever_the_microbatch() -> Non
 
 
 @pytest.mark.parametrize(("processes", "share"), [(1, 20), (2, 16), (3, 8), (16, 8)])
-def test_the_share_of_a_process(processes: int, share: int) -> None:
+def test_batch_share_of_a_process(processes: int, share: int) -> None:
     config = TrainConfig.model_validate({"steps": 1, "global_batch": 20, "deterministic": "strict", "strict_chunk": 8})
     assert config.share_of(processes) == share
     assert config.model_copy(update={"deterministic": "run"}).share_of(processes) == -(-20 // processes)
 
 
-def test_operations_are_counted_without_a_whole_step_too() -> None:
+def test_operations_per_example_match_those_of_a_full_step() -> None:
     network = partial(DiTConfig(size="DiT-S/2").build, SPEC, learned_variance=True)
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 8})
     assert operations_per_example(network, task, config) == found("DiT-S/2", global_batch=8).operations
 
 
-def test_a_process_keeps_its_share_of_a_sharded_training() -> None:
+def test_fully_sharded_process_stores_its_share() -> None:
     alone = found("DiT-S/2", global_batch=8)
     shared = found("DiT-S/2", 4, global_batch=32, sharding="full")
     assert shared.fixed == pytest.approx(alone.fixed * (1 + 4 / 4) / 5, rel=0.01)
 
 
-def test_what_a_sharded_training_keeps_beside_its_share() -> None:
+def test_sharded_process_also_stores_gradients_or_weights() -> None:
     alone = found("DiT-S/2", global_batch=8)
-    parts = found("DiT-S/2", 4, global_batch=32, sharding="full", microbatch=4)  # with its whole gradient meanwhile
+    parts = found("DiT-S/2", 4, global_batch=32, sharding="full", microbatch=4)  # with a full gradient in the meantime
     assert parts.fixed == pytest.approx(alone.fixed * (1 + 1 + 4 / 4) / 5, rel=0.01)
     sliced = found("DiT-S/2", 4, global_batch=32, sharding="optimizer")  # the network's own weights are bf16
     assert sliced.fixed == pytest.approx(alone.fixed * (0.5 + 1 + 5 / 4) / 5, rel=0.01)
 
 
-def test_a_discriminator_that_begins_later_is_counted() -> None:
+def test_discriminator_with_a_later_start_is_counted() -> None:
     def of(**adversarial: Any) -> Counted:
         system = DVAESystem.model_validate({"network": {"num_tokens": 64}, "adversarial": adversarial or None})
         spec = DataSpec(channels=3, resolution=64)
@@ -157,8 +157,8 @@ def test_a_discriminator_that_begins_later_is_counted() -> None:
     assert all(getattr(never, name) < getattr(always, name) for name in ("parameters", "operations", "fixed", "peak"))
 
 
-def test_nothing_is_stored() -> None:
-    """Weights alone would take 2.5 GiB for each of this."""
+def test_counting_allocates_no_tensors() -> None:
+    """The weights alone would take 2.5 GiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found("DiT-XL/2", global_batch=1024)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
@@ -166,15 +166,15 @@ def test_nothing_is_stored() -> None:
 
 @pytest.fixture
 def eight() -> Iterator[World]:
-    """A process among eight, of whom there are no others."""
+    """Rank 0 of a fake group of eight processes."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield World(0, 8, torch.device("cpu"))
     dist.destroy_process_group()
 
 
 def fixed_traffic(world: World, size: Any = "DiT-XL/2", **settings: Any) -> tuple[float, float]:
-    """GB that a step of a DiT moves however small its batch is: in a process, and between processes. A size that is not
-    a name is one to compute with, for PyTorch spreads no weights without contents."""
+    """GB that a DiT step moves for any batch size: in a process, and between processes. With a dict as size, tensors
+    are real, since PyTorch cannot shard fake ones."""
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 16, **settings})
     fake, steps = FakeTensorMode(allow_non_fake_inputs=True) if isinstance(size, str) else nullcontext(), []
     given: Any = {"size": size} if isinstance(size, str) else size
@@ -196,8 +196,8 @@ def fixed_traffic(world: World, size: Any = "DiT-XL/2", **settings: Any) -> tupl
 
 
 @pytest.mark.slow
-def test_the_optimizer_is_done_once_and_not_on_every_gpu(eight: World) -> None:
-    """Weights are 2.70 GB. A sum over processes sends its bytes twice, once to be added and once as the sum."""
+def test_sharded_optimizer_reduces_memory_traffic(eight: World) -> None:
+    """Weights are 2.70 GB. An all-reduce sends its bytes twice: to add them, and as the result."""
     local, sent = fixed_traffic(eight)
     assert local > 47 and sent == pytest.approx(2.70, rel=0.01)
     local, sent = fixed_traffic(eight, sharding="optimizer")
@@ -209,8 +209,8 @@ def test_the_optimizer_is_done_once_and_not_on_every_gpu(eight: World) -> None:
 SMALL = {"depth": 4, "width": 64, "num_heads": 2, "patch": 8}
 
 
-def test_weights_are_gathered_in_what_the_network_computes_in(eight: World) -> None:
-    """Those of blocks twice, in the forward pass and in the backward pass, if they are for products."""
+def test_weights_are_gathered_in_the_compute_precision(eight: World) -> None:
+    """Matrices of blocks are gathered twice: in the forward pass and in the backward pass."""
     network = DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)
     products = {name: network.get_parameter(name).nbytes for name in factors(network)}
     gathered = sum(size * (2 if name.startswith("blocks.") else 1) for name, size in products.items())
@@ -218,21 +218,21 @@ def test_weights_are_gathered_in_what_the_network_computes_in(eight: World) -> N
     _, sent = fixed_traffic(eight, SMALL, sharding="full")
     if hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):
         assert exact - sent == pytest.approx(gathered / 2 / 1e9, rel=1e-6)
-        assert sent < 0.72 * exact  # gradients are added up in float32
+        assert sent < 0.72 * exact  # gradients are reduced in float32
     else:
-        assert sent == exact  # PyTorch before 2.15 cannot tell the parameters of a block apart
+        assert sent == exact  # PyTorch before 2.15 has no dtype per parameter of a block
 
 
-def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:
-    """What two microbatches send more than one is the weights that are gathered for the second."""
+def test_gradients_of_microbatches_are_reduced_once(eight: World) -> None:
+    """A second microbatch adds only the weights that are gathered for it."""
     network = DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)
     gradient = sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad)
     _, sent = fixed_traffic(eight, SMALL, sharding="full", microbatch=1)
     assert sent == pytest.approx(gradient / 1e9, rel=0.01)
 
 
-def test_a_checkpoint_of_shared_weights_is_not_sent(eight: World) -> None:
-    """Every process keeps its rows."""
+def test_checkpoint_of_sharded_weights_is_not_sent(eight: World) -> None:
+    """Every process stores its own rows."""
     config = TrainConfig.model_validate({"steps": 1, "global_batch": 8, "sharding": "full"})
     with _disable_module_to():
         parts = Trainer(task(DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)), config, eight)
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_shared_weights_is_not_sent(eight: World) -> None:
     }
 
 
-def test_doctor_tells_what_gpus_elsewhere_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_estimates_cost_on_other_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TrainConfig.model_validate({"steps": 1000, "global_batch": 64, "precision": "bf16"})
     stage = SimpleNamespace(train=config, experiment="mine")
     network = partial(DiTConfig(size="DiT-S/8").build, SPEC, learned_variance=True)

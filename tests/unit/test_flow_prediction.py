@@ -1,4 +1,4 @@
-"""Flow matching that predicts one quantity and measures its error in another."""
+"""Flow matching with a prediction type that differs from its loss type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def objective(**keys: object) -> FlowMatchingObjective:
     return FlowMatching(**keys).build(Flow().build(), SPEC)  # type: ignore[arg-type]
 
 
-def test_velocity_loss_weighs_an_error_in_x0_by_one_over_the_square_of_the_time() -> None:
+def test_velocity_loss_weights_x0_errors_by_inverse_squared_time() -> None:
     """JiT's v-loss, with its t and 1 - t exchanged: (x - x') / max(t, 0.05), squared."""
     times = torch.tensor([0.0, 0.02, 0.05, 0.1, 1.0], dtype=torch.float64)
     losses = objective(prediction="x0").losses_at(lambda x, t: X + 0.3, X, times, NOISE, {})
@@ -41,8 +41,8 @@ def test_velocity_loss_weighs_an_error_in_x0_by_one_over_the_square_of_the_time(
 
 
 @pytest.mark.parametrize("loss", SAID)
-def test_a_loss_and_its_gradient_are_the_same_whatever_the_network_says(loss: Said) -> None:
-    """One network, its output converted at its own x_t to each quantity in turn."""
+def test_loss_and_gradient_do_not_depend_on_the_prediction_type(loss: Said) -> None:
+    """The output of one network, converted at its x_t to each prediction type."""
     weight = torch.full((1,), 0.7, dtype=torch.float64, requires_grad=True)
     levels = ((1 - TIMES).view(-1, 1, 1, 1), TIMES.view(-1, 1, 1, 1))
 
@@ -65,8 +65,8 @@ def test_every_loss_is_finite_at_both_ends_of_the_path(said: Said, loss: Said) -
     assert losses.loss.isfinite().all()
 
 
-def test_samples_are_the_same_whichever_quantity_an_exact_network_says() -> None:
-    """Of data N(0, 0.25): E[x0 | x_t] is known, and every prediction is that of the same x0."""
+def test_samples_of_exact_networks_do_not_depend_on_the_prediction_type() -> None:
+    """For data N(0, 0.25), E[x0 | x_t] is known; every prediction is converted from it."""
     process, noise = Flow(), torch.randn(64, 1, 1, 1, dtype=torch.float64)
     sampler = Heun(num_steps=20)
     grid = sampler.grid(process)
@@ -101,8 +101,8 @@ def test_predicting_x0_learns_large_patches_where_velocity_is_slow_and_eps_fails
 
 
 @pytest.mark.parametrize("said", ["velocity", "x0"])
-def test_the_contrastive_term_leads_away_from_the_velocity_of_the_neighbour(said: Said) -> None:
-    """For a network that says the same velocity u everywhere: its minimum lies at
+def test_contrastive_loss_has_its_closed_form_minimum(said: Said) -> None:
+    """A network that predicts the velocity u everywhere has its minimum at
     (mean of velocities - lambda mean of negatives) / (1 - lambda)."""
     x, noise, times = X[:4], NOISE[:4], TIMES[:4]
     velocity, weight = noise - x, 0.2
@@ -118,8 +118,8 @@ def test_the_contrastive_term_leads_away_from_the_velocity_of_the_neighbour(said
     assert trained.pairs_samples and not trained.uniform().pairs_samples
 
 
-def test_pairs_are_the_same_in_every_even_part_of_a_batch() -> None:
-    """So a step is the same for any processes and microbatches that part no pair."""
+def test_contrastive_pairs_are_the_same_in_even_parts_of_a_batch() -> None:
+    """So a step does not depend on processes and microbatches, if they split no pair."""
     whole = objective(contrastive=0.1)
     x, noise = torch.randn(2, 8, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     times = torch.linspace(0.1, 0.9, 8, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_pairs_are_the_same_in_every_even_part_of_a_batch() -> None:
         (2, {"global_batch": 6, "deterministic": "strict", "strict_chunk": 3}, "train.strict_chunk is 3"),
     ],
 )
-def test_pairs_that_would_be_parted_are_refused(processes: int, changes: dict[str, object], found: str) -> None:
+def test_odd_batches_that_split_pairs_are_rejected(processes: int, changes: dict[str, object], found: str) -> None:
     world = World(0, processes, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"pairs the samples of a batch, but {found}, an odd number"):
         check_pairs(TrainConfig(steps=1, **changes), world)  # type: ignore[arg-type]

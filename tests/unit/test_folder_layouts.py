@@ -1,4 +1,4 @@
-"""Layouts that others use: splits, wrapping folders, names with dots, files that are no images."""
+"""Common folder layouts: splits, wrapping folders, names with dots, files other than images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPLITS = tuple(
 
 
 @pytest.mark.parametrize("fill", [fill, fill_zip])
-def test_splits_are_no_classes(tmp_path: Path, fill: Any) -> None:
+def test_split_folders_are_not_classes(tmp_path: Path, fill: Any) -> None:
     source = fill(tmp_path / "in", *SPLITS)
     message = r"in holds the folders test, train, val: splits, not classes\..*in/train.*\{level: 2\}"
     with pytest.raises(ValueError, match=message) as error:
@@ -59,7 +59,7 @@ def test_splits_are_no_classes(tmp_path: Path, fill: Any) -> None:
     ],
     ids=["images in one split", "other words", "and another folder"],
 )
-def test_other_splits_are_no_classes(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_other_split_names_are_not_classes(tmp_path: Path, names: tuple[str, ...]) -> None:
     source = parse(Source, fill(tmp_path / "in", *names), "here")
     for ask in (source.listing, source.known_classes):
         with pytest.raises(ValueError, match="splits, not classes"):
@@ -93,7 +93,7 @@ def test_folders_of_splits_are_held_out_by_name(tmp_path: Path, fill: Any) -> No
     ],
     ids=["none", "all", "both"],
 )
-def test_held_out_that_cannot_be_is_refused_before_any_work(
+def test_invalid_held_out_settings_are_rejected_before_any_work(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     source = fill(tmp_path / "in", *SPLITS) | {"classes": {"level": 2}}
@@ -109,7 +109,7 @@ def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
     assert listing(**source).classes == ["bus", "train", "tram"]
 
 
-def test_one_folder_around_all_others(tmp_path: Path) -> None:
+def test_single_wrapping_folder_is_reported_or_skipped(tmp_path: Path) -> None:
     names = ("pets/cat/0.png", "pets/dog/1.png", "pets/dog/2.png")
     with pytest.raises(ValueError, match=r"in holds one folder, pets, and that holds 2: cat, dog\. Set .*in/pets"):
         listing(**fill(tmp_path / "in", *names))
@@ -122,7 +122,7 @@ def test_one_folder_around_all_others(tmp_path: Path) -> None:
     assert listing(**wrapped, classes={"level": 3}).classes == ["cat", "dog"]
 
 
-def test_a_folder_of_texts_is_no_class_and_texts_do_not_count_as_bad(tmp_path: Path) -> None:
+def test_text_folders_are_not_classes_and_texts_are_not_bad_images(tmp_path: Path) -> None:
     images = [f"{name}/{i}.png" for name in ("cat", "dog") for i in range(2)]
     source = fill(tmp_path / "in", *images, "docs/README.md", "cat/about.txt", "notes.txt", "cat/@eaDir/0.png/x.jpg")
     found = parse(Source, source, "here")
@@ -133,7 +133,7 @@ def test_a_folder_of_texts_is_no_class_and_texts_do_not_count_as_bad(tmp_path: P
     assert manifest["classes"] == ["cat", "dog"] and manifest["quarantined"] == 3
 
 
-def test_names_with_dots_in_a_tar(tmp_path: Path) -> None:
+def test_webdataset_names_with_dots(tmp_path: Path) -> None:
     members = {f"photo 1.{i}.{end}": data for i in range(3) for end, data in (("jpg", png(i)), ("cls", b"%d" % i))}
     members |= {f"b{i}.{end}": data for i in range(3) for end, data in (("image.jpg", png(i)), ("cls", b"3"))}
     members |= {"c.jfif": png(4), "c.cls": b"4", "c.mask.png": png(5), "d.heic": b"x", "d.cls": b"4", "e.npy": b"x"}
@@ -147,7 +147,7 @@ def test_names_with_dots_in_a_tar(tmp_path: Path) -> None:
     assert found.rejected == [("x.tar/d", "a class without an image: .heic is not read")]
 
 
-def test_people_in_a_tar_are_samples_and_parts_are_refused(tmp_path: Path) -> None:
+def test_webdataset_names_are_samples_but_image_parts_are_rejected(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", dict.fromkeys(["john.doe.jpg", "john.smith.jpg", "mary.sue.jpg"], png(0)))
     names = [item.name for item in listing(type="webdataset", path=f"{tmp_path}/x.tar").items]
     assert names == ["x.tar/john.doe", "x.tar/john.smith", "x.tar/mary"]
@@ -156,7 +156,7 @@ def test_people_in_a_tar_are_samples_and_parts_are_refused(tmp_path: Path) -> No
         listing(type="webdataset", path=f"{tmp_path}/y.tar")
 
 
-def test_captions_are_no_classes(tmp_path: Path) -> None:
+def test_captions_are_not_classes(tmp_path: Path) -> None:
     texts = {f"{i}.{end}": data for i in range(20) for end, data in (("jpg", png(i)), ("txt", b"photo number %d" % i))}
     write_tar(tmp_path / "x.tar", texts)
     with pytest.raises(ValueError, match="20 images hold 20 different texts, as captions do. Set data.source.labels"):
@@ -165,7 +165,7 @@ def test_captions_are_no_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "webdataset"])
-def test_files_of_several_splits_are_not_joined_unasked(tmp_path: Path, kind: str) -> None:
+def test_files_of_several_splits_are_not_joined_by_default(tmp_path: Path, kind: str) -> None:
     suffix = {"parquet": ".parquet", "webdataset": ".tar"}[kind]
     for name in ("train-00000-of-00001", "validation-00000-of-00001", "set-test-000"):
         path = tmp_path / f"in/{name}{suffix}"
@@ -183,7 +183,7 @@ def test_files_of_several_splits_are_not_joined_unasked(tmp_path: Path, kind: st
     assert len(listing(type=kind, path=f"{tmp_path}/in/*{suffix}").items) == 3
 
 
-def test_what_is_passed_over_is_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignored_files_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tar(tmp_path / "x.tar", {"0.png": png(0), "0.cls": b"a", "0.npy": b"x", "1.npy": b"x", ".hidden": b""})
     source = {"type": "webdataset", "path": f"{tmp_path}/x.tar"}
     config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 4, "num_shards": 1})
@@ -192,7 +192,7 @@ def test_what_is_passed_over_is_counted_and_named(tmp_path: Path, capsys: pytest
     assert "crop: 3 files are passed over: 2 x .npy, 1 x .hidden; for example x.tar/" in capsys.readouterr().err
 
 
-def test_a_table_of_captions_beside_images_is_named(tmp_path: Path) -> None:
+def test_unread_caption_table_is_reported(tmp_path: Path) -> None:
     found = listing(**fill(tmp_path / "in", "0.png", "metadata.jsonl"))
     assert len(found.notices) == 1
     assert found.notices[0].startswith(f"{tmp_path}/in/metadata.jsonl is not read: {{type: table, path: ")
@@ -200,7 +200,7 @@ def test_a_table_of_captions_beside_images_is_named(tmp_path: Path) -> None:
     assert "(label_column: null where it has no column label)" in found.notices[0]
 
 
-def test_a_class_whose_images_are_all_damaged_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_with_only_damaged_images_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = fill(tmp_path / "in", "ant/0.png", "bee/1.png", "cow/2.png")
     (tmp_path / "in/bee/1.png").write_bytes(b"damaged")
     given = {"name": "x", "source": source, "resolution": 4, "num_shards": 1, "max_bad_fraction": 0.5}

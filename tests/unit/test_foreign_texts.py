@@ -1,4 +1,4 @@
-"""Text, classes and cells that other programs wrote."""
+"""Text, classes and table cells written by other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from image_diffusion.data.sources import Source
     ],
     ids=["byte order mark", "blanks", "CR", "UTF-16 LE", "UTF-16 BE"],
 )
-def test_a_class_is_one_however_it_is_written(tmp_path: Path, data: bytes) -> None:
+def test_class_names_do_not_depend_on_encoding_or_spaces(tmp_path: Path, data: bytes) -> None:
     write_tar(tmp_path / "x.tar", {"1.png": png(1), "1.cls": b"cat", "2.png": png(2), "2.cls": data})
     assert listing(type="webdataset", path=f"{tmp_path}/x.tar").classes == ["cat"]
     table = decoded(data).strip()
@@ -40,7 +40,7 @@ def test_a_class_is_one_however_it_is_written(tmp_path: Path, data: bytes) -> No
         assert labels(listing(type="folder", path=str(tmp_path), classes="labels")) == ["0", "0"]
 
 
-def test_accents_are_composed_in_one_way(tmp_path: Path) -> None:
+def test_accents_are_normalised(tmp_path: Path) -> None:
     composed, apart = "caf\u00e9", "cafe\u0301"
     (tmp_path / "table.csv").write_text(f"path,label\n1.png,{composed}\n2.png,{apart}\n", encoding="utf-8")
     assert listing(type="table", path=f"{tmp_path}/table.csv").classes == [composed]
@@ -52,7 +52,7 @@ def test_accents_are_composed_in_one_way(tmp_path: Path) -> None:
     assert listing(type="webdataset", path=f"{tmp_path}/x.tar").classes == [composed]
 
 
-def test_another_encoding_is_reported_with_its_line() -> None:
+def test_other_encodings_are_reported_with_line_numbers() -> None:
     with pytest.raises(ValueError, match=r"line 2: the byte 0xe9 is not UTF-8 \(it may be Latin-1\)"):
         decoded("one\ncafé\n".encode("latin-1"))
     assert lines_in(b"a\r\nb\rc\nd") == ["a", "b", "c", "d"]
@@ -61,12 +61,12 @@ def test_another_encoding_is_reported_with_its_line() -> None:
 @pytest.mark.parametrize(
     ("cell", "text"), [(None, ""), (float("nan"), ""), (3.0, "3"), (3, "3"), (2.5, "2.5"), (" a ", "a"), ("", "")]
 )
-def test_cells(cell: Any, text: str) -> None:
+def test_cells_are_read_as_text_and_classes(cell: Any, text: str) -> None:
     assert cell_text(cell) == text
     assert class_in(cell) == (text or None)
 
 
-def test_a_null_names_no_class(tmp_path: Path) -> None:
+def test_null_is_not_a_class(tmp_path: Path) -> None:
     told = [b'{"label": "cat"}', b'{"label": null}', b'{"label": NaN}', b'{"label": 2.0}']
     members = {f"{i}.{end}": data for i, label in enumerate(told) for end, data in (("png", png(i)), ("json", label))}
     write_tar(tmp_path / "x.tar", members)
@@ -96,7 +96,7 @@ def test_classes_of_parquet_files_are_joined_by_name(tmp_path: Path) -> None:
         source.listing()
 
 
-def test_tables_of_tabs_and_of_json_lines(tmp_path: Path) -> None:
+def test_tab_separated_and_json_lines_tables_are_read(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text("path\tlabel\n1.png\tcat, grey\n2.png\tdog\n")
     assert listing(type="table", path=f"{tmp_path}/t.tsv").classes == ["cat, grey", "dog"]
     lines = b'{"file_name": "1.png", "text": "a cat"}\r\n\r\n{"file_name": "2.png", "text": null}\r\n'

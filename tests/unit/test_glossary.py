@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that can stand in metrics.json."""
+"""docs/metrics.md documents every metric of metrics.json."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def prompted() -> set[str]:
     return set(evaluate_prompted(images(3, prompts=["a", "b", "c"]), encoder))
 
 
-def test_every_metric_stands_in_the_glossary() -> None:
+def test_every_metric_is_in_the_glossary() -> None:
     attributes = {f"agreement_{name}" for name in Attributes.__dataclass_fields__} | {
         "attributes_seen",
         "attributes_held_out",
@@ -118,7 +118,7 @@ def test_every_metric_stands_in_the_glossary() -> None:
     assert not [name for name in found if definition_of(name) is None]
 
 
-def test_the_pages_show_the_definitions_as_they_are() -> None:
+def test_metrics_page_matches_the_definitions() -> None:
     lines = (DOCS / "metrics.md").read_text().splitlines()
     known = [each for each in definitions() if each.judged != "Priors"]
     for each in known:
@@ -144,12 +144,12 @@ def test_the_pages_show_the_definitions_as_they_are() -> None:
         ("nearest_caption_retrieval_at_5", ""),
     ],
 )
-def test_a_metric_knows_which_direction_is_better(metric: str, better: str) -> None:
+def test_metrics_define_which_direction_is_better(metric: str, better: str) -> None:
     found = definition_of(metric)
     assert found is not None and found.better == better
 
 
-def test_every_similarity_stands_on_the_page_of_the_prior() -> None:
+def test_every_similarity_metric_is_on_the_prior_page() -> None:
     some = torch.randn(4, 8)
     page = (DOCS / "prior.md").read_text()
     found = retrieval(some, torch.arange(4), some, torch.arange(4), "images")
@@ -157,6 +157,6 @@ def test_every_similarity_stands_on_the_page_of_the_prior() -> None:
     assert not [name for name in names if f"`{name}" not in page or definition_of(name) is None]
 
 
-def test_the_fields_of_an_entry_are_explained() -> None:
+def test_fields_of_a_metric_entry_are_documented() -> None:
     page = (DOCS / "metrics.md").read_text()
     assert not [name for name in Estimate(0.0, 1).as_dict() if f"`{name}`" not in page]

@@ -1,5 +1,5 @@
-"""Conditions on another image, from end to end: small images to enlarge, grey ones, holes and edges in training and
-sampling, what is measured, and what is refused."""
+"""Image conditions, end to end: small images, grey images, holes and edges in training and sampling, metrics, and
+rejected settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pixels(count: int = 5, side: int = 4) -> np.ndarray:
 
 
 def seen(x: torch.Tensor, **degradation: Any) -> torch.Tensor:
-    """What a network sees of images, once the shape has been checked."""
+    """The condition that a network receives for images, with its shape checked."""
     image = ImageCondition.model_validate({"from": "self", **degradation})
     (found,) = image.degraded(x, Streams(0, STREAMS.epoch[: len(x)], STREAMS.sample[: len(x)])).values()
     spec = DataSpec(channels=x.shape[1], resolution=(x.shape[2], x.shape[3]))
@@ -56,20 +56,20 @@ def seen(x: torch.Tensor, **degradation: Any) -> torch.Tensor:
     return found
 
 
-def test_a_small_pixel_is_the_mean_of_its_area():
+def test_shrunk_pixels_are_area_means():
     x = torch.arange(64.0).view(1, 1, 8, 8) / 64
     assert torch.equal(seen(x, shrink=4), x.view(1, 1, 2, 4, 2, 4).mean((3, 5)))
     assert seen(torch.zeros(1, 3, 8, 16), shrink=4).shape == (1, 3, 2, 4)
 
 
-def test_a_grey_image_has_the_luminance_of_its_colours():
+def test_grey_images_have_the_luminance_of_the_colours():
     x = torch.rand(2, 3, 4, 4) * 2 - 1
     expected = 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
     torch.testing.assert_close(seen(x, gray=True), expected)
     torch.testing.assert_close(seen(torch.cat([x, x], 1), gray=True), x.mean(1, keepdim=True))
 
 
-def test_a_hole_is_a_box_of_the_shares_asked_for_that_is_hidden_and_marked():
+def test_holes_are_masked_boxes_with_sides_in_the_configured_range():
     x = torch.rand(64, 3, 16, 32) + 0.001
     x = x.clamp(max=1)
     found = seen(x, hole={"low": 0.25, "high": 0.5})
@@ -84,7 +84,7 @@ def test_a_hole_is_a_box_of_the_shares_asked_for_that_is_hidden_and_marked():
     assert tops.unique().numel() > 4 and lefts.unique().numel() > 8
 
 
-def test_an_edge_is_as_strong_as_its_step():
+def test_edge_strength_is_the_step_height():
     x = torch.full((1, 3, 8, 8), -1.0)
     x[..., 4:] = 1
     found = seen(x, edges=True)[0, 0]
@@ -104,19 +104,19 @@ def test_an_edge_is_as_strong_as_its_step():
         ({"shrink": 2, "frm": 1}, "frm is not a known key. Did you mean .*from"),
     ],
 )
-def test_a_condition_that_says_nothing_or_too_much_is_told(written, message):
+def test_empty_or_conflicting_image_conditions_are_rejected(written, message):
     with pytest.raises(ValueError, match=message):
         parse(AnySystem, {"type": "rin", "condition": {"type": "image", "from": "self", **written}}, "x.yaml: system")
 
 
-def test_the_old_key_of_small_images_names_the_new_form():
+def test_error_of_the_low_resolution_key_names_its_replacement():
     with pytest.raises(ValueError, match=r"network.low_resolution: small images of 8 x 8 .* \{type: image, from: self"):
         parse(AnySystem, {"type": "iddpm", "network": {"low_resolution": 8}}, "x.yaml: system")
     plain = parse(AnySystem, {"type": "iddpm", "network": {"low_resolution": None}}, "x.yaml: system")
     assert plain == parse(AnySystem, {"type": "iddpm"}, "x.yaml: system")
 
 
-def test_a_seed_has_its_small_image_and_its_label(tmp_path):
+def test_seeds_select_small_images_and_labels(tmp_path):
     path = save(tmp_path / "samples.npz", pixels(), np.array([0, 1, 2, 0, 1]))
     small, labels = read_images(Path(path), SPEC, torch.tensor([6, 2]))
     assert torch.equal(small, from_uint8(torch.from_numpy(pixels()[[1, 2]])).permute(0, 3, 1, 2))
@@ -132,7 +132,7 @@ def test_a_seed_has_its_small_image_and_its_label(tmp_path):
         (pixels(), np.array([0, 1, 2, 3, 0]), "labels up to 3, but the network has 3 classes"),
     ],
 )
-def test_small_images_that_do_not_fit_are_told(tmp_path, images, labels, message):
+def test_invalid_small_images_are_rejected(tmp_path, images, labels, message):
     with pytest.raises(ValueError, match=message):
         read_images(Path(save(tmp_path / "samples.npz", images, labels)), SPEC, torch.arange(2))
 
@@ -143,13 +143,13 @@ def requested(small_images: Any, condition: Any = ({"type": "label"}, {"type": "
     return parts.sampling_request(ConditionInputs(settings, torch.arange(2), image_source=ImageSource(SPEC)))
 
 
-def test_images_that_no_sample_is_conditioned_on_are_told():
+def test_unused_small_images_are_rejected():
     assert requested(None, [{"type": "label"}]).conditions == {}
     with pytest.raises(ValueError, match=r"small_images is set, but the network takes no image\. Leave it out"):
         requested("base.npz", [{"type": "label"}])
 
 
-def test_images_that_are_missing_are_told(tmp_path):
+def test_missing_small_images_are_reported(tmp_path):
     with pytest.raises(ValueError, match=r"needs the samples\.npz of base\. Name it: --small-images PATH"):
         requested(SamplesOf(experiment="base"))
     for source in (None, "validation"):
@@ -226,28 +226,28 @@ def written(folder: Path, name: str, sections: dict[str, Any], **changes: Any) -
     ids=["latents", "none to make it of", "no upsampler", "missing", "none held out", "preview", "resolution",
          "divisor", "grey", "tiles", "not kept", "export"],
 )  # fmt: skip
-def test_an_upsampler_that_cannot_work_is_told_before_any_work(tmp_path, changes, message):
+def test_invalid_upsampler_is_rejected_before_any_work(tmp_path, changes, message):
     written(tmp_path, "base", BASE)
     with pytest.raises(ValueError, match=message) as caught:
         image_diffusion.experiments.resolve.load_all([written(tmp_path, "upsampler", UPSAMPLER, **changes)])
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_base_that_makes_no_images_is_told(tmp_path):
+def test_base_experiment_without_samples_is_rejected(tmp_path):
     written(tmp_path, "base", {"data": BASE["data"], "system": {"type": "autoencoder"}, "train": {"steps": 1}})
     with pytest.raises(ValueError, match=r"sample\.small_images\.experiment makes no samples"):
         image_diffusion.experiments.resolve.load_all([written(tmp_path, "upsampler", UPSAMPLER)])
 
 
 def command(main, monkeypatch, *arguments: str | Path) -> None:
-    """Run a verb in this process."""
+    """Run a command in this process."""
     monkeypatch.setattr(sys, "argv", ["verb", *map(str, arguments)])
     main()
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The results of an upsampler that was trained for two steps; its base is configured."""
+    """Results of an upsampler trained for two steps; its base experiment is configured only."""
     folder = tmp_path_factory.mktemp("upsampler")
     written(folder, "base", BASE)
     results = folder / "results"
@@ -265,7 +265,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def sampled(results: Path, folder: Path, monkeypatch, small_images: Any, *arguments: str | Path, **changes: Any) -> Any:
-    """Sample with what the experiment says of small images, and perhaps other settings: where the arrays are."""
+    """Run `sample` with these small images and changed settings; return the path of the arrays."""
     config = folder / "sample.yaml"
     config.write_text(yaml.safe_dump({"sample": {**UPSAMPLER["sample"], "small_images": small_images, **changes}}))
     weights = results / "upsampler/train/weights.safetensors"
@@ -275,7 +275,7 @@ def sampled(results: Path, folder: Path, monkeypatch, small_images: Any, *argume
     return output
 
 
-def test_the_plan_of_a_cascade_names_its_base(trained):
+def test_plan_of_a_cascade_names_its_base_experiment(trained):
     plan = json.loads((trained / "upsampler/config/plan.json").read_text())
     assert plan["small_images_experiment"] == "base"
     assert json.loads((trained / "base/config/plan.json").read_text())["small_images_experiment"] is None
@@ -283,7 +283,7 @@ def test_the_plan_of_a_cascade_names_its_base(trained):
 
 
 @pytest.mark.parametrize("source", ["path", "experiment"])
-def test_an_upsampler_enlarges_what_it_is_given(trained, tmp_path, monkeypatch, source):
+def test_upsampler_enlarges_small_images(trained, tmp_path, monkeypatch, source):
     small = save(tmp_path / "base.npz", pixels(side=8), np.array([0, 1, 2, 9, 4]))
     wanted = small if source == "path" else {"experiment": "base"}
     arguments = () if source == "path" else ("--small-images", small)
@@ -292,7 +292,7 @@ def test_an_upsampler_enlarges_what_it_is_given(trained, tmp_path, monkeypatch, 
         assert arrays["arr_1"].tolist() == [0, 1, 2, 9]
 
 
-def test_small_images_without_labels_need_a_list_of_classes(trained, tmp_path, monkeypatch):
+def test_small_images_without_labels_require_class_labels(trained, tmp_path, monkeypatch):
     small = save(tmp_path / "base.npz", pixels(side=8))
     with pytest.raises(ValueError, match=r"has no labels, but the network was trained with classes"):
         sampled(trained, tmp_path, monkeypatch, small)
@@ -340,7 +340,7 @@ def samples_of(images: np.ndarray, first_seed: int, digest: str) -> Samples:
 
 @pytest.mark.parametrize("first_seed", [0, 2])
 @pytest.mark.parametrize("at_once", [1, 2, 8])
-def test_the_mean_of_several_samples_is_nearer_than_each(first_seed, at_once, monkeypatch):
+def test_mean_of_samples_has_higher_psnr_than_single_samples(first_seed, at_once, monkeypatch):
     monkeypatch.setattr(paired_images, "AT_ONCE", at_once)
     originals = Samples(np.random.default_rng(0).integers(60, 190, (3, 16, 16, 3), dtype=np.uint8), None, [], "set")
     rows = (first_seed + np.arange(9)) % 3
@@ -354,7 +354,7 @@ def test_the_mean_of_several_samples_is_nearer_than_each(first_seed, at_once, mo
     assert entries["psnr_mean"]["value"] > entries["psnr"]["value"]
 
 
-def test_samples_of_anything_else_are_not_compared():
+def test_unpaired_samples_are_not_compared():
     originals = Samples(pixels(side=16), None, [], "set")
     assert evaluate_paired(Samples(pixels(side=16), None, []), originals) == {}
 
@@ -367,7 +367,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(("system", "degradation"), [("dit", "gray"), ("iddpm", "edges"), ("rin", "hole")])
-def test_every_system_learns_and_draws_what_it_sees(system, degradation, tmp_path, monkeypatch):
+def test_every_system_trains_and_samples_with_image_conditions(system, degradation, tmp_path, monkeypatch):
     """Two steps with the image and the class dropped in half of the cases, then guided samples of held-out images."""
     image = {"type": "image", "from": "self", degradation: {} if degradation == "hole" else True}
     process = {"process": {"type": "discrete", "num_timesteps": 20}} if system != "rin" else {}
@@ -409,7 +409,7 @@ def test_every_system_learns_and_draws_what_it_sees(system, degradation, tmp_pat
     assert set(entries) == {"psnr"} and (tmp_path / "paired.png").is_file()
 
 
-def test_an_image_goes_with_numbers(trained):
+def test_image_and_number_conditions_combine(trained):
     parts = [{"type": "label"}, {"type": "numbers"}, {"type": "image", "from": "self", "shrink": 4}]
     condition = parse(AnySystem, {"type": "rin", "condition": parts}, "x").conditioning
     rows = [{"age": 20, "label": "c"}, {"age": 40, "label": "a"}]

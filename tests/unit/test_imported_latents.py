@@ -1,4 +1,4 @@
-"""Latents that other tools have encoded: what is stored of each layout, what is kept, what is refused."""
+"""Latents encoded by other tools: stored values of each layout, reuse of shards, and rejected input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def imported(source: dict[str, Any], vae: Path, output: Path, **changes: Any) ->
 
 
 def in_order(shards: Shards, count: int = COUNT) -> list[int]:
-    """Which image each sample is, by the name that its record tells."""
+    """The number of each sample's image, from the name in its record."""
     folder = shards._folder
     assert isinstance(folder, Path)
     found = []
@@ -83,7 +83,7 @@ def in_order(shards: Shards, count: int = COUNT) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["edm2.zip", "edm2"])
-def test_edm2_means_and_deviations_are_stored_as_they_are(name: str, vae: Path, tmp_path: Path) -> None:
+def test_edm2_means_and_deviations_are_stored_unchanged(name: str, vae: Path, tmp_path: Path) -> None:
     ours = moments(codec_of(vae, "unit"))
     path = write_edm2(tmp_path / name, ours.reshape(COUNT, 8, 8, 8), LABELS)
     found = imported({"type": "edm2_latents", "path": str(path)}, vae, tmp_path / "out")
@@ -93,7 +93,7 @@ def test_edm2_means_and_deviations_are_stored_as_they_are(name: str, vae: Path, 
     assert found.labels.tolist() == [LABELS[each] for each in order] and found.classes == ["0", "1", "2"]
 
 
-def test_latents_are_those_that_encode_makes_of_the_same_images(vae: Path, tmp_path: Path) -> None:
+def test_imported_latents_match_the_encode_stage(vae: Path, tmp_path: Path) -> None:
     from PIL import Image
 
     for number, image in enumerate(images()):
@@ -111,7 +111,7 @@ def test_latents_are_those_that_encode_makes_of_the_same_images(vae: Path, tmp_p
     assert found.classes == [] and torch.equal(found.gather(np.arange(COUNT)), ours.gather(np.arange(COUNT)))
 
 
-def test_lightningdit_has_mirror_images_which_are_the_twins(vae: Path, tmp_path: Path) -> None:
+def test_lightningdit_flipped_latents_are_stored_as_mirror_images(vae: Path, tmp_path: Path) -> None:
     plain, flipped = (moments(codec_of(vae), mirrored)[:, 0] for mirrored in (False, True))
     path = write_lightningdit(tmp_path / "in", plain, flipped, LABELS)
     found = imported({"type": "lightningdit_latents", "path": str(path)}, vae, tmp_path / "out")
@@ -122,7 +122,7 @@ def test_lightningdit_has_mirror_images_which_are_the_twins(vae: Path, tmp_path:
     assert found.labels.tolist() == [LABELS[each] for each in order]
 
 
-def test_the_scale_of_fastdit_is_divided_out_to_one_rounding_of_float32(vae: Path, tmp_path: Path) -> None:
+def test_fastdit_scale_is_removed_within_float32_rounding(vae: Path, tmp_path: Path) -> None:
     plain = moments(codec_of(vae))[:, 0]
     path = write_fastdit(tmp_path / "in", plain, LABELS)
     found = imported({"type": "fastdit_latents", "path": str(path)}, vae, tmp_path / "out")
@@ -133,7 +133,7 @@ def test_the_scale_of_fastdit_is_divided_out_to_one_rounding_of_float32(vae: Pat
     assert torch.equal(scaled, torch.from_numpy(stored)), "a latent that was drawn is not drawn again"
 
 
-def test_edm2s_pixels_decode_to_the_colours_they_were_encoded_from(vae: Path) -> None:
+def test_edm2_pixel_range_round_trips_colours(vae: Path) -> None:
     signed, unit = codec_of(vae), codec_of(vae, "unit")
     assert unit.identity != signed.identity and Diffusers(weights=str(vae), pixels="unit").name == "kl4-unit"
     given = images()
@@ -141,7 +141,7 @@ def test_edm2s_pixels_decode_to_the_colours_they_were_encoded_from(vae: Path) ->
     assert torch.equal(unit.shown(unit.pixels(given)), signed.shown(signed.pixels(given)))
 
 
-def test_a_second_run_writes_nothing_and_one_changed_latent_one_shard(vae: Path, tmp_path: Path) -> None:
+def test_second_import_writes_only_changed_shards(vae: Path, tmp_path: Path) -> None:
     path = write_edm2(tmp_path / "in", moments(codec_of(vae, "unit")).reshape(COUNT, 8, 8, 8), LABELS)
     source = {"type": "edm2_latents", "path": str(path)}
     task = the_import(source, vae, tmp_path / "out")
@@ -160,7 +160,7 @@ def test_a_second_run_writes_nothing_and_one_changed_latent_one_shard(vae: Path,
     assert sum(before[name] != after[name] for name in before if name.endswith(".tar")) == 1
 
 
-def test_an_import_that_was_killed_goes_on_with_the_shards_that_are_left(
+def test_killed_import_resumes_with_the_remaining_shards(
     vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = written("lightningdit", vae, tmp_path / "in")
@@ -234,7 +234,7 @@ def written(kind: str, vae: Path, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "spoil", "told"), MISTAKES, ids=[f"{kind}-{i}" for i, (kind, *_) in enumerate(MISTAKES)]
 )
-def test_what_is_wrong_in_the_files_is_one_error_that_names_the_file(
+def test_invalid_latent_files_are_one_error_with_the_file_name(
     kind: str, spoil: Callable[[Path], object], told: str, vae: Path, tmp_path: Path
 ) -> None:
     source = written(kind, vae, tmp_path / "in")
@@ -245,7 +245,7 @@ def test_what_is_wrong_in_the_files_is_one_error_that_names_the_file(
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_a_zip_that_is_cut_short_is_one_error(vae: Path, tmp_path: Path) -> None:
+def test_truncated_zip_is_one_error(vae: Path, tmp_path: Path) -> None:
     path = write_edm2(tmp_path / "in.zip", moments(codec_of(vae)).reshape(COUNT, 8, 8, 8), LABELS)
     cut(path)
     with pytest.raises(ValueError, match=r"in.zip cannot be read as a zip file"):
@@ -253,7 +253,7 @@ def test_a_zip_that_is_cut_short_is_one_error(vae: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", [E, L, F])
-def test_latents_of_another_size_are_refused_before_a_shard_is_written(kind: str, vae: Path, tmp_path: Path) -> None:
+def test_latents_of_other_sizes_are_rejected_before_writing(kind: str, vae: Path, tmp_path: Path) -> None:
     source = written(kind, vae, tmp_path / "in")
     data: Any = {"name": "x", "source": source, "resolution": 32}
     spec = DataSpec(channels=4, resolution=16, num_classes=1)
@@ -281,7 +281,7 @@ def experiment(vae: Path, **changes: Any) -> dict[str, Any]:
         ({"encode": {"precision": "bf16"}}, "encode.precision is set, but data.source.type is fastdit_latents"),
     ],
 )
-def test_what_cannot_be_done_with_latents_is_told_before_any_work(
+def test_settings_unsupported_for_latents_are_rejected_before_any_work(
     changes: dict[str, Any], told: str, vae: Path
 ) -> None:
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_done_with_latents_is_told_before_any_work(
     assert told in str(error.value)
 
 
-def test_latents_of_edm2_need_a_codec_that_is_given_its_pixels(vae: Path) -> None:
+def test_edm2_latents_require_a_codec_with_unit_pixels(vae: Path) -> None:
 
     data = {"name": "x", "source": {"type": "edm2_latents", "path": "in"}, "resolution": EDGE}
     with pytest.raises(ValueError, match="was given unit pixels, but the codec's is given signed ones. Use codec:"):

@@ -1,4 +1,4 @@
-"""What a stage loads before its first line of work: seconds, for every job and every restart."""
+"""Modules that a stage imports at its start, which costs seconds in every job and restart."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SLOW = [
 
 
 @pytest.mark.parametrize("verb", ["configure", "train", "sample", "encode", "track"])
-def test_a_stage_loads_nothing_that_it_may_not_need(verb: str) -> None:
+def test_stages_import_no_optional_slow_modules(verb: str) -> None:
     code = f"import sys, {module_of(verb)}; print([name for name in {SLOW} if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert loaded.strip() == "[]"
 
 
-def test_to_check_experiments_needs_no_compiler_and_no_other_library() -> None:
+def test_checking_experiments_imports_no_compiler_or_slow_library() -> None:
     code = (
         "import sys; from pathlib import Path; from image_diffusion.experiments.resolve import load_all;"
         "[load_all([path]) for path in Path('config/experiments').glob('*.yaml')];"
@@ -43,7 +43,7 @@ def test_to_check_experiments_needs_no_compiler_and_no_other_library() -> None:
     assert loaded.strip() == "[]"
 
 
-def test_no_collection_of_garbage_looks_at_what_was_imported() -> None:
+def test_imported_objects_are_frozen_for_the_garbage_collector() -> None:
     code = "import gc; from image_diffusion.core.process.command import run; run(lambda: print(gc.get_freeze_count()))"
     frozen = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert int(frozen) > 10_000

@@ -1,4 +1,4 @@
-"""An experiment that names a base is that file with its own changes, by the rules of every section."""
+"""An experiment with a base is the base file with its own changes merged in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(folder: Path, **files: dict[str, Any]) -> Path:
     return folder / f"{next(iter(files))}.yaml"
 
 
-def test_what_is_written_is_merged_over_the_base_and_over_that_of_the_base(tmp_path: Path) -> None:
+def test_experiment_is_merged_over_its_chain_of_bases(tmp_path: Path) -> None:
     mine = write(
         tmp_path,
         mine={"base": "middle", "train": {"steps": 5}, "sample": {"sampler": {"num_steps": 9}}, "sweep": None},
@@ -36,7 +36,7 @@ def test_what_is_written_is_merged_over_the_base_and_over_that_of_the_base(tmp_p
     assert [path.stem for path in files] == ["mine", "middle", "first"]
 
 
-def test_an_experiment_over_another_is_the_same_written_out(tmp_path: Path) -> None:
+def test_experiment_with_a_base_equals_its_written_out_form(tmp_path: Path) -> None:
     demo = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text())
     whole = write(tmp_path, whole=demo | {"train": demo["train"] | {"steps": 7}})
     mine = write(tmp_path, mine={"base": "demo", "train": {"steps": 7}}, demo=demo)
@@ -68,13 +68,13 @@ def test_an_experiment_over_another_is_the_same_written_out(tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_base_that_cannot_be_is_one_clear_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
+def test_invalid_base_is_one_clear_line(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         load_experiment(write(tmp_path, **files))
     assert any(message.format(tmp_path) in line for line in str(caught.value).splitlines()), caught.value
 
 
-def test_an_editor_takes_a_file_with_a_base_and_no_more() -> None:
+def test_editor_schema_accepts_incomplete_files_only_with_a_base() -> None:
     jsonschema.validate({"base": "demo", "train": {"steps": 5}}, schema())
     for wrong in ({"base": 3}, {"train": {"steps": 5}}):
         with pytest.raises(jsonschema.ValidationError):

@@ -1,4 +1,4 @@
-"""Samples that are made of images, through the stage `sample`: filled in, varied, and in tiles."""
+"""Samples made from images by the stage `sample`: inpainting, variation and tiles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GIVEN = "{images: images, mask: mask.png, resamplings: 2}"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trained experiment `mine` of 8 x 8 pixels, three images of 12 x 10 and a mask that knows their left half."""
+    """A trained experiment `mine` of 8 x 8 pixels, three images of 12 x 10 and a mask of their known left half."""
     monkeypatch.chdir(tmp_path)
     write_model(Path("results/mine"), step=3)
     plan = a_plan("mine")
@@ -66,12 +66,12 @@ def drawn(*changes: str, num: int = 4) -> tuple[np.ndarray[Any, Any], dict[str, 
 
 
 def crops() -> np.ndarray[Any, Any]:
-    """What the stage `crop` makes of images a, b, c and a again."""
+    """Crops of images a, b, c and a again, as made by the stage `crop`."""
     squares = [crop_image(Path(f"images/{name}.png").read_bytes(), DATA).crops[0] for name in "abca"]
     return np.stack(squares).transpose(0, 2, 3, 1)
 
 
-def test_known_pixels_are_those_of_the_crop_and_the_rest_is_made(project: Path) -> None:
+def test_inpainting_keeps_known_pixels_and_generates_the_rest(project: Path) -> None:
     images, described = drawn(f"given={GIVEN}")
     known = crops()
     assert (images[:, :, :4] == known[:, :, :4]).all()
@@ -83,7 +83,7 @@ def test_known_pixels_are_those_of_the_crop_and_the_rest_is_made(project: Path) 
     }
 
 
-def test_samples_that_were_stopped_are_resumed_and_a_changed_image_makes_them_again(
+def test_stopped_samples_resume_and_changed_images_restart_them(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, described = drawn(f"given={GIVEN}")
@@ -116,7 +116,7 @@ def test_samples_that_were_stopped_are_resumed_and_a_changed_image_makes_them_ag
     assert changed["pictures"]["mask"] == described["pictures"]["mask"]
 
 
-def test_strength_0_returns_the_images_and_1_ignores_them(project: Path) -> None:
+def test_strength_0_returns_the_start_images_and_1_ignores_them(project: Path) -> None:
     plain, _ = drawn()
     assert (drawn("start={images: images, strength: 0}")[0] == crops()).all()
     assert (drawn("start={images: images, strength: 1}")[0] == plain).all()
@@ -124,7 +124,7 @@ def test_strength_0_returns_the_images_and_1_ignores_them(project: Path) -> None
     assert not (half == plain).all() and list(described["pictures"]) == ["start"]
 
 
-def test_tiles_make_larger_pictures_and_one_tile_the_usual_one(project: Path) -> None:
+def test_tiles_make_larger_images_and_one_tile_changes_nothing(project: Path) -> None:
     plain, described = drawn(num=2)
     assert not {"given", "start", "tiles"} & described["settings"].keys(), "files of before keep their bytes"
     assert (drawn("tiles={rows: 1, columns: 1, overlap: 0}", num=2)[0] == plain).all()
@@ -159,7 +159,7 @@ def test_a_mistake_is_one_clear_line_before_any_work(project: Path, change: str,
     assert not Path("drawn/mine/samples.npz").exists()
 
 
-def test_images_need_the_crop_of_the_data_set(project: Path) -> None:
+def test_input_images_require_the_crop_settings(project: Path) -> None:
     words = ["results/mine/train", "--num", "1", "--set", f"sample.given={GIVEN}"]
     with pytest.raises(ValueError, match="which are cropped as those of the data set. Name how: --crop"):
         sample.main(words)
@@ -174,7 +174,7 @@ def test_images_need_the_crop_of_the_data_set(project: Path) -> None:
         ({"sampler": {"type": "heun", "s_churn": 4.0}, "given": {"images": "x", "mask": "y"}}, "resamplings: 1"),
     ],
 )
-def test_settings_that_exclude_each_other_are_refused(plain: dict[str, Any], message: str) -> None:
+def test_conflicting_sample_settings_are_rejected(plain: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(SampleConfig, plain, "sample")
 
@@ -186,7 +186,7 @@ def experiment(name: str, **sample: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["prior_demo", "tokens_demo", "dvae_demo"])
 @pytest.mark.parametrize("key", ["given", "start", "tiles"])
-def test_systems_without_a_denoiser_of_images_refuse_them(name: str, key: str) -> None:
+def test_systems_without_an_image_denoiser_reject_inpainting_settings(name: str, key: str) -> None:
     value = {"given": {"images": "x", "mask": "y"}, "start": {"images": "x"}, "tiles": {"rows": 2}}[key]
     with pytest.raises(ValueError) as caught:
         parse_experiment(experiment(name, **{key: value}), "x.yaml")
@@ -202,7 +202,9 @@ def test_systems_without_a_denoiser_of_images_refuse_them(name: str, key: str) -
         ({"tiles": {"rows": 2}}, "larger than the real images that evaluate compares them with"),
     ],
 )
-def test_an_experiment_is_refused_before_any_work(project: Path, change: dict[str, Any], message: str) -> None:
+def test_invalid_inpainting_experiments_are_rejected_before_any_work(
+    project: Path, change: dict[str, Any], message: str
+) -> None:
     plain = experiment("demo", **change)
     plain.pop("codec")
     check_experiment(parse_experiment(experiment("demo") | {"codec": {"type": "rgb"}}, "x.yaml"), Others())
@@ -211,7 +213,7 @@ def test_an_experiment_is_refused_before_any_work(project: Path, change: dict[st
 
 
 class Halving:
-    """A codec whose latents are the means of 2 x 2 pixels, and that decodes them with an error."""
+    """A codec whose latents are means of 2 x 2 pixels, and whose decoder has an error."""
 
     bounded = False
 
@@ -226,13 +228,13 @@ class Halving:
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_of_latents_those_are_known_of_which_all_pixels_are_and_hidden_pixels_do_not_matter(seed: int) -> None:
+def test_latents_are_known_only_if_all_their_pixels_are_known(seed: int) -> None:
     torch.manual_seed(0)
     system = DiTSystem(network=DiTConfig(depth=1, width=16, num_heads=2, patch=4))
     spec = DataSpec(channels=3, resolution=4, num_classes=0)
     settings = SampleConfig.model_validate({"sampler": {"type": "ddim", "num_steps": 3}})
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
-    mask[..., :5] = True  # the third column of latents is known in part
+    mask[..., :5] = True  # the third column of latents is partly known
     known = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8).where(mask, torch.tensor(128, dtype=torch.uint8))
     pictures = Pictures(None, 1.0, known, mask, 2, 2)
     generator = Generator(system.build_network(spec), system.reading, spec, Halving(), settings, pictures=pictures)  # type: ignore[arg-type]

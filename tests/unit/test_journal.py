@@ -1,4 +1,4 @@
-"""The journal: nothing is lost by SIGKILL, redone steps count once, and it imports nothing heavy."""
+"""The journal: SIGKILL loses no record, repeated steps count once, and no heavy modules are imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from image_diffusion.core.journal.writer import Journal, NullJournal, open_journ
 from image_diffusion.core.process.errors import Stopped
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_journal_round_trips_its_records(tmp_path: Path) -> None:
     (tmp_path / "grid.png").write_bytes(b"picture")
     (tmp_path / "plot.svg").write_bytes(b"plot")
     with Journal.open(tmp_path / "journal", "train", tags={"rule": "train"}) as journal:
@@ -51,7 +51,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert (history.status, history.stage, history.superseded) == ("finished", "train", [])
 
 
-def test_a_run_ended_with_the_last_line_of_its_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_time_is_the_last_line_of_the_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000, 2000))
     monkeypatch.setattr(journal_module, "_now_ms", lambda: next(ticks))
     with pytest.raises(RuntimeError), Journal.open(tmp_path, "train") as journal:  # attempt, metrics, end: 1000 to 1002
@@ -72,7 +72,7 @@ def test_a_run_ended_with_the_last_line_of_its_last_attempt(tmp_path: Path, monk
     assert [(point.step, point.time) for point in history.points] == [(1, 1004), (2, 1005)]
 
 
-def test_attempts_are_in_the_order_of_their_numbers_however_long_these_are(tmp_path: Path) -> None:
+def test_attempts_with_five_digits_are_ordered_by_number(tmp_path: Path) -> None:
     for step, status in ((1, "failed"), (2, "finished")):
         journal = Journal.open(tmp_path, "train", tags={"fingerprint": "a"}, resume_step=step - 1)
         journal.metrics({"loss": float(step)}, step=step)
@@ -97,7 +97,7 @@ def test_redone_steps_are_superseded(tmp_path: Path) -> None:
     assert len(history.starts) == 3
 
 
-def test_the_last_word_counts_within_an_attempt(tmp_path: Path) -> None:
+def test_last_value_of_a_step_counts_within_an_attempt(tmp_path: Path) -> None:
     with Journal.open(tmp_path, "evaluate") as journal:
         journal.metrics({"fid": 9.0}, step=5)
         journal.metrics({"fid": 8.0}, step=5)
@@ -108,7 +108,7 @@ def test_the_last_word_counts_within_an_attempt(tmp_path: Path) -> None:
 def test_attempts_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "train"
     folder.mkdir()
-    (folder / "attempt-9999.jsonl").touch()  # one that was killed before its first line
+    (folder / "attempt-9999.jsonl").touch()  # an attempt killed before its first line
     for value in (1.0, 2.0):
         with Journal.open(tmp_path, "train", resume_step=0 if value == 2.0 else None) as journal:
             journal.metrics({"loss": value}, step=1)
@@ -117,7 +117,7 @@ def test_attempts_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
     assert history is not None and history.series("loss") == ([1], [2.0])
 
 
-def test_other_parameters_are_another_run_and_the_last_worked_on_comes_last(tmp_path: Path) -> None:
+def test_other_parameters_are_another_run_and_the_latest_run_is_last(tmp_path: Path) -> None:
     for seed, resume in ((0, None), (1, None), (0, 5)):
         with Journal.open(tmp_path, "train", resume) as journal:
             journal.params({"seed": seed})
@@ -125,7 +125,7 @@ def test_other_parameters_are_another_run_and_the_last_worked_on_comes_last(tmp_
     assert [(history.params["seed"], len(history.starts)) for history in histories] == [(1, 1), (0, 2)]
 
 
-def test_from_the_beginning_after_the_end_is_another_run_and_after_a_crash_the_same(tmp_path: Path) -> None:
+def test_restart_is_a_new_run_after_finishing_but_not_after_a_crash(tmp_path: Path) -> None:
     for value, status in ((1.0, "failed"), (2.0, "finished"), (3.0, "finished")):
         journal = Journal.open(tmp_path, "evaluate")
         journal.metrics({"fid": value}, step=7)
@@ -135,7 +135,7 @@ def test_from_the_beginning_after_the_end_is_another_run_and_after_a_crash_the_s
     assert [point.value for point in histories[0].superseded] == [1.0]
 
 
-def test_one_fingerprint_is_one_run_whose_changed_parameters_are_known(tmp_path: Path) -> None:
+def test_attempts_with_one_fingerprint_are_one_run_with_changed_parameters(tmp_path: Path) -> None:
     for steps in (10, 20):
         with Journal.open(tmp_path, "train", resume_step=steps - 10, tags={"fingerprint": "f"}) as journal:
             journal.params({"steps": steps, "seed": 0})
@@ -147,7 +147,7 @@ def test_one_fingerprint_is_one_run_whose_changed_parameters_are_known(tmp_path:
 @pytest.mark.parametrize(
     ("error", "status"), [(ValueError("x"), "failed"), (Stopped("x"), "stopped"), (None, "finished")]
 )
-def test_how_a_stage_ends_is_recorded(tmp_path: Path, error: Exception | None, status: str) -> None:
+def test_final_status_of_a_stage_is_recorded(tmp_path: Path, error: Exception | None, status: str) -> None:
     def stage() -> None:
         with Journal.open(tmp_path, "train"):
             if error is not None:
@@ -178,7 +178,7 @@ def test_sigkill_loses_no_record(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     printed = "50\n" + process.stdout.read()
     process.wait()
-    last = int(printed[: printed.rindex("\n")].splitlines()[-1])  # the last line may be cut off
+    last = int(printed[: printed.rindex("\n")].splitlines()[-1])  # the last line may be incomplete
     killed = read_journal(tmp_path / "train")
     assert running is not None and running.status == "running" and running.ended is None
     assert killed is not None and killed.status == "killed" and killed.ended is not None
@@ -186,9 +186,7 @@ def test_sigkill_loses_no_record(tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= last
 
 
-def test_a_line_that_was_cut_off_and_one_of_zeros_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_and_zeroed_lines_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Journal.open(tmp_path, "train") as journal:
         journal.metrics({"loss": 1.0}, step=1)
     with journal.path.open("ab") as file:
@@ -198,7 +196,7 @@ def test_a_line_that_was_cut_off_and_one_of_zeros_are_left_out(
     assert "line 4 is damaged" in capsys.readouterr().err
 
 
-def test_what_a_disk_that_stays_full_has_kept_out_is_told(
+def test_bytes_lost_to_a_full_disk_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(file: int, data: bytes) -> int:
@@ -214,7 +212,7 @@ def test_what_a_disk_that_stays_full_has_kept_out_is_told(
     assert journal.path.stat().st_size == size
 
 
-def test_a_full_disk_stops_nothing_and_is_made_good(
+def test_journal_recovers_after_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write, full = os.write, [False]
@@ -222,7 +220,7 @@ def test_a_full_disk_stops_nothing_and_is_made_good(
     def limited(file: int, data: bytes) -> int:
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data[:7])  # and every write is a short one
+        return write(file, data[:7])  # every write is partial
 
     monkeypatch.setattr(os, "write", limited)
     with Journal.open(tmp_path, "train") as journal:
@@ -234,7 +232,7 @@ def test_a_full_disk_stops_nothing_and_is_made_good(
     assert capsys.readouterr().err.count("No space left") == 1
 
 
-def test_a_disk_that_cannot_be_flushed_to_stops_nothing_and_is_told_once(
+def test_failed_flushes_are_reported_once_and_do_not_stop_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flush = os.fsync
@@ -254,7 +252,7 @@ def test_a_disk_that_cannot_be_flushed_to_stops_nothing_and_is_told_once(
     assert capsys.readouterr().err.count("Disk quota") == 1
 
 
-def test_a_missing_picture_or_file_is_told_and_stops_nothing(
+def test_missing_images_and_artifacts_are_reported_without_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Journal.open(tmp_path, "train") as journal:
@@ -293,7 +291,7 @@ def test_the_null_journal_has_every_method(tmp_path: Path) -> None:
     assert history is not None and history.tags["fingerprint"] == "f" and len(history.points) == 1
 
 
-def test_no_flipped_bit_shows_a_number_that_was_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flipped_bits_never_change_recorded_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "grid.png").write_bytes(b"picture")
     with Journal.open(tmp_path, "train", tags={"fingerprint": "f"}) as journal:
         journal.metrics({"loss": 0.125}, step=1, examples_seen=64)
@@ -306,7 +304,7 @@ def test_no_flipped_bit_shows_a_number_that_was_not_written(tmp_path: Path, caps
     lines = data.splitlines(keepends=True)
     starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
     for place in range(len(data)):
-        folder = tmp_path / f"{place}"  # a file of its own: what was told of one is not told again
+        folder = tmp_path / f"{place}"  # a new path, since damage of a file is reported once
         folder.mkdir()
         (folder / path.name).write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
         found = read_journal(folder)
@@ -320,7 +318,7 @@ def test_no_flipped_bit_shows_a_number_that_was_not_written(tmp_path: Path, caps
             assert found.points == [point for point in whole.points if point in found.points]
 
 
-def test_a_line_without_checksum_is_read_in_an_old_journal_only(
+def test_lines_without_checksums_are_read_in_old_journals_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Journal.open(tmp_path, "train") as journal:
@@ -336,9 +334,7 @@ def test_a_line_without_checksum_is_read_in_an_old_journal_only(
     assert "line 2 is damaged and left out: its checksum is missing." in capsys.readouterr().err
 
 
-def test_an_attempt_that_was_removed_is_told_by_those_that_went_on_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_removed_attempts_are_detected_by_later_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tags = {"fingerprint": "a"}
     with Journal.open(tmp_path, "train", tags=tags) as first:
         first.metrics({"loss": 1.0}, step=1)
@@ -355,16 +351,14 @@ def test_an_attempt_that_was_removed_is_told_by_those_that_went_on_from_it(
     assert f"all records of attempt {second.id[:8]} are lost" in capsys.readouterr().err
 
 
-def test_an_attempt_that_was_cut_short_is_told_by_those_that_went_on_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """To a reader of the file alone it looks like one that was killed earlier."""
+def test_truncated_attempts_are_detected_by_later_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file alone looks like that of an attempt killed earlier."""
     tags = {"fingerprint": "a"}
     first = Journal.open(tmp_path, "train", tags=tags)
     for step in (1, 2, 3):
         first.metrics({"loss": 1.0}, step=step)
     led_here = first.attempts
-    first.metrics({"loss": 1.0}, step=4)  # past the checkpoint, and may be lost
+    first.metrics({"loss": 1.0}, step=4)  # after the checkpoint, so it may be lost
     with Journal.open(tmp_path, "train", 3, tags, after=led_here) as second:
         second.metrics({"loss": 1.0}, step=4)
     lines = first.path.read_text().splitlines(keepends=True)
@@ -378,9 +372,9 @@ def test_an_attempt_that_was_cut_short_is_told_by_those_that_went_on_from_it(
     assert f"2 of 4 records of attempt {first.id[:8]} are lost" in capsys.readouterr().err
 
 
-def test_an_attempt_belongs_to_those_it_goes_on_from(tmp_path: Path) -> None:
-    """Eight steps, shortened to six, begun anew where no checkpoint could be read, and lengthened again: the last
-    checkpoint of the first attempt is still there."""
+def test_attempt_belongs_to_the_run_of_the_attempts_it_resumes(tmp_path: Path) -> None:
+    """Eight steps, shortened to six, restarted from scratch since no checkpoint was readable, and extended again: the
+    last checkpoint of the first attempt still exists."""
     tags = {"fingerprint": "a"}
     with Journal.open(tmp_path, "train", tags=tags) as first:
         for step in (2, 4, 6, 8):
@@ -397,7 +391,7 @@ def test_an_attempt_belongs_to_those_it_goes_on_from(tmp_path: Path) -> None:
     assert history.series("loss") == ([2, 4, 6, 8], [8.0, 6.0, 4.0, 2.0])
 
 
-def test_the_journal_of_another_run_is_not_taken_for_that_of_the_weights(tmp_path: Path) -> None:
+def test_journal_of_another_run_is_not_used_for_the_weights(tmp_path: Path) -> None:
     for fingerprint in ("a", "b"):
         with Journal.open(tmp_path, "train", tags={"fingerprint": fingerprint}) as journal:
             journal.metrics({"loss": 1.0}, step=1)
@@ -405,16 +399,16 @@ def test_the_journal_of_another_run_is_not_taken_for_that_of_the_weights(tmp_pat
     history = read_journal(tmp_path / "train")
     assert history is not None and history_for_weights(history, weights) is history
     journal.path.unlink()
-    shutil.rmtree(receipts_of(tmp_path / "train"))  # journals of older versions have none
+    shutil.rmtree(receipts_of(tmp_path / "train"))  # older versions wrote no receipts
     history = read_journal(tmp_path / "train")
     assert history is not None and history_for_weights(history, weights).damaged == ["run b"]
-    with Journal.open(tmp_path, "train", tags={"fingerprint": "c"}):  # a training that has not ended is not theirs yet
+    with Journal.open(tmp_path, "train", tags={"fingerprint": "c"}):  # an unfinished training has not made the weights
         history = read_journal(tmp_path / "train")
         assert history is not None and history_for_weights(history, weights) is history
 
 
 def _damage(path: Path, kind: str) -> None:
-    """Damage a file as a full disk, a power cut or a person does."""
+    """Damage a file as by a full disk, a power failure or an edit."""
     data = path.read_bytes()
     match kind:
         case "cut":
@@ -449,11 +443,11 @@ DAMAGE = {
     "folder of the stage removed": 22,
     "folder of all journals removed": 22,
 }
-"""Kinds of damage to a journal of 23 records, and how many records each loses at least."""
+"""Kinds of damage to a journal of 23 records, and the least number of records that each loses."""
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_records_that_a_journal_lost_are_counted_and_the_run_stays_finished(
+def test_lost_records_are_counted_and_the_run_stays_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": "a"}) as journal:
@@ -475,8 +469,8 @@ def test_records_that_a_journal_lost_are_counted_and_the_run_stays_finished(
 
 
 @pytest.mark.parametrize("kind", ["removed", "emptied", "cut"])
-def test_records_that_an_earlier_attempt_lost_are_counted(tmp_path: Path, kind: str) -> None:
-    """Stages that begin anew name no attempt that they went on from."""
+def test_lost_records_of_earlier_attempts_are_counted(tmp_path: Path, kind: str) -> None:
+    """Stages that start from scratch record no previous attempt."""
     first = Journal.open(tmp_path / "journal", "sample")
     first.params({"seed": 0})
     first.metrics({"speed/images_per_s": 1.0}, step=1)
@@ -489,7 +483,7 @@ def test_records_that_an_earlier_attempt_lost_are_counted(tmp_path: Path, kind: 
     assert history.id == first.id and history.num_lost > 0 and history.status == "finished"
 
 
-def test_an_attempt_takes_no_number_of_one_that_was_removed(tmp_path: Path) -> None:
+def test_numbers_of_removed_attempts_are_not_reused(tmp_path: Path) -> None:
     with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": "a"}) as first:
         first.metrics({"loss": 1.0}, step=1)
     first.path.unlink()
@@ -500,7 +494,9 @@ def test_an_attempt_takes_no_number_of_one_that_was_removed(tmp_path: Path) -> N
     assert history.id == first.id and history.num_lost == 3 and history.series("loss") == ([2], [0.5])
 
 
-def test_a_damaged_receipt_is_told_and_the_journal_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_receipt_is_reported_and_the_journal_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Journal.open(tmp_path / "journal", "train") as journal:
         journal.metrics({"loss": 1.0}, step=1)
     receipt = receipts_of(journal.path.parent) / "attempt-0001.json"
@@ -510,7 +506,7 @@ def test_a_damaged_receipt_is_told_and_the_journal_read(tmp_path: Path, capsys: 
     assert f"{receipt} cannot be read" in capsys.readouterr().err
 
 
-def test_a_killed_attempt_is_no_lost_record(tmp_path: Path) -> None:
+def test_killed_attempts_do_not_count_as_lost_records(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal", "train")
     journal.metrics({"loss": 1.0}, step=1)
     journal.sync()
@@ -523,10 +519,10 @@ def test_a_killed_attempt_is_no_lost_record(tmp_path: Path) -> None:
     assert history.series("loss")[0] == [1, 2]
 
 
-def test_the_commit_is_that_of_a_repository_that_holds_the_code(
+def test_git_commit_is_recorded_only_if_the_repository_tracks_the_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of one in which the package is installed, as in .venv."""
+    """Not if the package is merely installed inside the repository, as in .venv."""
     (tmp_path / "writer.py").touch()
     monkeypatch.setattr(journal_module, "__file__", str(tmp_path / "writer.py"))
     git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@localhost"]

@@ -1,4 +1,4 @@
-"""Labels: which are dropped while a network is trained, and which are drawn for samples."""
+"""Labels: dropping during training, and selection for samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEC = DataSpec(channels=1, resolution=4, num_classes=3)
 
 
 class Notes(nn.Module):
-    """Notes the labels it is given."""
+    """Records the labels it receives."""
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         self.label = label
@@ -37,7 +37,7 @@ class Notes(nn.Module):
     ],
     ids=["denoising", "flow"],
 )
-def test_a_validation_drops_no_labels(objective: Any) -> None:
+def test_validation_drops_no_labels(objective: Any) -> None:
     ids = torch.arange(100)
     batch = Batch(torch.zeros(100, 1, 4, 4), {"label": ids % 3}, Streams(0, torch.zeros_like(ids), ids))
     network = Notes()
@@ -47,14 +47,14 @@ def test_a_validation_drops_no_labels(objective: Any) -> None:
     assert torch.equal(network.label, ids % 3)
 
 
-def test_the_seed_that_all_share_reaches_random_labels() -> None:
+def test_random_labels_depend_on_the_shared_seed() -> None:
     seeds, classes = torch.arange(200), ["a", "b", "c"]
     first, again, other = (requested_labels("random", classes, seeds, seed) for seed in (0, 0, 1))
     assert first is not None and again is not None and other is not None
     assert torch.equal(first, again) and 80 < int((first != other).sum()) < 180
 
 
-NUMBERS = sorted(map(str, range(12)))  # as folders are: 0, 1, 10, 11, 2, …
+NUMBERS = sorted(map(str, range(12)))  # sorted like folders: 0, 1, 10, 11, 2, …
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ NUMBERS = sorted(map(str, range(12)))  # as folders are: 0, 1, 10, 11, 2, …
         (["3", "5"], 5, "5"),
     ],
 )
-def test_a_number_is_the_class_of_that_name(classes: list[str], label: Any, name: str) -> None:
+def test_numbers_select_classes_by_name_or_position(classes: list[str], label: Any, name: str) -> None:
     assert classes[class_number("sample.labels", label, classes)] == name
     found = requested_labels([label], classes, torch.arange(1))
     assert found is not None and classes[int(found)] == name
 
 
 @pytest.mark.parametrize("label", [0, 12, "x", Position(position=2)])
-def test_a_number_that_is_no_class_is_refused(label: Any) -> None:
+def test_numbers_that_are_not_classes_are_rejected(label: Any) -> None:
     with pytest.raises(ValueError, match=r"sample.labels names the class .*, but the classes are 0 to 1: 3, 5"):
         class_number("sample.labels", label, ["3", "5"])
 
 
-def test_a_number_with_two_meanings_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ambiguous_class_numbers_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         class_number("preview.labels", 2, NUMBERS)
         class_number("preview.labels", 1, NUMBERS)
@@ -101,11 +101,11 @@ def test_a_number_with_two_meanings_is_said_once(capsys: pytest.CaptureFixture[s
         ("{position: 2}", ["{position: 2}"], '"{position: 2}"'),
     ],
 )
-def test_a_class_on_the_command_line(text: str, classes: list[str], value: str) -> None:
+def test_class_labels_on_the_command_line(text: str, classes: list[str], value: str) -> None:
     assert short_changes({"labels": [text]}, classes) == [f"sample.labels=[{value}]"]
 
 
-def test_classes_without_a_training_image_are_drawn_by_name_alone() -> None:
+def test_classes_without_training_images_are_sampled_only_by_name() -> None:
     seeds, classes = torch.arange(100), ["a", "b", "c"]
     for labels in ("balanced", "random"):
         found = requested_labels(labels, classes, seeds, untrained=["b"])

@@ -1,4 +1,4 @@
-"""The launcher: one command line for one node, another for several nodes of a Slurm job, the same processes in both."""
+"""The launcher: its command lines for one node and for several nodes of a Slurm job, and its processes."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_one_node_never_calls_srun(environment: dict[str, str]) -> None:
     assert "--nproc-per-node=4" in line
 
 
-def test_several_nodes_of_a_slurm_job_meet_at_the_first() -> None:
+def test_nodes_of_a_slurm_job_rendezvous_at_the_first() -> None:
     line = command_line(layout(2, 4), MODULE, IN_SLURM, "first")
     assert line[0] == "srun"
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"} <= set(line)
@@ -47,44 +47,44 @@ def test_several_nodes_of_a_slurm_job_meet_at_the_first() -> None:
         ({"SLURM_STEP_ID": "0"}, r"this is a step of Slurm job 40123, which cannot start others\. Start it outside"),
     ],
 )
-def test_an_allocation_that_cannot_do_it_is_told(environment: dict[str, str], told: str) -> None:
+def test_insufficient_slurm_allocations_are_rejected(environment: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         command_line(layout(2, 4), MODULE, IN_SLURM | environment, "first")
     assert command_line(layout(1, 4), MODULE, IN_SLURM | environment, "first")[0] == sys.executable
 
 
-def test_the_shell_of_an_allocation_is_no_step() -> None:
+def test_interactive_slurm_shell_is_not_a_job_step() -> None:
     assert command_line(layout(2, 4), MODULE, IN_SLURM | {"SLURM_STEP_ID": "4294967290"}, "first")[0] == "srun"
 
 
-def test_a_machine_has_the_name_that_slurm_gives_it_where_that_is_one_of_the_network() -> None:
+def test_slurm_node_name_is_used_if_it_resolves() -> None:
     assert own_name({"SLURMD_NODENAME": "localhost"}) == "localhost"
     assert own_name({"SLURMD_NODENAME": "no.such.invalid"}) == own_name({}) == socket.gethostname()
 
 
-def test_several_nodes_outside_slurm_are_processes_here() -> None:
+def test_nodes_outside_slurm_become_local_processes() -> None:
     line = command_line(layout(2, 4), MODULE, {}, "first")
     assert "--standalone" in line
     assert "--nproc-per-node=8" in line
 
 
-def test_the_module_and_its_arguments_come_last() -> None:
+def test_module_and_arguments_end_the_command_line() -> None:
     for nodes, environment in [(1, {}), (2, IN_SLURM)]:
         assert command_line(layout(nodes, 1), MODULE, environment, "first")[-4:] == ["--module", *MODULE]
 
 
-def test_a_single_process_prints_where_it_was_started() -> None:
+def test_single_process_output_is_not_redirected() -> None:
     assert not any(part.startswith("--redirects") for part in command_line(layout(1, 1), MODULE, {}, "first"))
 
 
-def test_no_processes_is_a_mistake() -> None:
+def test_zero_processes_are_rejected() -> None:
     with pytest.raises(ValueError, match="--processes-per-node must be at least 1; got 0"):
         layout(1, 0)
 
 
-def test_the_launcher_becomes_the_command_with_the_threads_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_execs_the_command_with_the_given_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setenv(VARIABLE, "another")  # and so put back in the end
+    monkeypatch.setenv(VARIABLE, "another")  # so that monkeypatch restores it
     monkeypatch.setattr(os, "execvpe", lambda *given: started.append(given))
     given = ["launch", "--threads-per-process", "3", "--grace-s", "7"]
     given += ["--logs", "logs", "--", "program", "x"]
@@ -107,13 +107,13 @@ def launch(
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_every_process_runs_and_leaves_its_log(tmp_path: Path) -> None:
+def test_every_process_runs_and_writes_its_log(tmp_path: Path) -> None:
     program = "from os import environ as e\nprint(e['RANK'], 'of', e['WORLD_SIZE'], e['OMP_NUM_THREADS'])"
     done = launch(tmp_path, program, "--nodes", "2", "--threads-per-process", "3")
     assert done.returncode == 0, done.stderr
     printed = sorted(log.read_text().strip() for log in (tmp_path / "logs").rglob("stdout.log"))
     assert printed == ["0 of 2 3", "1 of 2 3"]
-    assert done.stdout.splitlines() == ["[default0]:0 of 2 3"]  # the prefix that workflow/scripts/logged removes
+    assert done.stdout.splitlines() == ["[default0]:0 of 2 3"]  # workflow/scripts/logged removes this prefix
 
 
 TOO_MANY = """
@@ -130,7 +130,7 @@ command.run(main)
 """
 
 
-def test_more_processes_than_gpus_are_one_line(tmp_path: Path) -> None:
+def test_more_processes_than_gpus_is_a_one_line_error(tmp_path: Path) -> None:
     done = launch(tmp_path, TOO_MANY, "--processes-per-node", "2")
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
@@ -151,7 +151,7 @@ command.run(main)
 """
 
 
-def test_an_error_of_another_process_than_the_first_is_shown(tmp_path: Path) -> None:
+def test_errors_of_processes_other_than_the_first_are_shown(tmp_path: Path) -> None:
     done = launch(tmp_path, ONE_FAILS, "--processes-per-node", "4")
     assert done.returncode == 1
     assert re.fullmatch(r"error: the disk of this machine is full\. \(process [23]\)\n", done.stderr)
@@ -171,7 +171,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_what_processes_waited_for_when_one_hung_lies_with_their_logs(tmp_path: Path, hangs: bool) -> None:
+def test_flight_recorder_files_of_hung_processes_are_kept_with_logs(tmp_path: Path, hangs: bool) -> None:
     done = launch(tmp_path, RECORDS, "--processes-per-node", "2", arguments=["hangs"] * hangs)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr
@@ -180,17 +180,17 @@ def test_what_processes_waited_for_when_one_hung_lies_with_their_logs(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
-def test_the_recorder_writes_where_the_user_says(name: str) -> None:
+def test_flight_recorder_path_can_be_set_by_the_user(name: str) -> None:
     assert recorder(layout(1, 2), {name: "elsewhere"}) == {}
     assert recorder(layout(1, 2), {}) == {"TORCH_FR_DUMP_TEMP_FILE": f"{Path.cwd()}/logs/flight_recorder_rank_"}
 
 
-def test_a_failing_process_has_the_last_word(tmp_path: Path) -> None:
+def test_error_of_a_failing_process_is_the_only_output(tmp_path: Path) -> None:
     done = launch(tmp_path, "import sys\nprint('error: the loss is gone', file=sys.stderr)\nsys.exit(3)")
     assert (done.returncode, done.stderr) == (3, "error: the loss is gone\n")
 
 
-def test_a_killed_process_is_told_in_one_line(tmp_path: Path) -> None:
+def test_killed_process_is_a_one_line_error(tmp_path: Path) -> None:
     program = "import os, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
     done = launch(tmp_path, program, "--processes-per-node", "2")
     assert done.returncode == 1
@@ -219,8 +219,8 @@ command.run(main)
 
 
 @pytest.mark.parametrize("ended", ["launcher", "Snakemake"])
-def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> None:
-    """Of the launcher, or when what has started it was killed alone: its processes then stop as well."""
+def test_planned_stop_reports_the_saved_checkpoint(tmp_path: Path, ended: str) -> None:
+    """If the launcher is stopped, or if only its parent is killed: its processes then stop as well."""
     (tmp_path / "program.py").write_text(SLOW)
     starter = (
         "import os, subprocess, sys; from image_diffusion.core.process.parent_watch import end_with_parent\n"
@@ -244,7 +244,7 @@ def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> 
             os.kill(child, signal.SIGTERM)
         else:
             running.kill()
-        said = running.stderr.read()  # ends with the last of them
+        said = running.stderr.read()  # returns when the last process ends
     assert "Traceback" not in said
     assert "stopped: saved.\n" in said
     if ended == "launcher":
@@ -272,15 +272,15 @@ command.run(main)
 """
 
 
-def test_who_is_asked_again_while_telling_that_it_has_stopped_has_stopped() -> None:
-    """By the launcher and by what ends with it, say: a signal's own ending would look like a crash."""
+def test_second_signal_during_shutdown_keeps_the_stopped_status() -> None:
+    """Launcher and parent watch may both send one; ending by the signal would look like a crash."""
     done = subprocess.run([sys.executable, "-c", ASKED_TWICE], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (75, "stopped: saved.\n")
 
 
 @pytest.mark.parametrize("raised", ["Stopped('saved.')", "ValueError('wrong.')", "KeyboardInterrupt"])
-def test_a_last_word_is_written_at_once_with_its_end(raised: str) -> None:
-    """Several end together, on one terminal: written apart, a line would begin in the midst of another."""
+def test_final_messages_are_written_in_a_single_call(raised: str) -> None:
+    """Several processes share a terminal: separate writes would mix their lines."""
     code = (
         "import os, sys; from image_diffusion.core.process import command\n"
         "from image_diffusion.core.process.errors import Stopped\n"
@@ -296,7 +296,7 @@ def test_a_last_word_is_written_at_once_with_its_end(raised: str) -> None:
     assert len(done.stdout.split("' ")) == 2 and done.stdout.endswith("\\n' "), done.stdout
 
 
-def test_a_job_of_a_queue_outlives_the_one_that_has_sent_it() -> None:
+def test_queued_jobs_outlive_their_submitting_process() -> None:
     environment = {VARIABLE: "another"}
     end_with_parent(environment)
     assert environment[VARIABLE] == f"another {process_identifier()}"
@@ -304,8 +304,8 @@ def test_a_job_of_a_queue_outlives_the_one_that_has_sent_it() -> None:
     assert environment[VARIABLE] == process_identifier()
 
 
-def test_a_run_that_is_told_to_end_when_it_has_nothing_left_to_save_counts_as_stopped(tmp_path: Path) -> None:
-    """Slurm's signal may come while training begins, or has made its last step: no process says then that it saved."""
+def test_terminated_run_with_nothing_to_save_counts_as_stopped(tmp_path: Path) -> None:
+    """Slurm's signal may arrive while training starts or after its last step: no process then reports a save."""
     (tmp_path / "ready.py").write_text(
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"

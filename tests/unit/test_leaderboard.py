@@ -1,4 +1,4 @@
-"""The leaderboard: what an entry must have reached, its order, and that the page shows the entries that there are."""
+"""The leaderboard: requirements of an entry, the order of entries, and the page generated from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENTRIES = sorted((ROOT / "docs" / "leaderboard").glob("*.json"))
 
 
 def entry(note: str, *runs: tuple[float, float, float], codec_cpu_s: float = 0.0) -> dict[str, Any]:
-    """An entry with these CPU seconds, agreements and distances, a run each."""
+    """An entry with these runs: CPU seconds, agreement and distance of each."""
     keys = ("cpu_s", "agreement", "distance")
     return {
         "note": note,
@@ -32,7 +32,7 @@ def entry(note: str, *runs: tuple[float, float, float], codec_cpu_s: float = 0.0
     }
 
 
-def test_the_best_entry_stands_first_with_its_gain_over_the_next() -> None:
+def test_best_entry_is_first_with_its_gain_over_the_next() -> None:
     slow, fast = entry("slow", (30.0, 0.97, 2.0), (10.0, 0.96, 2.0)), entry("fast", (12.0, 0.99, 1.0))
     lines = board.rendered(board.TRACKS["digits"], [slow, fast]).splitlines()[-2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -40,20 +40,20 @@ def test_the_best_entry_stands_first_with_its_gain_over_the_next() -> None:
     assert cells[1][0] == "slow" and cells[1][3:6] == ["20.0", "30.0, 10.0", ""]
 
 
-def test_every_seed_must_reach_the_agreement() -> None:
+def test_every_seed_must_reach_the_required_agreement() -> None:
     fault = board.TRACKS["digits"].fault
     assert fault(entry("good", (1.0, 0.95, 1.0), (1.0, 0.99, 1.0))) is None
     assert "94.9%" in str(fault(entry("bad", (1.0, 0.949, 1.0), (1.0, 0.99, 1.0))))
 
 
-def test_no_seed_may_take_longer_than_the_budget_and_the_codec_counts() -> None:
+def test_every_seed_must_stay_within_the_budget_including_the_codec() -> None:
     fault = board.TRACKS["cifar10"].fault
     assert fault(entry("good", (1000.0, 0.5, 5.0), (1500.0, 0.5, 5.0), codec_cpu_s=300.0)) is None
     assert "1,801" in str(fault(entry("bad", (1000.0, 0.5, 5.0), (1500.0, 0.5, 5.0), codec_cpu_s=301.0)))
 
 
 @pytest.mark.slow
-def test_an_experiment_is_trained_judged_and_refused(tmp_path: Path) -> None:
+def test_entry_below_the_track_requirement_is_rejected_after_training(tmp_path: Path) -> None:
     output = tmp_path / "entry.json"
     small = ["train.steps=2", "train.schedule.warmup_steps=0", "train.ema.rates=[0.1]", "sample.sampler.num_steps=1"]
     line = [sys.executable, str(ROOT / "tests" / "bench" / "leaderboard.py"), "--track", "digits", "--note", "small"]
@@ -64,25 +64,25 @@ def test_an_experiment_is_trained_judged_and_refused(tmp_path: Path) -> None:
     assert "'steps': 2, 'images_seen': 128, 'cpu_s': " in done.stdout and not output.exists()
 
 
-def test_other_images_are_refused(tmp_path: Path) -> None:
+def test_other_image_settings_are_rejected(tmp_path: Path) -> None:
     arguments = argparse.Namespace(experiment="jit_demo", images=None, changes=["data.resolution=16"])
     with pytest.raises(SystemExit, match="resolution"):
         board.entry_of(board.TRACKS["digits"], arguments, tmp_path)
 
 
-def test_only_diffusion_systems_are_judged(tmp_path: Path) -> None:
+def test_only_diffusion_systems_are_accepted(tmp_path: Path) -> None:
     arguments = argparse.Namespace(experiment="dvae_demo", images=None, changes=[])
     with pytest.raises(SystemExit, match="dvae_demo is a .*diffusion system"):
         board.entry_of(board.TRACKS["digits"], arguments, tmp_path)
 
 
 @pytest.mark.parametrize("path", ENTRIES, ids=[path.stem for path in ENTRIES])
-def test_an_entry_has_three_seeds_and_reached_what_its_track_asks_for(path: Path) -> None:
+def test_entries_have_three_seeds_and_meet_their_track_requirements(path: Path) -> None:
     kept = read_json(path)
     assert board.TRACKS[kept["track"]].fault(kept) is None
     assert len({run["seed"] for run in kept["runs"]}) == len({run["weights_sha256"] for run in kept["runs"]}) == 3
 
 
-def test_the_page_is_made_of_the_entries() -> None:
+def test_leaderboard_page_is_generated_from_the_entries() -> None:
     assert ENTRIES
     assert board.PAGE.read_text(encoding="utf-8") == board.page()

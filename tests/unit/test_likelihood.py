@@ -1,4 +1,4 @@
-"""Bits per dimension as an evaluation: every image once, whatever the batch; and who is refused."""
+"""Bits per dimension as an evaluation: every image once for any batch size; unsupported systems are rejected."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def measured(
 
 
 class Oracle(nn.Module):
-    """Predicts the noise exactly, since it knows that every image is grey."""
+    """Predicts the noise exactly, as every image is grey."""
 
     def __init__(self, described: IddpmSystem) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Oracle(nn.Module):
         return (x - alpha * (128 / 127.5 - 1)) / sigma
 
 
-def test_who_knows_the_image_needs_no_bits_but_for_the_last_step(tmp_path: Path) -> None:
+def test_exact_network_needs_bits_only_for_the_last_step(tmp_path: Path) -> None:
     described = system(objective={"type": "denoising", "variance": "fixed_small", "loss": "simple"})
     grey = Samples(np.full((3, 8, 8, 3), 128, np.uint8), None, [])
     entries, by_timestep = measured(Oracle(described), described, grey, tmp_path)
@@ -103,7 +103,7 @@ def test_who_knows_the_image_needs_no_bits_but_for_the_last_step(tmp_path: Path)
     ],
     ids=["range", "fixed", "learned"],
 )
-def test_each_image_counts_once_whatever_the_batch(objective: dict[str, Any]) -> None:
+def test_likelihood_does_not_depend_on_the_batch_size(objective: dict[str, Any]) -> None:
     described = system(objective=objective)
     network = randomly_initialised(described)
     whole, by_timestep = measured(network, described, images())
@@ -115,8 +115,8 @@ def test_each_image_counts_once_whatever_the_batch(objective: dict[str, Any]) ->
     assert sum(by_timestep["vb"]) + whole["bits_prior"]["value"] == pytest.approx(whole["bits_per_dim"]["value"])
 
 
-def test_the_mean_of_two_halves_is_that_of_all() -> None:
-    """The noise of an image is its own, not its batch's."""
+def test_bound_of_an_image_does_not_depend_on_its_batch() -> None:
+    """The noise of an image does not depend on its batch."""
     described = system()
     network = randomly_initialised(described)
     config = LikelihoodConfig()
@@ -128,7 +128,7 @@ def test_the_mean_of_two_halves_is_that_of_all() -> None:
     assert not torch.allclose(bound(images().gather(odd.numpy()), (odd + 1) % 3, odd).total, everything[1::2])
 
 
-def test_fewer_timesteps_are_a_bound_of_their_own() -> None:
+def test_fewer_timesteps_are_evenly_spaced() -> None:
     described = system()
     _, by_timestep = measured(randomly_initialised(described), described, images(2), timesteps=5)
     assert by_timestep["timestep"] == [19, 14, 10, 5, 0]
@@ -137,7 +137,7 @@ def test_fewer_timesteps_are_a_bound_of_their_own() -> None:
     assert by_timestep["timestep"] == list(range(18, -1, -2))
 
 
-def test_a_network_that_enlarges_is_given_the_small_image() -> None:
+def test_upsampler_likelihood_is_conditioned_on_the_small_image() -> None:
     described = system(condition=[{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}])
     entries, _ = measured(randomly_initialised(described), described, images(2))
     assert math.isfinite(entries["bits_per_dim"]["value"])
@@ -148,9 +148,7 @@ def model_of(described: IddpmSystem, network: nn.Module, classes: Sequence[str] 
     return Model(network, SPEC, codec, list(classes), 1, 8, "", 1, "", system=described)
 
 
-def test_data_with_other_classes_are_measured_under_the_label_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_with_other_classes_use_the_configured_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = system(objective={"label_drop_probability": 0.1})
     network = randomly_initialised(described)
     mine = images(4)
@@ -183,7 +181,7 @@ def test_data_with_other_classes_are_measured_under_the_label_that_is_named(
         likelihood_label(replace(model_of(described, network), spec=DataSpec(channels=3, resolution=8)), False, 0)
 
 
-def test_more_images_than_there_are_is_told() -> None:
+def test_more_images_than_available_are_rejected() -> None:
     described = system()
     for count, asked in ((0, None), (3, 4)):
         with pytest.raises(ValueError, match=r"evaluate\.likelihood asks for .* of the validation split, which has"):
@@ -210,7 +208,7 @@ def test_more_images_than_there_are_is_told() -> None:
     ],
     ids=["flow", "continuous", "latents", "codec", "timesteps"],
 )
-def test_a_likelihood_that_does_not_exist_is_refused_before_any_work(
+def test_unsupported_likelihoods_are_rejected_before_any_work(
     tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "mine.yaml"

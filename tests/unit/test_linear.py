@@ -1,4 +1,4 @@
-"""The linear map of the networks is PyTorch's, in value and in gradient, whatever computes it."""
+"""The linear layer of the networks matches PyTorch's values and gradients for every backend."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from image_diffusion.nn.transformer import Mlp
 
 @pytest.fixture(params=["oneDNN", "MKL"])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose products a training takes."""
+    """Selects the backend of the matrix products in training."""
     monkeypatch.setattr(module, "_mkl_is_faster", lambda: request.param == "MKL")
 
 
 @pytest.mark.usefixtures("by")
-@pytest.mark.parametrize("tokens", [3, 300])  # too few to be worth it, and enough
+@pytest.mark.parametrize("tokens", [3, 300])  # below and above the threshold
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_are_those_of_pytorch(tokens: int, bias: bool) -> None:
+def test_linear_values_and_gradients_match_pytorch(tokens: int, bias: bool) -> None:
     torch.manual_seed(0)
     layer, x = Linear(96, 192, bias=bias), torch.randn(2, tokens, 96)
     parameters = tuple(layer.parameters())
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_pytorch(tokens: int, bias: bool) -> N
         ("", "AVX512", False),
     ],
 )
-def test_a_training_takes_mkl_where_it_uses_the_whole_processor(
+def test_training_uses_mkl_on_processors_where_it_is_faster(
     processor: str, capability: str, mkl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_processor", lambda: processor)
@@ -64,7 +64,7 @@ def test_a_training_takes_mkl_where_it_uses_the_whole_processor(
     assert (layer(x).grad_fn.name() == "AddmmBackward0") == mkl  # type: ignore[union-attr]
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_each_row_is_independent_of_other_rows() -> None:
     torch.manual_seed(0)
     layer, x = Linear(128, 96), torch.randn(600, 128)
     with torch.no_grad():
@@ -73,8 +73,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 96), (96,), (0, 96), (70, 96)])
-def test_few_rows_are_filled_up(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """As with an older PyTorch: no trace is left of the rows that are added."""
+def test_small_inputs_are_padded_with_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """As with an older PyTorch: the padding rows do not change the result."""
     monkeypatch.setattr(module, "_FEWEST_ROWS", 64)
     torch.manual_seed(0)
     layer, x = Linear(96, 192), torch.randn(shape)
@@ -84,7 +84,7 @@ def test_few_rows_are_filled_up(monkeypatch: pytest.MonkeyPatch, shape: tuple[in
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_that_is_not_wanted_is_not_made() -> None:
+def test_unneeded_gradients_are_not_computed() -> None:
     x, weight = torch.randn(4096, 64), torch.randn(64, 64, requires_grad=True)
     linear(x, weight, None).sum().backward()
     assert x.grad is None and weight.grad is not None
@@ -104,10 +104,8 @@ def test_autocast_still_chooses_the_precision() -> None:
         ("cpu", False, False, False),
     ],
 )
-def test_a_gpu_writes_the_gelu_with_the_product_where_no_derivative_is_taken(
-    device: str, gradient: bool, plain: bool, fused: bool
-) -> None:
-    """With tensors that have no contents; `tests/gpu` compares the numbers."""
+def test_gelu_is_fused_on_gpus_without_gradients(device: str, gradient: bool, plain: bool, fused: bool) -> None:
+    """With fake tensors; `tests/gpu` compares the numbers."""
     module.register_operations()
     with FakeTensorMode(), torch.device(device), torch.set_grad_enabled(gradient):
         mlp, x = Mlp(8, 32), torch.empty(2, 3, 8)
@@ -117,7 +115,7 @@ def test_a_gpu_writes_the_gelu_with_the_product_where_no_derivative_is_taken(
     assert (torch.ops.aten._addmm_activation in counter.get_flop_counts()["Global"]) == fused
 
 
-def test_a_stage_starts_without_a_compiler() -> None:
+def test_stages_start_without_importing_triton() -> None:
     """Triton alone takes a tenth of the time that a stage needs to start."""
     code = "import sys, image_diffusion.stages.sample, image_diffusion.stages.train; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Links of the documents to files of the repository, and to headings in them, lead somewhere. `make lint` runs this."""
+"""Links in the documents to files of the repository and their headings resolve. `make lint` runs this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub and the site call the headings of a page: small letters, digits and dashes."""
+    """Anchors of a page's headings on GitHub and the site: lower-case letters, digits and dashes."""
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
@@ -31,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """The links of a page that lead nowhere; those to other hosts are not looked at."""
+    """Broken links of a page; links to other hosts are not checked."""
     found = []
     for link in LINK.findall(without_code(page.read_text())):
         if re.match(r"[a-z]+:", link):
@@ -45,11 +45,11 @@ def broken(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_resolves(page: Path) -> None:
     assert broken(page) == []
 
 
-def test_what_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_links_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     (tmp_path / "a b.txt").touch()
     (tmp_path / "other.md").write_text("# What it's for: `a`, b\n## Twice\n## Twice\n")

@@ -49,8 +49,8 @@ def test_exact_average_velocities_give_exact_samples_in_any_number_of_steps(num_
     torch.testing.assert_close(sampler(denoiser, grid, noise, streams), MEAN + STD * noise, rtol=0, atol=1e-6)
 
 
-def test_what_is_taught_is_the_average_velocity() -> None:
-    """Of the exact network u = v - (t - r) du/dt, so what is left is the sample's own velocity less the mean one."""
+def test_target_is_the_average_velocity() -> None:
+    """For the exact network u = v - (t - r) du/dt, so the error is the sample's velocity minus the mean velocity."""
     process, given = Flow().build(), batch(2000)
     config = MeanFlow(direction="predicted", interval_probability=1.0, weight_power=0.0)
     losses = config.build(process, SPEC)(exact, given)
@@ -61,8 +61,8 @@ def test_what_is_taught_is_the_average_velocity() -> None:
     torch.testing.assert_close(losses.loss, 4 * losses.parts["mse"])
 
 
-def test_along_the_sample_s_velocity_the_same_is_taught_on_average() -> None:
-    """du/dt is linear in the direction, and the velocity given x_t averages to that of the flow: so does the target."""
+def test_target_along_the_sample_velocity_is_unbiased() -> None:
+    """du/dt is linear in the direction, and the mean velocity given x_t is that of the flow: so is the mean target."""
     process, given = Flow().build(), batch(50_000)
     t, r = torch.full((50_000,), 0.8).double(), torch.full((50_000,), 0.3).double()
     noise = given.streams.normal("noise", (1, 2, 2))
@@ -73,7 +73,7 @@ def test_along_the_sample_s_velocity_the_same_is_taught_on_average() -> None:
     assert error.mean().abs() < 5 * scale and (error * x_t).mean().abs() < 5 * scale
 
 
-def test_guidance_is_taught_except_where_the_label_is_dropped() -> None:
+def test_guided_target_is_used_unless_the_label_is_dropped() -> None:
     """The target at r = t is w v + (1 - w) u(no label)."""
     process, given = Flow().build(), batch(400)
 
@@ -88,7 +88,7 @@ def test_guidance_is_taught_except_where_the_label_is_dropped() -> None:
     torch.testing.assert_close(mse, expected.square().flatten(1).mean(1))
 
 
-def test_the_weight_levels_errors_and_validation_has_none() -> None:
+def test_adaptive_loss_weight_is_not_used_in_validation() -> None:
     objective = MeanFlow().build(Flow().build(), SPEC)
     losses = objective(exact, batch(50))
     assert (losses.loss > 0.95).all() and (losses.loss <= 1).all()
@@ -97,8 +97,8 @@ def test_the_weight_levels_errors_and_validation_has_none() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"qk_norm": True, "norm": "rms_norm", "mlp": "swiglu"}])
-def test_a_derivative_through_the_network_is_that_of_central_differences(more: dict[str, Any]) -> None:
-    """Large enough for the products that have no such derivative of their own."""
+def test_network_derivative_matches_central_differences(more: dict[str, Any]) -> None:
+    """The shapes are large enough for the matrix products without a forward-mode derivative."""
     torch.manual_seed(0)
     network = DiTConfig(**DIT, **more).build(DataSpec(channels=4, resolution=16, num_classes=10), interval=True)
     for parameter in network.parameters():
@@ -115,10 +115,10 @@ def test_a_derivative_through_the_network_is_that_of_central_differences(more: d
         expected = (u(x + h * v, t + h, interval + h) - u(x - h * v, t - h, interval - h)) / (2 * h)
     assert not found.requires_grad
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * expected.abs().max().item())
-    assert u(x, t, interval).requires_grad  # and afterwards everything is as it was
+    assert u(x, t, interval).requires_grad  # the previous state is restored
 
 
-def test_a_network_that_takes_no_interval_has_no_weights_for_it_and_says_so() -> None:
+def test_network_without_intervals_has_no_interval_weights() -> None:
     spec = DataSpec(channels=4, resolution=4)
     without, told = DiTConfig(**DIT).build(spec), DiTConfig(**DIT).build(spec, interval=True)
     more = set(told.state_dict()) - set(without.state_dict())
@@ -150,7 +150,7 @@ def test_a_network_that_takes_no_interval_has_no_weights_for_it_and_says_so() ->
         ({"objective": {"type": "mean_flow", "guidance_scale": 2.0}}, "the network never learns to do without a label"),
     ],
 )
-def test_what_does_not_go_together_is_told_before_any_work(
+def test_incompatible_mean_flow_settings_are_rejected_before_any_work(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     system = {"type": "dit", "process": {"type": "flow"}, "objective": {"type": "mean_flow"}} | changes
@@ -168,13 +168,13 @@ def test_what_does_not_go_together_is_told_before_any_work(
     assert message in str(told.value) and len(str(told.value).splitlines()) == 1
 
 
-def test_objective_mean_flow_needs_the_flow_process() -> None:
+def test_mean_flow_requires_the_flow_process() -> None:
     with pytest.raises(ValueError, match=r"mean_flow needs the flow process\. Set process\.type to flow"):
         MeanFlow().build(Discrete().build(), SPEC)
 
 
-def test_a_teacher_s_average_velocity_leaves_no_error() -> None:
-    """Distilled from the exact flow, the exact map is the fixed point in every sample, not on average alone."""
+def test_exact_network_has_no_error_with_an_exact_teacher() -> None:
+    """Distilled from the exact flow, the exact map is the fixed point for every sample, not only on average."""
     objective = MeanFlow(direction="teacher", interval_probability=1.0, weight_power=0.0).build(Flow().build(), SPEC)
     assert objective.teacher is not None
     objective.teacher.network = exact
@@ -187,7 +187,7 @@ class Zeros(torch.nn.Module):
         return torch.zeros_like(x)
 
 
-def test_a_teacher_is_guided_in_place_of_the_network() -> None:
+def test_guidance_uses_the_teacher_instead_of_the_network() -> None:
     def teacher(x: Tensor, t: Tensor, /, label: Tensor, interval: Tensor | None = None) -> Tensor:
         return (label + 1).float().view(-1, 1, 1, 1).expand_as(x)
 
@@ -201,7 +201,7 @@ def test_a_teacher_is_guided_in_place_of_the_network() -> None:
     torch.testing.assert_close(objective(Zeros().eval(), given).parts["mse"], (3 * told - 2 * 4).square())
 
 
-def test_intervals_say_nothing_at_first() -> None:
+def test_intervals_have_no_effect_at_initialisation() -> None:
     torch.manual_seed(0)
     network = DiTConfig(**DIT).build(DataSpec(channels=4, resolution=16, num_classes=10), interval=True)
     for name, parameter in network.named_parameters():
@@ -211,7 +211,7 @@ def test_intervals_say_nothing_at_first() -> None:
     assert torch.equal(network(x, t, label=label, interval=t), network(x, t, label=label))
 
 
-def test_steps_are_those_of_diffusers_scheduler() -> None:
+def test_steps_match_the_diffusers_scheduler() -> None:
     from diffusers import FlowMapEulerDiscreteScheduler
 
     process, streams = Flow(shift=3.0, time_scale=1000), image_streams(torch.arange(4))
@@ -227,6 +227,6 @@ def test_steps_are_those_of_diffusers_scheduler() -> None:
 
 
 def _slow(x: Tensor, t: Tensor, /, interval: Tensor | None = None, **cond: Tensor) -> Tensor:
-    """The exact network, told times that count to 1,000."""
+    """The exact network, with times scaled to 1,000."""
     assert interval is not None
     return exact(x, t.float() / 1000, interval=interval.float() / 1000)

@@ -1,4 +1,4 @@
-"""The page of messages holds every text that the package raises or writes to the terminal."""
+"""The page of messages contains every text that the package raises or prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 import messages
 
 
-def test_texts_of_errors_and_lines_are_collected_with_their_values() -> None:
+def test_messages_are_collected_with_their_placeholders() -> None:
     source = """
 def f(x):
     if x:
@@ -24,6 +24,6 @@ def f(x):
     ]
 
 
-def test_the_page_names_the_module_and_the_line_of_a_message() -> None:
+def test_messages_page_lists_modules_and_messages() -> None:
     page = messages.page()
     assert "## core/process/command.py" in page and "is not a part. Write 2/8 for part 2" in page

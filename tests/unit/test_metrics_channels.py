@@ -1,4 +1,4 @@
-"""Metrics of the channels of arrays: what each of them sees, against numpy and closed forms, and its interval."""
+"""Metrics of the channels of arrays: their sensitivity, values against numpy and closed forms, and intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVELS = Levels(dtype="uint16", channels=("a", "b"), low=(0, 0), high=(4095, 409
 
 
 def correlated(count: int, seed: int, share: float = 0.8, mean: float = 2000, side: int = 16) -> NDArray[Any]:
-    """Return noise [count, side, side, 2] of which the channels share a part: uint16."""
+    """Return uint16 noise [count, side, side, 2] with partly shared channels."""
     draw = np.random.default_rng(seed)
     common, own = draw.normal(size=(count, side, side, 1)), draw.normal(size=(count, side, side, 2))
     mixed = np.sqrt(share) * common + np.sqrt(1 - share) * own
@@ -31,7 +31,7 @@ def measured(samples: NDArray[Any], real: NDArray[Any], other: NDArray[Any]) -> 
     return evaluate_channels(of(samples), of(real), of(other), LEVELS.channels)[0]
 
 
-def test_the_distance_of_intensities_is_scipys() -> None:
+def test_intensity_distance_matches_scipy() -> None:
     from scipy.stats import wasserstein_distance  # slow to import
 
     a, b = correlated(60, 0), correlated(60, 1, mean=2300)
@@ -41,13 +41,13 @@ def test_the_distance_of_intensities_is_scipys() -> None:
         assert by_channel[name]["channel_intensity"] == pytest.approx(expected, abs=1 / 256)
 
 
-def test_the_distance_of_correlations_is_that_of_numpys() -> None:
+def test_correlation_distance_matches_numpy() -> None:
     a, b = correlated(60, 0, share=0.8), correlated(60, 1, share=0.2)
     first, second = (np.corrcoef(numbers.reshape(-1, 2).T.astype(float))[0, 1] for numbers in (a, b))
     assert measured(a, b, b[:0])["channel_correlation"]["value"] == pytest.approx(abs(first - second), abs=1e-4)
 
 
-def test_the_spectrum_sees_blur_that_intensities_do_not() -> None:
+def test_spectrum_detects_blur_that_intensities_do_not() -> None:
     a = correlated(120, 0)
     mixed = np.random.default_rng(0).permuted(a.reshape(120, -1, 2), axis=1).reshape(a.shape)
     smooth = np.sort(a.reshape(120, -1, 2), axis=1).reshape(a.shape)
@@ -57,7 +57,7 @@ def test_the_spectrum_sees_blur_that_intensities_do_not() -> None:
     assert entries["channel_spectrum"]["interval"][0] > entries["channel_spectrum"]["floor"]
 
 
-def test_white_noise_has_the_power_of_its_variance() -> None:
+def test_power_spectrum_of_white_noise_is_its_variance() -> None:
     sums = channel_sums(of(correlated(200, 3))).totals()[0]
     draws = np.hypot(*np.meshgrid(np.fft.fftfreq(16) * 16, np.fft.fftfreq(16) * 16)).round().astype(int)
     in_ring = np.bincount(draws.ravel())[1:9]
@@ -66,7 +66,7 @@ def test_white_noise_has_the_power_of_its_variance() -> None:
 
 
 @pytest.mark.parametrize("metric", ["channel_intensity", "channel_spectrum", "channel_correlation"])
-def test_real_images_are_at_the_floor_and_other_ones_above_it(metric: str) -> None:
+def test_real_images_score_near_the_floor_and_others_above_it(metric: str) -> None:
     real, same, other = correlated(300, 0), correlated(300, 1), correlated(300, 2)
     entry = measured(same, real, other)[metric]
     assert entry["interval"][0] <= entry["debiased"] <= entry["interval"][1]

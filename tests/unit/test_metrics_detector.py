@@ -1,4 +1,4 @@
-"""The embedded detector: it learns, repeats itself exactly, and is a function of the image alone."""
+"""The built-in detector: it learns, training is bit-exact, and features depend on the image alone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_digits_are_recognised(trained: Path):
     assert description["labels"] == "classes" and description["num_held_out"] == 360
 
 
-def test_every_image_is_looked_at_once_and_in_its_place(trained: Path):
+def test_detector_features_keep_the_image_order(trained: Path):
     detector = load_detector(trained)
     _, held_out = digits()
     whole = detect(detector, held_out)
@@ -80,26 +80,26 @@ def test_every_image_is_looked_at_once_and_in_its_place(trained: Path):
     assert torch.equal(fewer.features, whole.features[:50]), "the last few are filled up and change nothing"
 
 
-def test_a_detector_needs_no_gradients(trained: Path):
+def test_detector_features_have_no_gradient(trained: Path):
     assert not load_detector(trained)(digits()[1].images[:2]).features.requires_grad
 
 
-def test_what_cannot_be_learned_is_tried_to_the_end(tmp_path: Path):
+def test_unlearnable_labels_use_all_training_examples(tmp_path: Path):
     description = train_detector(random_images(80, classes=8), None, SHORT, tmp_path)
     assert description["accuracy"] < 0.9 and description["examples_seen"] == 208  # 200 in whole batches of 16
 
 
-def test_a_detector_of_classes_knows_their_names(tmp_path: Path):
+def test_detector_stores_class_names(tmp_path: Path):
     images = random_images(40, classes=4)
     train_detector(images, None, SHORT, tmp_path)
     assert load_detector(tmp_path).classes == images.classes and len(images.classes) == 4
 
 
-def test_the_network_is_as_small_as_it_says():
+def test_classifier_has_350378_parameters():
     assert sum(each.numel() for each in Classifier(3, 10, 32).parameters()) == 350_378
 
 
-def test_training_repeats_its_bytes(tmp_path: Path):
+def test_detector_training_is_bit_exact(tmp_path: Path):
     for name in ("a", "b"):
         train_detector(random_images(40), None, SHORT, tmp_path / name)
     for file in ("detector.safetensors", "detector.json"):
@@ -109,24 +109,24 @@ def test_training_repeats_its_bytes(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (48, 3), (300, 3)])
-def test_any_resolution_and_number_of_channels(tmp_path: Path, size: int, channels: int):
+def test_detector_supports_any_resolution_and_channels(tmp_path: Path, size: int, channels: int):
     images = random_images(12, size, channels)
     train_detector(images, None, SHORT.model_copy(update={"least_examples": 20}), tmp_path)
     detected = detect(load_detector(tmp_path), images)
     assert detected.features.shape == (12, 128)
 
 
-def test_without_classes_it_learns_rotations(tmp_path: Path):
+def test_detector_without_classes_learns_rotations(tmp_path: Path):
     train, held_out = digits()
     unlabelled = [Images(each.images, np.zeros(each.num_samples, np.int64), []) for each in (train, held_out)]
     settings = DetectorTraining(least_examples=3000, epochs=1)
     description = train_detector(*unlabelled, settings, tmp_path)
     assert description["labels"] == "rotation" and description["classes"] == []
-    assert description["accuracy"] > 0.45  # guessing: 0.25
+    assert description["accuracy"] > 0.45  # chance: 0.25
     assert load_detector(tmp_path).classes == []
 
 
-def test_images_are_turned_by_what_is_asked_about_them():
+def test_rotation_labels_match_the_rotated_images():
     images = random_images(12, classes=0)
     pixels, turns = _Task(images, None, 0, "cpu")._ask(images, np.arange(12), np.random.default_rng(0), 0)
     assert set(turns.tolist()) == {0, 1, 2, 3}
@@ -134,7 +134,7 @@ def test_images_are_turned_by_what_is_asked_about_them():
         assert after.equal(torch.rot90(before, turn, (1, 2)))
 
 
-def test_convolutions_leave_the_bias_to_the_normalisation_after_them():
+def test_convolutions_have_no_bias():
     network = Classifier(3, 10, 32)
     assert not [name for name, each in network.named_modules() if isinstance(each, nn.Conv2d) and each.bias is not None]
 

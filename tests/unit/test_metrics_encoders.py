@@ -1,4 +1,4 @@
-"""Encoders of others as judges, from files; CMMD against closed forms."""
+"""External encoders as detectors, from files; CMMD against closed forms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_features_are_what_the_last_layer_of_the_classifier_is_given(weights: Path) -> None:
+def test_features_are_the_input_of_the_last_classifier_layer(weights: Path) -> None:
     from torchvision import models
 
     detector = Torchvision(model="resnet18", weights=weights, resolution=64).build()
@@ -55,7 +55,7 @@ def test_features_are_what_the_last_layer_of_the_classifier_is_given(weights: Pa
     assert detector(IMAGES[:, :1]).features.shape == (3, 512), "grey images, too"
 
 
-def test_weights_of_a_wrapped_network_are_read(weights: Path, tmp_path: Path) -> None:
+def test_weights_with_wrapper_prefixes_are_loaded(weights: Path, tmp_path: Path) -> None:
     tensors = torch.load(weights, weights_only=True)
     torch.save({f"module._orig_mod.{name}": each for name, each in tensors.items()}, tmp_path / "wrapped.pth")
     plain, wrapped = (Torchvision(model="resnet18", weights=path, resolution=64).build()(IMAGES).features
@@ -63,7 +63,7 @@ def test_weights_of_a_wrapped_network_are_read(weights: Path, tmp_path: Path) ->
     assert torch.equal(plain, wrapped)
 
 
-def test_the_two_ways_to_resize_differ_and_are_told_apart_by_name(weights: Path) -> None:
+def test_resize_methods_differ_and_have_their_own_metric_names(weights: Path) -> None:
     kinds = [Torchvision.model_validate({"model": "resnet18", "weights": weights, "resolution": 32, "resize": resize})
              for resize in ("antialiased", "legacy")]  # fmt: skip
     assert [each.metric_name("fd") for each in kinds] == ["fd_resnet18", "fd_resnet18_legacy"]
@@ -74,7 +74,7 @@ def test_the_two_ways_to_resize_differ_and_are_told_apart_by_name(weights: Path)
     assert len(settings.detectors) == 3, "both may judge in one evaluation"
 
 
-def test_every_architecture_gives_features_a_row_an_image() -> None:
+def test_every_architecture_returns_one_feature_row_per_image() -> None:
     from torchvision import models
 
     for model, width in (("convnext_tiny", 768), ("vit_b_16", 768)):
@@ -104,7 +104,7 @@ def prepared(side: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Dinov2"])
-def test_a_vision_tower_from_a_folder(kind: str, tmp_path: Path) -> None:
+def test_vision_tower_is_loaded_from_a_folder(kind: str, tmp_path: Path) -> None:
     model = write_tower(kind, tmp_path)
     detector = Transformers(weights=str(tmp_path), name=f"tiny_{kind.lower()}").build()
     seen, x = detector(IMAGES).features, prepared(SIDE)
@@ -123,8 +123,8 @@ def test_a_vision_tower_from_a_folder(kind: str, tmp_path: Path) -> None:
     [("CLIP", 1), ("CLIPVision", 1), ("Siglip", 0), ("SiglipVision", 0), ("Dinov2", 1), ("Dinov2WithRegisters", 5),
      ("DINOv3ViT", 1), ("ViT", 1)],
 )  # fmt: skip
-def test_a_tower_sees_maps_of_its_patches(kind: str, others: int, tmp_path: Path) -> None:
-    """At the processor's side, at another (positions are interpolated), and the twin where it belongs."""
+def test_vision_tower_returns_patch_feature_maps(kind: str, others: int, tmp_path: Path) -> None:
+    """At the processor's resolution and at another one, with interpolated positions."""
     model = write_tower(kind, tmp_path)
     tower = getattr(model, "vision_model", model)
     for side in (SIDE, 48):
@@ -140,7 +140,7 @@ def test_a_tower_sees_maps_of_its_patches(kind: str, others: int, tmp_path: Path
         assert encoder(IMAGES).features.shape == (3, 16 if kind != "CLIP" else 512)
 
 
-def test_the_processor_says_the_side_and_is_part_of_the_identity(tmp_path: Path) -> None:
+def test_processor_sets_the_resolution_and_is_part_of_the_identity(tmp_path: Path) -> None:
     for name, seed, side in (("one", 0, SIDE), ("same", 0, SIDE), ("other", 1, SIDE), ("large", 0, 64)):
         write_tower("Dinov2", tmp_path / name, seed, side)
     one, same, other, large = (
@@ -155,13 +155,13 @@ def test_the_processor_says_the_side_and_is_part_of_the_identity(tmp_path: Path)
     assert again.identity["sha256"] != one.identity["sha256"]
 
 
-def test_a_model_whose_tokens_are_no_grid_is_one_line(tmp_path: Path) -> None:
-    write_tower("ViTMAE", tmp_path)  # it hides three quarters of the patches
+def test_model_whose_tokens_form_no_grid_is_a_one_line_error(tmp_path: Path) -> None:
+    write_tower("ViTMAE", tmp_path)  # it masks three quarters of the patches
     with pytest.raises(ValueError, match=r"gives \[5, 16\] for an image, which is not one token for each of its patch"):
         Transformers(weights=str(tmp_path), name="tiny").build().maps(IMAGES)
 
 
-def test_each_has_a_folder_of_what_it_saw() -> None:
+def test_each_detector_has_its_own_reference_stage() -> None:
     experiment = load_experiment(ROOT / "config/experiments/demo_flow.yaml")
     settings = EvaluateConfig.model_validate({"detectors": ["torchvision", "transformers", {"type": "torchvision",
                                               "model": "resnet50"}]})  # fmt: skip
@@ -169,7 +169,7 @@ def test_each_has_a_folder_of_what_it_saw() -> None:
     assert (usual, clip) == ("torchvision", "transformers") and other.startswith("torchvision-")
 
 
-def test_the_mmd_of_two_gaussians_has_a_closed_form() -> None:
+def test_mmd_of_two_gaussians_matches_the_closed_form() -> None:
     """E k of N(a, s²) and N(b, s²) in D dimensions: (w² / (w² + 2 s²))^(D / 2) exp(-|a - b|² / (2 (w² + 2 s²)))."""
     rng, w, s, shift, D = np.random.default_rng(0), 1.5, 1.0, 0.7, 3
 
@@ -183,7 +183,7 @@ def test_the_mmd_of_two_gaussians_has_a_closed_form() -> None:
     assert found.interval is not None and found.interval[0] < found.value < found.interval[1]
 
 
-def test_cmmd_of_two_points_and_by_its_definition() -> None:
+def test_cmmd_matches_its_definition() -> None:
     a, b = torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 0.5]])
     apart = cmmd(a.expand(5, -1), b.expand(7, -1)).value  # of norm 1, at a squared distance of 2
     assert apart == pytest.approx(1000 * (2 - 2 * math.exp(-2 / 200)), rel=1e-9)
@@ -199,8 +199,8 @@ def test_cmmd_of_two_points_and_by_its_definition() -> None:
     assert found == pytest.approx(1000 * (sum(within) - 2 * kernel(x, y).mean()), rel=1e-6)
 
 
-def test_its_interval_covers_the_truth() -> None:
-    """What many samples of either side score is what the interval is of."""
+def test_cmmd_interval_covers_the_true_value() -> None:
+    """The true value is the score of many samples on both sides."""
     rng = np.random.default_rng(2)
 
     def draw(count: int, mean: float) -> torch.Tensor:

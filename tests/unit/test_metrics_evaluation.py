@@ -1,4 +1,4 @@
-"""From samples and a data set to metrics.json: the panel, its floor, the pictures, and every mistake in one line."""
+"""From samples and a data set to metrics.json: the metrics, their floor, the plots, and one-line errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_panel_of_good_samples_is_near_the_floor(data: RealImages, tmp_path: Pat
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
-def test_panel_of_bad_samples_shows_what_is_wrong(data: RealImages):
+def test_panel_detects_shifted_and_mislabelled_samples(data: RealImages):
     good, bad = images(300, 3), images(300, 3, shift=60)
     bad.labels = (bad.labels + 1) % 3
     first, second = (
@@ -104,9 +104,7 @@ def test_panel_of_bad_samples_shows_what_is_wrong(data: RealImages):
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 64])
-def test_numbers_do_not_depend_on_how_many_are_looked_at_at_once(
-    data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_panel_metrics_do_not_depend_on_the_batch_size(data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch):
     settings = EvaluateConfig(copies=False)
     expected = evaluate_samples(images(120, 4), data, [Brightness()], settings)["metrics"]
     monkeypatch.setattr(features, "AT_ONCE", at_once)
@@ -118,7 +116,7 @@ def test_numbers_do_not_depend_on_how_many_are_looked_at_at_once(
 @pytest.mark.parametrize("classes", [CLASSES, []])
 def test_samples_without_classes_get_no_class_metrics_and_picture(data: RealImages, tmp_path: Path, classes: list[str]):
     samples = images(120, 5, classes)
-    samples.has_labels = not classes  # labels without classes are all there is of what has no classes
+    samples.has_labels = not classes  # without classes, labels exist but have no names
     judge = Brightness()
     judge.classes = classes
     (tmp_path / "classes.png").write_bytes(b"of before")
@@ -142,7 +140,7 @@ def test_reference_may_be_statistics_or_other_samples(data: RealImages, tmp_path
     assert "inpipe_recall" not in against_file["metrics"] and against_file["metrics"]["inpipe_fd"]["ratio"] is None
 
 
-def test_adm_layout_and_mistakes_in_statistics(data: RealImages, tmp_path: Path):
+def test_adm_statistics_are_read_and_invalid_ones_rejected(data: RealImages, tmp_path: Path):
     eye = np.eye(4)
     np.savez(tmp_path / "adm.npz", mu=np.zeros(4), sigma=eye, mu_s=np.zeros(7), sigma_s=np.eye(7), arr_0=np.zeros(3))
     assert set(read_statistics(tmp_path / "adm.npz", "any")) == {"fd", "spatial_fd"}
@@ -173,7 +171,7 @@ def test_samples_are_read_with_their_protocol(tmp_path: Path):
     assert pictures.gather(np.array([2]))[0, 0, 0, 0] == 2 and not pictures.has_labels
 
 
-def test_mistakes_in_samples_are_told(data: RealImages, tmp_path: Path):
+def test_invalid_samples_are_rejected(data: RealImages, tmp_path: Path):
     empty = tmp_path / "empty"
     empty.mkdir()
     for path, arrays, message in [
@@ -203,7 +201,7 @@ def test_mistakes_in_samples_are_told(data: RealImages, tmp_path: Path):
         read_samples(mixed)
 
 
-def test_what_cannot_be_measured_is_told_before_the_detector_runs(data: RealImages):
+def test_invalid_inputs_are_rejected_before_the_detector_runs(data: RealImages):
     class Never(Brightness):
         def __call__(self, images: Tensor) -> Detected:
             raise AssertionError("the detector ran")
@@ -222,7 +220,7 @@ def test_what_cannot_be_measured_is_told_before_the_detector_runs(data: RealImag
             evaluate_samples(samples, real, [Never()], settings)
 
 
-def test_a_reference_of_another_size_is_told_before_the_detector_runs(data: RealImages, tmp_path: Path):
+def test_reference_of_another_size_is_rejected_before_the_detector_runs(data: RealImages, tmp_path: Path):
     class Never(Brightness):
         def __call__(self, images: Tensor) -> Detected:
             raise AssertionError("the detector ran")
@@ -232,7 +230,7 @@ def test_a_reference_of_another_size_is_told_before_the_detector_runs(data: Real
         evaluate_samples(images(50, 9), data, [Never()], EvaluateConfig(), reference_file=tmp_path / "small.npz")
 
 
-def test_features_that_are_not_finite_are_told(data: RealImages):
+def test_non_finite_features_are_rejected(data: RealImages):
     class Broken(Brightness):
         def __call__(self, images: Tensor) -> Detected:
             seen = super().__call__(images)
@@ -242,7 +240,7 @@ def test_features_that_are_not_finite_are_told(data: RealImages):
         evaluate_samples(images(50, 9), data, [Broken()], EvaluateConfig())
 
 
-def test_every_judge_says_how_many_are_copies(data: RealImages, tmp_path: Path):
+def test_every_detector_reports_the_share_of_copies(data: RealImages, tmp_path: Path):
     """Three in ten samples are training images."""
     made = images(300, 77)
     pixels = made.gather(np.arange(300)).permute(0, 2, 3, 1).numpy()
@@ -263,7 +261,7 @@ def test_every_judge_says_how_many_are_copies(data: RealImages, tmp_path: Path):
     assert unknown["value"] is None and unknown["note"] == "no threshold: it takes 100 held-out or training images"
 
 
-def test_copies_seen_are_the_nearest_by_definition(monkeypatch: pytest.MonkeyPatch):
+def test_feature_copies_are_the_nearest_training_images(monkeypatch: pytest.MonkeyPatch):
     rng = torch.Generator().manual_seed(0)
     made, train, held_out = (torch.randn(n, 5, generator=rng) for n in (20, 90, 120))
     monkeypatch.setattr(memorization, "_AT_ONCE", 37)
@@ -277,7 +275,7 @@ def test_copies_seen_are_the_nearest_by_definition(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.01, 300), (0.03, 300), (0.01, 2000), (0.3, 200)])
-def test_the_interval_of_a_share_covers_it(share: float, count: int):
+def test_interval_of_a_share_covers_the_true_share(share: float, count: int):
     draw = np.random.default_rng(0)
     hits = []
     for _ in range(1000):
@@ -291,7 +289,7 @@ def small(samples: Samples) -> torch.Tensor:
     return detect_each([reduced], samples)[0].features
 
 
-def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not(tmp_path: Path):
+def test_mirrored_and_plain_copies_are_found_and_new_images_are_not(tmp_path: Path):
     rng = np.random.default_rng(0)
     train, held_out, fresh = (
         Samples(rng.integers(0, 256, (n, 16, 16, 3), np.uint8), None, []) for n in (300, 200, 100)
@@ -308,7 +306,7 @@ def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not(tmp_path: Pat
     assert float(find_copies(small(fresh), train, held_out).flagged.float().mean()) < 0.06
 
 
-def test_copies_are_found_where_few_images_are_held_out():
+def test_copies_are_found_with_few_held_out_images():
     rng = np.random.default_rng(0)
     train, fresh = (rng.integers(0, 256, (n, 16, 16, 3), np.uint8) for n in (300, 200))
     train[:40, :, ::-1] = train[40:80]
@@ -323,7 +321,7 @@ def test_copies_are_found_where_few_images_are_held_out():
     assert find_copies(small(copied), Samples(train[:1], None, []), None).nearest.shape == (100, 1)
 
 
-def test_held_out_images_that_are_trained_on_too_set_no_threshold():
+def test_held_out_images_also_in_training_do_not_set_the_threshold():
     rng = np.random.default_rng(0)
     train, held_out = (rng.integers(0, 256, (n, 16, 16, 3), np.uint8) for n in (300, 200))
     held_out[:10] = train[:10]
@@ -333,9 +331,7 @@ def test_held_out_images_that_are_trained_on_too_set_no_threshold():
     assert bool(seen.flagged.all()) and seen.num_real == 190
 
 
-def test_neighbours_are_the_same_however_many_training_images_are_looked_at_at_a_time(
-    data: RealImages, monkeypatch: pytest.MonkeyPatch
-):
+def test_neighbours_do_not_depend_on_the_batch_size(data: RealImages, monkeypatch: pytest.MonkeyPatch):
     expected = find_copies(small(images(40, 5)), data.train, data.validation)
     monkeypatch.setattr(memorization, "_AT_ONCE", 37)
     found = find_copies(small(images(40, 5)), data.train, data.validation)
@@ -344,7 +340,7 @@ def test_neighbours_are_the_same_however_many_training_images_are_looked_at_at_a
     assert find_copies(small(images(4, 5)), images(3, 6), None).nearest.shape == (4, 3)
 
 
-def test_missing_weights_are_told_without_a_network(tmp_path: Path):
+def test_missing_weights_are_reported_without_network_access(tmp_path: Path):
     with pytest.raises(ValueError, match="needs --detector"):
         EvaluateConfig().detectors[0].build(None)
     with pytest.raises(ValueError, match=r"weights of dinov2_vitl14 is .*absent\.pth, which does not exist"):
@@ -357,7 +353,7 @@ def test_missing_weights_are_told_without_a_network(tmp_path: Path):
         Inception(weights=tmp_path / "damaged.pth").build()
 
 
-def test_a_failed_download_says_what_to_bring(monkeypatch: pytest.MonkeyPatch):
+def test_failed_download_names_the_required_file(monkeypatch: pytest.MonkeyPatch):
     module = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
 
     def offline(*arguments: Any, **options: Any) -> None:
@@ -384,7 +380,7 @@ def test_dinov2_preparation_is_imagenet_normalization(monkeypatch: pytest.Monkey
     torch.testing.assert_close(stripes.amax((0, 2, 3)), white[0, :, 0, 0])
     grey = prepare(torch.full((2, 1, 300, 300), 128, dtype=torch.uint8))
     assert grey.shape == (2, 3, 224, 224) and grey[1, 0, 0, 0].item() == pytest.approx((128 / 255 - 0.485) / 0.229)
-    noise = np.random.default_rng(0).integers(80, 170, (40, 40, 3), np.uint8)  # away from what is clipped
+    noise = np.random.default_rng(0).integers(80, 170, (40, 40, 3), np.uint8)  # away from clipped values
     by_pillow = np.asarray(Image.fromarray(noise).resize((224, 224), Image.Resampling.BICUBIC)) / 255
     ours = prepare(torch.from_numpy(noise).permute(2, 0, 1)[None])[0, 0] * 0.229 + 0.485
     assert np.abs(ours.numpy() - by_pillow[..., 0]).max() < 2 / 255, "it rounds twice"
@@ -394,9 +390,7 @@ def test_dinov2_preparation_is_imagenet_normalization(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("brings", [False, True])
-def test_dinov2_is_the_published_network_or_the_one_that_is_brought(
-    brings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dinov2_loads_published_or_local_weights(brings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     network.register_buffer("factor", torch.zeros(1))
@@ -425,8 +419,8 @@ def test_dinov2_is_the_published_network_or_the_one_that_is_brought(
     assert detector(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).features.shape == (2, 3)
 
 
-def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
-    """A neighbour is needed beyond the nearest ones of each sample: neighbours + 2 samples, itself among them."""
+def test_previews_with_too_few_samples_are_not_in_the_curve(data: RealImages):
+    """Each sample needs a neighbour beyond its nearest ones: neighbours + 2 samples, including itself."""
     settings = EvaluateConfig(neighbours=3, two_sample=False)
     reference = Reference.from_images(detect(Brightness(), data.train), torch.from_numpy(data.train.labels))
     previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
@@ -434,7 +428,7 @@ def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
     assert [(point["step"], point["num_samples"]) for point in curve] == [(30, 5), (40, 6)]
 
 
-def test_previews_compute_only_the_metrics_of_the_curve(data: RealImages, monkeypatch: pytest.MonkeyPatch):
+def test_previews_compute_only_curve_metrics(data: RealImages, monkeypatch: pytest.MonkeyPatch):
     for name in (
         *("monge_distance", "cmmd", "manifold_estimates", "two_sample_test"),
         "missing_classes",
@@ -447,7 +441,7 @@ def test_previews_compute_only_the_metrics_of_the_curve(data: RealImages, monkey
     assert list(points[0]) == ["step", "num_samples", "inpipe_kd", "inpipe_fd", "inpipe_agreement"]
 
 
-def test_no_point_of_a_curve_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_curve_axes_include_negative_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn: list[Any] = []
     monkeypatch.setattr(curve, "save_figure", lambda figure, path: drawn.append(figure))
     points = [{"step": 1, "num_samples": 9, "fd": 2.0, "kd": 0.1}, {"step": 2, "num_samples": 9, "fd": 1.0, "kd": -0.2}]
@@ -456,7 +450,7 @@ def test_no_point_of_a_curve_is_cut_off(tmp_path: Path, monkeypatch: pytest.Monk
     assert fd.get_ylim()[0] == 0 and kd.get_ylim()[0] < -0.2
 
 
-def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages, tmp_path: Path):
+def test_preview_curve_has_the_metrics_of_the_samples(data: RealImages, tmp_path: Path):
     settings = EvaluateConfig(copies=False)
     for step, shift in ((200, 60), (400, 0)):
         made = images(60, step, shift=shift)
@@ -474,12 +468,12 @@ def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages
     assert read_previews(tmp_path / "nowhere", CLASSES, 400) == ({}, [])
 
 
-def test_a_damaged_or_missing_preview_is_told_and_left_out(tmp_path: Path):
+def test_damaged_and_missing_previews_are_reported_and_skipped(tmp_path: Path):
     for step in (10, 20, 30, 40):
         pixels = images(6, step).gather(np.arange(6)).permute(0, 2, 3, 1).numpy()
         np.savez(tmp_path / f"step-{step:07d}.npz", pixels)
     damaged = tmp_path / "step-0000010.npz"
-    damaged.write_bytes(damaged.read_bytes()[:100])  # before anybody knew its sha256
+    damaged.write_bytes(damaged.read_bytes()[:100])  # before its sha256 was recorded
     write_listing(tmp_path, "step-*.npz")
     np.savez(tmp_path / "step-0000020.npz", pixels)
     (tmp_path / "step-0000030.npz").unlink()
@@ -499,9 +493,9 @@ def test_a_damaged_or_missing_preview_is_told_and_left_out(tmp_path: Path):
     assert "listing.json is damaged" in read_previews(tmp_path, CLASSES, 40)[1][0]
 
 
-def test_samples_of_other_weights_are_refused(tmp_path: Path) -> None:
+def test_samples_of_other_weights_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "samples.npz"
-    check_samples_of("one", path)  # of another program, which describes nothing
+    check_samples_of("one", path)  # of another program, without a description
     write_json(tmp_path / "samples.json", {"weights_sha256": "one"})
     check_samples_of("one", path)
     with pytest.raises(ValueError, match=r"samples.json is of samples from other weights than --weights. Run sample"):

@@ -37,7 +37,7 @@ def test_frechet_distance_of_commuting_gaussians():
 
 
 @pytest.mark.parametrize("rank", [None, 9, 3])
-def test_frechet_distance_of_gaussians_that_do_not_commute(rank: int | None):
+def test_frechet_distance_of_non_commuting_gaussians(rank: int | None):
     # S2 = T S1 T with T positive definite: tr (S1 S2)^½ = tr(T S1), without any root; also when S1 is singular.
     S1, T = spd(24, 4, rank), spd(24, 5)
     zero = torch.zeros(24, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_frechet_distance_with_fewer_samples_than_dimensions_and_unequal_ranks()
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-10)
 
 
-def test_frechet_distance_to_features_that_are_all_the_same():
+def test_frechet_distance_to_constant_features():
     spread, point = (
         Moments.from_features(randn(50, 8, seed=8)).gaussian,
         Moments.from_features(torch.ones(50, 8)).gaussian,
@@ -77,7 +77,7 @@ def test_frechet_distance_invariances():
         )
 
 
-def test_small_distance_between_ill_conditioned_gaussians_keeps_its_digits():
+def test_small_distance_between_ill_conditioned_gaussians_is_accurate():
     scale = torch.logspace(0, -10, 40, dtype=torch.float64)
     zero = torch.zeros(40, dtype=torch.float64)
     first, second = torch.diag(scale), torch.diag(scale * 1.001**2)
@@ -85,7 +85,7 @@ def test_small_distance_between_ill_conditioned_gaussians_keeps_its_digits():
     assert frechet_distance(Gaussian(zero, first), Gaussian(zero, second)) == pytest.approx(expected, rel=1e-8)
 
 
-def test_blocks_hold_each_sample_once_and_leave_out_one_at_a_time():
+def test_block_moments_match_leaving_one_block_out():
     features = (randn(211, 6, seed=10) + 100).float()
     reference = Moments.from_features(randn(100, 6, seed=11) + 100).gaussian
     estimate = frechet_estimate(block_moments(features), reference)
@@ -99,7 +99,7 @@ def test_blocks_hold_each_sample_once_and_leave_out_one_at_a_time():
     assert estimate.interval == pytest.approx(expected.interval, rel=1e-9)
 
 
-def test_moments_merge_and_take_apart_at_a_large_offset():
+def test_moments_merge_and_subtract_at_a_large_offset():
     features = randn(500, 5, seed=12) + 1e6
     parts = [Moments.from_features(part) for part in features.split([1, 99, 150, 250])]
     whole = merged(parts)
@@ -111,7 +111,7 @@ def test_moments_merge_and_take_apart_at_a_large_offset():
     torch.testing.assert_close(left.mean, expected.mean(0), rtol=1e-14, atol=0)
 
 
-def test_blocks_are_equal_in_size_and_blind_to_the_order_of_classes():
+def test_blocks_have_equal_sizes_and_do_not_follow_class_order():
     assigned = block_of_each(2000)
     assert torch.bincount(assigned).tolist() == [100] * 20
     per_class = torch.stack([torch.bincount(assigned[c::10], minlength=20) for c in range(10)])
@@ -137,31 +137,31 @@ def test_jackknife_interval_covers_and_debiasing_removes_the_bias(
     assert bias > 0.05 * truth and abs(left) < bias / 5
 
 
-def test_too_few_samples_give_no_interval_and_the_word_biased():
+def test_too_few_samples_give_no_interval_and_a_biased_note():
     reference = Moments.from_features(randn(500, 8)).gaussian
     few = frechet_estimate(block_moments(randn(39, 8)), reference)
     assert few.interval is None and few.debiased is None and "biased" in few.note and "39" in few.note
     assert frechet_estimate(block_moments(randn(40, 8)), reference).interval is not None
 
 
-def test_no_distance_is_said_to_be_below_zero():
-    """That of a set to itself is zero, and grows whatever is left out: debiased it would be less."""
+def test_debiased_distance_is_not_negative():
+    """The distance of a set to itself is zero and grows if blocks are left out, so debiasing would make it negative."""
     features = randn(200, 4)
     found = frechet_estimate(block_moments(features), Moments.from_features(features).gaussian)
     assert found.debiased == 0 and found.interval is not None and found.interval[0] == 0
 
 
-def test_frechet_infinity_undoes_the_bias():
+def test_frechet_infinity_removes_the_bias():
     D = 6
     reference = Gaussian(torch.zeros(D, dtype=torch.float64), torch.eye(D, dtype=torch.float64))
     values = [frechet_infinity(block_moments(randn(300, D, seed=s)), reference).value for s in range(60)]
     biased = [frechet_estimate(block_moments(randn(300, D, seed=s)), reference).value for s in range(60)]
     assert abs(sum(values)) < sum(biased) / 4
     one = frechet_infinity(block_moments(randn(300, D)), reference)
-    assert one.interval is not None and one.debiased == one.value  # which is extrapolated already
+    assert one.interval is not None and one.debiased == one.value  # the value is already extrapolated
 
 
-def test_jackknife_of_a_mean_is_the_textbook_interval():
+def test_jackknife_of_a_mean_matches_the_textbook_interval():
     each = randn(400, seed=3)
     estimate = mean_estimate(each)
     assert estimate.value == pytest.approx(float(each.mean())) and estimate.debiased == pytest.approx(estimate.value)
@@ -170,7 +170,7 @@ def test_jackknife_of_a_mean_is_the_textbook_interval():
     assert mean_estimate(each[:50]).interval is None
 
 
-def test_jackknife_cuts_at_the_range_of_the_statistic():
+def test_jackknife_is_clipped_to_the_range_of_the_statistic():
     estimate = jackknife(0.99, [0.95, 1.0, 1.0, 1.0], 100, low=0, high=1)
     assert estimate.interval[1] == 1 and 0 <= estimate.interval[0] <= estimate.debiased <= 1
 

@@ -1,4 +1,4 @@
-"""Intervals of all metrics: each holds its estimate, and zero where both sets are samples of one distribution."""
+"""Intervals of all metrics cover the estimate, and zero if both sets are of one distribution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(rng: np.random.Generator, count: int, shift: float) -> Tensor:
 
 
 def seen(features: Tensor) -> Detected:
-    """What a detector of two classes, told apart by the first feature, sees."""
+    """Output of a detector of two classes, which the first feature separates."""
     return Detected(features, torch.stack([-features[:, 0], features[:, 0]], dim=1), features[:, :2])
 
 
@@ -61,7 +61,7 @@ def test_every_estimate_lies_in_its_interval(seed: int, kind: str, n: int, m: in
             assert low <= 0 < high, (name, estimate)
 
 
-def test_what_depends_on_the_reference_alone_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_computations_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     real, made = drawn(rng, 80, 0), [drawn(rng, count, 0.2) for count in (50, 60, 60)]
     configs = [
@@ -98,7 +98,7 @@ def test_what_depends_on_the_reference_alone_is_computed_once(monkeypatch: pytes
         (frechet_between, True, 30),
     ],
 )
-def test_zero_is_covered_where_both_sets_are_of_one(
+def test_intervals_cover_zero_for_sets_of_one_distribution(
     distance: Callable[[Tensor, Tensor], Estimate], shares_images: bool, repeats: int
 ) -> None:
     rng, covered = np.random.default_rng(7), 0
@@ -112,7 +112,7 @@ def test_zero_is_covered_where_both_sets_are_of_one(
     assert covered / repeats >= 0.9
 
 
-def test_an_estimate_beyond_a_boundary_has_the_interval_of_one_on_it() -> None:
+def test_estimates_beyond_a_bound_have_the_interval_at_the_bound() -> None:
     left_out = [0.30, 0.31, 0.29, 0.30]
     beyond, on = jackknife(0.1, left_out, 100, low=0), jackknife(0.3, left_out, 100, low=0, centre="value")
     assert beyond.debiased == 0 and beyond.interval is not None and on.interval is not None
@@ -120,7 +120,7 @@ def test_an_estimate_beyond_a_boundary_has_the_interval_of_one_on_it() -> None:
     assert beyond.note == "the interval is of 0, without bias" and on.note == ""
 
 
-def test_the_reference_adds_its_bias_and_its_variance() -> None:
+def test_reference_bias_and_variance_are_added() -> None:
     one, other = [1.0, 1.2, 0.9, 1.1], [1.3, 1.0, 1.1, 1.2]
     both = jackknife(1.0, one, 100, reference_left_out=other)
     alone = [jackknife(1.0, each, 100) for each in (one, other)]

@@ -1,4 +1,4 @@
-"""Samples whose label shares are not the data's: compared with real images of the same shares."""
+"""Samples whose label shares differ from the data's are compared with real images of the same shares."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def judged(samples: Samples, data: RealImages) -> dict[str, Any]:
     return evaluate_samples(samples, data, [Quarters()], EvaluateConfig(copies=False))
 
 
-def test_the_headline_does_not_measure_the_labels() -> None:
+def test_main_distance_does_not_measure_label_shares() -> None:
     data = RealImages(images(450, 50, 0), images(90, 10, 1))
     balanced, same = judged(images(200, 200, 2), data), judged(images(360, 40, 3), data)
     entry = balanced["metrics"]["inpipe_fd"]
@@ -59,18 +59,18 @@ def test_the_headline_does_not_measure_the_labels() -> None:
     assert balanced["metrics"]["inpipe_kd"]["interval"][0] <= 0
 
 
-def test_a_class_of_too_few_images_is_said_to_be_part_of_the_distance() -> None:
+def test_note_reports_label_shares_as_part_of_the_distance_for_small_classes() -> None:
     found = judged(images(100, 100, 2), RealImages(images(450, 1, 0), images(90, 10, 1)))
     assert "which is part of the distance: " in found["metrics"]["inpipe_fd"]["note"]
     assert found["protocol"]["reference"]["label_shares"] == "of the data"
 
 
-def test_sets_that_are_nearly_balanced_are_compared_as_they_are() -> None:
+def test_nearly_balanced_sets_are_compared_without_reweighting() -> None:
     found = judged(images(100, 100, 2), RealImages(images(210, 190, 0), images(50, 50, 1)))
     assert "label_shares" not in found["protocol"]["reference"]
 
 
-def test_labels_that_are_drawn_at_random_differ_by_chance() -> None:
+def test_random_labels_differ_by_the_expected_chance_difference() -> None:
     generator = torch.Generator().manual_seed(0)
     even = torch.full((1000,), 1e-3, dtype=torch.float64)
     found = [label_shares(torch.randint(1000, (5000,), generator=generator), 1000) for _ in range(20)]
@@ -78,14 +78,14 @@ def test_labels_that_are_drawn_at_random_differ_by_chance() -> None:
     assert by_chance(even, 5000) == pytest.approx(np.mean([difference(each, even) for each in found]), rel=0.05)
 
 
-def test_the_largest_part_has_the_shares() -> None:
+def test_largest_subset_has_the_requested_label_shares() -> None:
     labels = torch.tensor([0] * 90 + [1] * 10 + [2] * 5)
     rows = rows_in_shares(labels, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
     assert torch.bincount(labels[rows]).tolist() == [10, 10] and rows.diff().min() > 0
     assert len(rows_in_shares(labels, torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64))) == 0
 
 
-def test_the_gaussian_of_the_own_shares_is_that_of_all_images() -> None:
+def test_gaussian_in_own_label_shares_is_that_of_all_images() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(3000) % 5 % 2
     features = torch.randn(3000, 3, generator=generator) + 5 * labels[:, None]
@@ -98,7 +98,7 @@ def test_the_gaussian_of_the_own_shares_is_that_of_all_images() -> None:
     assert found.mean == pytest.approx(plain.mean) and found.count == 3000
 
 
-def test_each_preview_is_compared_in_its_own_label_shares() -> None:
+def test_each_preview_is_compared_with_its_own_label_shares() -> None:
     data = RealImages(images(450, 50, 0), images(90, 10, 1))
     previews = {100: images(180, 20, 4), 200: images(100, 100, 5)}
 

@@ -1,4 +1,4 @@
-"""Intersection over union of images and the masks that they were asked for, by a segmenter that is trained for it."""
+"""Intersection over union of images and their requested masks, by a segmenter trained for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING = DetectorTraining(least_examples=640, most_examples=640, batch_size=16
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images, and the masks that they were asked for."""
+    """Images and their requested masks."""
 
     images: Tensor
     masks: Tensor
@@ -36,7 +36,7 @@ class Pictures:
 
 
 def boxes(count: int, seed: int, side: int = 16) -> Pictures:
-    """Draw light boxes on dark ground, in noise, with masks of the boxes."""
+    """Draw light boxes on a dark, noisy background, with masks of the boxes."""
     draw = np.random.default_rng(seed)
     masks = np.zeros((count, 1, side, side), dtype=np.uint8)
     for mask in masks[:, 0]:
@@ -46,7 +46,7 @@ def boxes(count: int, seed: int, side: int = 16) -> Pictures:
     return Pictures(torch.from_numpy(images.astype(np.uint8)), torch.from_numpy(masks))
 
 
-def test_the_overlap_of_two_masks_is_counted_by_hand() -> None:
+def test_intersection_over_union_matches_manual_counts() -> None:
     shown = torch.tensor([[[0, 0], [1, 1]], [[0, 0], [0, 0]], [[2, 2], [2, 2]]])
     asked = torch.tensor([[[0, 1], [1, 1]], [[0, 0], [0, 0]], [[0, 0], [0, 0]]])
     mean, of_each = intersection_over_union(shown, asked, 3)
@@ -55,7 +55,7 @@ def test_the_overlap_of_two_masks_is_counted_by_hand() -> None:
     assert mean.tolist() == pytest.approx([(1 / 2 + 2 / 3) / 2, 1, 0])
 
 
-def test_images_of_their_masks_are_told_from_images_of_others() -> None:
+def test_mask_iou_separates_matching_and_other_masks() -> None:
     train, held_out = boxes(200, 0), boxes(40, 1)
     right = boxes(120, 2)
     wrong = Pictures(right.images, right.masks.flip(-2))
@@ -68,7 +68,7 @@ def test_images_of_their_masks_are_told_from_images_of_others() -> None:
     assert good["mask_iou"]["value"] == pytest.approx(both) and good["mask_iou"]["floor_n"] == 40
 
 
-def test_the_same_images_give_the_same_numbers_whatever_was_drawn_before() -> None:
+def test_mask_metrics_do_not_depend_on_the_global_random_state() -> None:
     few = DetectorTraining(least_examples=32, most_examples=32, batch_size=4, stop_accuracy=2)
     sets = boxes(20, 2), boxes(30, 0), boxes(10, 1)
     first = evaluate_masks(*sets, ["ground", "box"], few)
@@ -76,7 +76,7 @@ def test_the_same_images_give_the_same_numbers_whatever_was_drawn_before() -> No
     assert evaluate_masks(*sets, ["ground", "box"], few) == first
 
 
-def test_a_label_that_no_image_has_is_left_out_and_large_images_are_made_smaller() -> None:
+def test_absent_mask_labels_are_skipped_and_large_images_are_resized() -> None:
     few = DetectorTraining(least_examples=32, most_examples=32, batch_size=4, stop_accuracy=2)
     made = evaluate_masks(boxes(8, 2, 96), boxes(12, 0, 96), boxes(6, 1, 96), ["ground", "box", "other"], few)
     assert {"mask_iou_ground", "mask_iou_box"} < set(made)
@@ -84,7 +84,7 @@ def test_a_label_that_no_image_has_is_left_out_and_large_images_are_made_smaller
     assert logits.shape == (2, 5, 31, 18)
 
 
-def test_a_set_without_masks_is_told() -> None:
+def test_training_images_without_masks_are_rejected() -> None:
     nothing = Pictures(torch.zeros(0, 3, 8, 8), torch.zeros(0, 1, 8, 8))
     with pytest.raises(ValueError, match=r"No training image has a mask.* Look at pairs.path"):
         evaluate_masks(boxes(2, 0), nothing, boxes(2, 1), ["a", "b"])

@@ -1,4 +1,4 @@
-"""Painted digits, and the judge of whether images have what their prompts name."""
+"""Painted digits, and the metrics of agreement between images and prompted attributes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNT = 200
 
 
 class Zero:
-    """A detector that takes everything for a zero."""
+    """A detector that classifies everything as a zero."""
 
     identity: ClassVar[dict[str, Any]] = {}
     doubt: str | None = None
@@ -50,7 +50,7 @@ def samples(prompts: list[str], shown: list[Attributes]) -> Samples:
     return Samples(images, None, [], protocol={"prompts": prompts})
 
 
-def test_what_a_caption_names_is_what_the_image_shows() -> None:
+def test_captions_name_the_attributes_of_their_images() -> None:
     source = PaintedDigits(num_images=COUNT)
     items, captions = source.listing().items, source.read_captions(())
     assert len(items) == COUNT and set(captions) == {item.name for item in items}
@@ -64,7 +64,7 @@ def test_what_a_caption_names_is_what_the_image_shows() -> None:
     assert {attributes_of(number).ink for number in range(COUNT)} == set(INKS)
 
 
-def test_each_attribute_is_judged_where_it_is_named() -> None:
+def test_each_attribute_is_evaluated_only_if_named() -> None:
     shown = [attributes_of(number) for number in range(COUNT)]
     prompts = [captions_of(each)[number % 2] for number, each in enumerate(shown)]
     found = evaluate_painted(samples(prompts, shown), [Zero()])
@@ -81,9 +81,9 @@ def test_each_attribute_is_judged_where_it_is_named() -> None:
     assert "attributes_held_out" not in found, "no such prompt was asked"
 
 
-def test_combinations_that_training_has_not_seen_are_counted_apart() -> None:
+def test_held_out_combinations_are_counted_separately() -> None:
     seen = [attributes_of(number) for number in range(100)]
-    unseen = [Attributes("zero", "black", "white", "upright", "large")] * 100  # black is what zeros lack
+    unseen = [Attributes("zero", "black", "white", "upright", "large")] * 100  # zeros are never black in training
     prompts = [captions_of(each)[0] for each in (*seen, *unseen)]
     found = evaluate_painted(samples(prompts, [*seen, *seen]), [Zero()])
     assert found["attributes_held_out"]["n"] == found["attributes_seen"]["n"] == 100
@@ -91,7 +91,7 @@ def test_combinations_that_training_has_not_seen_are_counted_apart() -> None:
     assert found["attributes_held_out"]["floor"] == pytest.approx(1, abs=0.01), "zeros painted as they were asked for"
 
 
-def test_samples_that_cannot_be_judged_are_told() -> None:
+def test_samples_without_prompts_or_digit_detector_are_rejected() -> None:
     shown = [attributes_of(0)]
     with pytest.raises(ValueError, match="the samples have no prompts"):
         evaluate_painted(samples([], shown), [Zero()])

@@ -1,4 +1,4 @@
-"""Retrieval against what is known of it, and the agreement of images and prompts by a model from a folder."""
+"""Retrieval against known values, and agreement of images and prompts by a model from a folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def values(*arguments: Any) -> list[float]:
     return [each.value for each in retrieval(*arguments, "items").values()]
 
 
-def test_what_stands_before_the_first_item_of_the_own_group_decides() -> None:
+def test_retrieval_rank_counts_items_before_the_first_match() -> None:
     gallery, groups = torch.eye(8), torch.arange(8)
-    rank_three = torch.tensor([[0.0, 0.5, 0.4, 0.3, 0, 0, 0, 0]])  # its own is the third
+    rank_three = torch.tensor([[0.0, 0.5, 0.4, 0.3, 0, 0, 0, 0]])  # its match is the third
     assert values(rank_three, torch.tensor([3]), gallery, groups) == [0, 1]
     assert values(torch.cat([rank_three, gallery[3:4]]), torch.tensor([3, 3]), gallery, groups) == [0.5, 1]
     two_of_a_group = torch.tensor([7, 1, 2, 3, 4, 5, 6, 7])
@@ -40,7 +40,7 @@ def test_what_stands_before_the_first_item_of_the_own_group_decides() -> None:
     assert same_rows(torch.tensor([[2.0, 0], [1, 1], [2, 0]])).tolist() == [1, 0, 1]
 
 
-def test_chance_is_what_equal_distributions_find_and_the_interval_holds_it() -> None:
+def test_retrieval_of_unrelated_sets_is_at_chance_within_its_interval() -> None:
     draw = torch.Generator().manual_seed(0)
     query, gallery = (torch.randn(2000, 16, generator=draw) for _ in range(2))
     group = torch.arange(2000)
@@ -89,7 +89,7 @@ def samples(prompts: list[str]) -> Samples:
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_a_cosine_is_what_the_model_itself_says(kind: str, folder: dict[str, Path]) -> None:
+def test_prompt_cosine_matches_the_transformers_model(kind: str, folder: dict[str, Path]) -> None:
     transformers = pytest.importorskip("transformers")
     prompts = [f"a {WORDS[1 + i % 7]}" for i in range(120)]
     given = samples(prompts)
@@ -112,7 +112,7 @@ def test_a_cosine_is_what_the_model_itself_says(kind: str, folder: dict[str, Pat
     assert entries[f"prompt_retrieval_at_5_tiny_{kind}"]["note"] == "among 7 prompts"
 
 
-def test_one_prompt_has_no_other() -> None:
+def test_single_prompt_has_no_comparison() -> None:
     class Same:
         identity: dict[str, Any] = {}  # noqa: RUF012
         classes: list[str] = []  # noqa: RUF012
@@ -132,7 +132,7 @@ def test_one_prompt_has_no_other() -> None:
     assert "other_prompt_similarity" not in entries and entries["prompt_retrieval_at_1"]["value"] == 1
 
 
-def test_what_cannot_be_judged_is_said_before_any_work(folder: dict[str, Path], tmp_path: Path) -> None:
+def test_invalid_prompt_evaluations_are_rejected_before_any_work(folder: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the samples have no prompts. Evaluate a model that takes prompts"):
         check_prompted(Samples(np.zeros((2, 8, 8, 3), np.uint8), None, []))
     vision = pytest.importorskip("transformers").Dinov2Config(**SIZES, image_size=16, patch_size=8)
@@ -142,7 +142,7 @@ def test_what_cannot_be_judged_is_said_before_any_work(folder: dict[str, Path], 
         PromptJudge(weights=str(tmp_path), name="blind").build_both()
 
 
-def test_images_without_words_are_not_compared_with_any(tmp_path: Path) -> None:
+def test_prompt_evaluation_without_prompts_is_rejected(tmp_path: Path) -> None:
     described = tmp_path / "labels.yaml"
     sections = {
         "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 16},

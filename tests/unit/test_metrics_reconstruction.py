@@ -1,4 +1,4 @@
-"""PSNR and SSIM against torchmetrics and closed forms; codebook use of known counts."""
+"""PSNR and SSIM against torchmetrics and closed forms; codebook use for known counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair() -> tuple[Tensor, Tensor]:
     return original.byte(), (original + noise).clamp(0, 255).byte()
 
 
-def test_psnr_and_ssim_are_torchmetrics(pair: tuple[Tensor, Tensor]):
+def test_psnr_and_ssim_match_torchmetrics(pair: tuple[Tensor, Tensor]):
     functional = pytest.importorskip("torchmetrics.functional.image")
     original, decoded = (each.double() for each in pair)
     expected = functional.peak_signal_noise_ratio(decoded, original, 255.0, reduction="none", dim=(1, 2, 3))
@@ -54,13 +54,13 @@ def test_estimates_of_a_perfect_codec():
     assert found["reconstruction_fd"].value == pytest.approx(0, abs=1e-9)
 
 
-def test_codebook_use():
+def test_codebook_use_of_known_counts():
     even, one = codebook_use(torch.tensor([5, 5, 5, 5])), codebook_use(torch.tensor([9, 0, 0, 0]))
     assert even == {"codebook_usage": 1, "codebook_perplexity": pytest.approx(4), "dead_codes": 0}
     assert one == {"codebook_usage": 0.25, "codebook_perplexity": pytest.approx(1), "dead_codes": 3}
 
 
-def test_intervals_of_a_codebook_cover_what_it_was_drawn_from():
+def test_codebook_intervals_cover_the_true_perplexity():
     probabilities = torch.tensor([0.5, 0.3, 0.1, 0.1, 0.0]).double()
     truth = float(torch.exp(torch.special.entr(probabilities).sum()))
     covered = 0
@@ -82,7 +82,7 @@ def test_mistakes_are_told(pair: tuple[Tensor, Tensor]):
         ssim(pair[0][..., :8], pair[1][..., :8])
 
 
-def test_lpips_is_torchmetrics_on_the_same_weights(tmp_path: Path):
+def test_lpips_matches_torchmetrics_with_the_same_weights(tmp_path: Path):
     functional = pytest.importorskip("torchmetrics.functional.image.lpips")
     pytest.importorskip("torchvision")
     config = lpips_files(tmp_path)
@@ -101,7 +101,7 @@ def test_lpips_is_torchmetrics_on_the_same_weights(tmp_path: Path):
     assert config.identity["backbone"] != config.identity["heads"]
 
 
-def test_weights_of_lpips_that_are_missing_or_something_else_are_told(tmp_path: Path):
+def test_missing_and_invalid_lpips_weights_are_rejected(tmp_path: Path):
     config, cpu = lpips_files(tmp_path), torch.device("cpu")
     with pytest.raises(ValueError, match=r"lpips.heads is .*absent.pth, which does not exist"):
         LpipsConfig(backbone=config.backbone, heads=tmp_path / "absent.pth").build(cpu)
@@ -115,7 +115,7 @@ def test_weights_of_lpips_that_are_missing_or_something_else_are_told(tmp_path: 
         config.build(cpu)(small, small)
 
 
-def test_weights_of_lpips_in_a_wrapper_are_read(tmp_path: Path):
+def test_lpips_weights_with_wrapper_prefixes_are_loaded(tmp_path: Path):
     config, cpu = lpips_files(tmp_path), torch.device("cpu")
     tensors = torch.load(config.heads, weights_only=True)
     torch.save({f"module.{name}": each for name, each in tensors.items()}, tmp_path / "wrapped.pth")

@@ -24,7 +24,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_set_against_itself_is_all_inside():
+def test_set_compared_with_itself_has_full_precision_and_recall():
     x = randn(150, 6)
     found = manifold_estimates(x, x)
     assert [found[name].value for name in ("precision", "recall", "coverage")] == [1, 1, 1]
@@ -33,27 +33,27 @@ def test_a_set_against_itself_is_all_inside():
     assert found["density"].value == pytest.approx(4 / 3, rel=0.05)  # itself and three neighbours on average, by k = 3
 
 
-def test_sets_far_apart_share_nothing():
+def test_distant_sets_have_zero_precision_and_recall():
     found = manifold_estimates(randn(120, 6) + 100, randn(130, 6, seed=1))
     assert [found[name].value for name in ("precision", "recall", "density", "coverage")] == [0, 0, 0, 0]
 
 
-def test_one_of_two_modes_is_precise_and_recalls_half():
+def test_samples_of_one_of_two_modes_have_half_recall():
     real = torch.cat([randn(150, 4, seed=1), randn(150, 4, seed=2) + 50])
     found = manifold_estimates(randn(200, 4, seed=3), real)
     assert found["precision"].value > 0.85
     assert 0.4 < found["recall"].value < 0.5 and found["coverage"].value < 0.5
 
 
-def test_a_hundred_copies_of_one_image_recall_nothing_but_that_image():
+def test_copies_of_one_image_recall_only_that_image():
     real = randn(100, 4)
     found = manifold_estimates(real[7].expand(100, 4), real)
     assert found["precision"].value == 1 and found["recall"].value == 0.01
 
 
 @pytest.mark.parametrize(("copied", "new"), [(200, 0), (150, 150), (20, 0)])
-def test_copies_on_the_border_of_a_ball_are_inside(copied: int, new: int):
-    """A copy of the k-th neighbour is as far away as that: here by differences, which are exactly the same."""
+def test_copies_on_the_boundary_of_a_ball_are_inside(copied: int, new: int):
+    """A copy of the k-th neighbour has the same distance: computed here by differences, which are exactly equal."""
     real = randn(300, 64)
     samples = torch.cat([real[:copied], randn(new, 64, seed=1)])
 
@@ -70,12 +70,12 @@ def test_copies_on_the_border_of_a_ball_are_inside(copied: int, new: int):
     assert found["recall"].value == pytest.approx((distances <= own).any(1).double().mean().item(), abs=1e-12)
 
 
-def test_a_score_of_too_few_samples_has_no_interval_and_says_why():
+def test_score_of_too_few_samples_has_a_note_and_no_interval():
     few = inception_score_estimate(randn(39, 4))
     assert few.interval is None and "39 samples are fewer than 100" in few.note
 
 
-def test_intervals_of_the_manifold_are_those_of_leaving_blocks_out():
+def test_manifold_intervals_match_leaving_blocks_out():
     x, y, block = randn(110, 3), randn(90, 3, seed=5) * 1.2, block_of_each(110)
     found = manifold_estimates(x, y)
     for name in ("precision", "recall", "density", "coverage"):
@@ -101,7 +101,7 @@ def _plain(x: Tensor, y: Tensor, k: int = 3) -> dict[str, float]:
     }
 
 
-def test_interval_of_the_kernel_distance_is_that_of_leaving_blocks_out():
+def test_kernel_distance_interval_matches_leaving_blocks_out():
     x, y = randn(120, 5), randn(80, 5, seed=1) + 0.2
     block, of_reference = block_of_each(120), block_of_each(80)
     found = kernel_distance(x, y)
@@ -118,7 +118,7 @@ def test_kernel_distance_is_unbiased():
     assert min(values) < 0 < max(values)
 
 
-def test_monge_distance_of_a_shift_and_of_sets_that_are_the_same():
+def test_monge_distance_of_shifted_and_equal_sets():
     x, shift = randn(300, 6), torch.tensor([3.0, 0, -1, 0, 2, 0], dtype=torch.float64)
     along = (_directions(6) @ shift).square().mean()
     assert monge_distance(x, x + shift).value == pytest.approx(3 * 6 * float(along), rel=1e-6)
@@ -128,7 +128,7 @@ def test_monge_distance_of_a_shift_and_of_sets_that_are_the_same():
         monge_distance(x, x[:1])
 
 
-def test_monge_distance_is_that_of_its_paper_for_as_many_of_either():
+def test_monge_distance_matches_its_paper_for_equal_sizes():
     x, y = randn(150, 5, seed=1).double(), randn(150, 5, seed=2).double() * 2
     sides = ((each @ _directions(5).T).sort(dim=0).values for each in (x, y))
     first, second = sides
@@ -136,7 +136,7 @@ def test_monge_distance_is_that_of_its_paper_for_as_many_of_either():
     assert monge_distance(x, y).value == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_interval_of_the_monge_distance_covers():
+def test_monge_distance_interval_covers_the_true_value():
     reference = randn(200, 4, seed=1) + 0.5
     truth = monge_distance(randn(20_000, 4, seed=2), reference).value
     found = [monge_distance(randn(200, 4, seed=10 + s), reference).interval for s in range(60)]
@@ -150,7 +150,7 @@ def test_inception_score_of_uniform_and_one_hot_predictions():
     assert inception_score_estimate(one_hot * 1000).value == pytest.approx(7)
 
 
-def test_interval_of_the_inception_score_is_that_of_leaving_blocks_out():
+def test_inception_score_interval_matches_leaving_blocks_out():
     logits, block = randn(200, 6) * 2, block_of_each(200)
     found = inception_score_estimate(logits)
     probabilities = logits.double().softmax(1)
@@ -161,7 +161,7 @@ def test_interval_of_the_inception_score_is_that_of_leaving_blocks_out():
     assert found.debiased == pytest.approx(expected.debiased)
 
 
-def test_the_interval_of_a_two_sample_test_covers_chance():
+def test_two_sample_test_interval_covers_chance():
     covered = 0
     for seed in range(60):
         interval = two_sample_test(randn(200, 16, seed=2 * seed), randn(200, 16, seed=2 * seed + 1)).interval
@@ -170,14 +170,14 @@ def test_the_interval_of_a_two_sample_test_covers_chance():
     assert covered >= 56, covered
 
 
-def test_two_sample_test_tells_what_can_be_told():
+def test_two_sample_test_separates_only_different_sets():
     same = two_sample_test(randn(400, 6, seed=2), randn(500, 6, seed=3))
     assert same.interval[0] < 0.5 < same.interval[1]
     assert two_sample_test(randn(400, 6) + 3, randn(400, 6, seed=1)).value > 0.95
 
 
-def test_a_two_sample_test_of_an_odd_number_is_not_below_chance():
-    """In halves of unequal shares, the larger class of the half that is fitted is the smaller one that is judged."""
+def test_two_sample_test_of_odd_sizes_is_not_below_chance():
+    """In halves of unequal shares, the larger class of the fitted half is the smaller class of the tested half."""
     values = [two_sample_test(randn(9, 4, seed=2 * i), randn(9, 4, seed=2 * i + 1)).value for i in range(200)]
     assert sum(values) / len(values) == pytest.approx(0.5, abs=0.03)
     assert two_sample_test(randn(9, 4), randn(12, 4, seed=1)).n == 16
@@ -194,7 +194,7 @@ def test_agreement_confusion_and_missing_classes():
     assert missing.value == 1 and missing.note == "emu"
 
 
-def test_class_frechet_sees_swapped_labels_where_the_marginal_does_not():
+def test_class_frechet_detects_swapped_labels():
     real, made = (
         torch.cat([randn(300, 3), randn(300, 3, seed=1) + 4]),
         torch.cat([randn(300, 3, seed=2), randn(300, 3, seed=3) + 4]),
@@ -207,7 +207,7 @@ def test_class_frechet_sees_swapped_labels_where_the_marginal_does_not():
     assert few.interval is None and "biased" in few.note
 
 
-def test_too_few_samples_are_told():
+def test_too_few_samples_are_rejected():
     with pytest.raises(ValueError, match="k = 3 need more than 3 samples; got 3"):
         manifold_estimates(randn(3, 4), randn(50, 4))
     with pytest.raises(ValueError, match="more than 3 reference images; got 2"):
@@ -218,7 +218,7 @@ def test_too_few_samples_are_told():
         two_sample_test(randn(2, 4), randn(50, 4))
 
 
-def test_of_many_rows_the_same_few_are_drawn_each_time() -> None:
+def test_subsets_of_rows_are_deterministic() -> None:
     rows = torch.arange(100.0).unsqueeze(1)
     assert _subset(rows, 100) is rows
     few = _subset(rows, 7).flatten()

@@ -1,4 +1,4 @@
-"""Slanted digits, and the judge of whether images have the numbers that they were asked for."""
+"""Slanted digits, and the errors between measured and requested numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def samples(asked: list[dict[str, float]], shown: list[dict[str, float]]) -> Sam
     return Samples(images, None, [], protocol={"conditions": {"values": values}})
 
 
-def test_the_numbers_beside_an_image_are_those_that_it_shows() -> None:
+def test_stored_numbers_match_the_drawn_digits() -> None:
     source = SlantedDigits(num_images=COUNT)
     items, beside = source.listing().items, source.read_values(("slant", "size"))
     assert len(items) == COUNT and set(beside) == {item.name for item in items}
@@ -47,7 +47,7 @@ def test_the_numbers_beside_an_image_are_those_that_it_shows() -> None:
         source.read_values(("age",))
 
 
-def test_an_error_is_the_distance_from_the_number_asked_for() -> None:
+def test_error_is_the_distance_to_the_requested_number() -> None:
     shown = [numbers_of(number) for number in range(COUNT)]
     right = evaluate_drawn(samples(shown, shown), [])
     assert right["error_slant"]["value"] == pytest.approx(right["error_slant"]["floor"])
@@ -64,7 +64,7 @@ def test_an_error_is_the_distance_from_the_number_asked_for() -> None:
     assert wrong["error_slant_held_out"]["floor"] < 0.02 and wrong["error_slant_seen"]["value"] < 0.02
 
 
-def test_a_missing_number_is_not_judged_and_samples_without_numbers_are_refused() -> None:
+def test_missing_numbers_are_skipped_and_samples_without_numbers_rejected() -> None:
     shown = [numbers_of(number) for number in range(20)]
     asked = [{"slant": numbers["slant"]} if number % 2 else numbers for number, numbers in enumerate(shown)]
     found = evaluate_drawn(samples(asked, shown), [])
