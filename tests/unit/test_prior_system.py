@@ -27,7 +27,7 @@ from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.samplers.dalle2_ddim import LegacyDdim
 from image_diffusion.stages.export import read_foreign
 from image_diffusion.systems.prior.evaluation import EvaluatedPrior, PredictionConfig, evaluate_prior
-from image_diffusion.systems.prior.generation import PriorSampleConfig
+from image_diffusion.systems.prior.generation import EmbeddingMaker, PriorSampleConfig
 from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
 from image_diffusion.systems.prior.inputs import pair_batch
 from image_diffusion.systems.prior.prior import PriorSystem
@@ -380,3 +380,11 @@ def test_self_conditioned_prior_receives_the_clamped_estimate():
         generator = EmbeddingGenerator(Eps(), system.reading(SPEC), SPEC, sampling)
         generator({"text_embed": torch.randn(4, DIM)}, torch.arange(4))
         assert seen[0] == 0 and 0.9 < max(seen) <= 1, kind
+
+
+def test_batches_of_other_prompts_or_of_another_encoder_are_not_reused() -> None:
+    """The description is part of the identity by which an interrupted stage finds its batches."""
+    settings = PriorSampleConfig(prompts="prompts.txt", num_samples=2)
+    made = [(["a"], {"dim": 8}), (["b"], {"dim": 8}), (["a"], {"dim": 16}), (["a"], {"dim": 8})]
+    described = [EmbeddingMaker(None, {}, prompts, text, settings).described for prompts, text in made]  # type: ignore[arg-type]
+    assert described[0] == described[3] and described[0] not in described[1:3]

@@ -12,7 +12,9 @@ import pytest
 import image_diffusion
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.stages import sample
+from image_diffusion.systems.tokens.tokens import TokensSystem
 from image_diffusion.workflow.plans import plan_file
 from image_diffusion.workflow.trained_files import TrainedFiles, find_trained
 from plans import a_plan
@@ -58,6 +60,8 @@ def test_weights_folder_is_sampled_with_the_defaults_of_its_system(results: Path
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["mine", "--set", "sample.prompts=[a cat]"], "sample.prompts is set, but the network takes no words"),
+        (["mine", "--set", "sample.negative_prompt=a cat"], "sample.negative_prompt is set, but the network takes no"),
         (["mien"], "'mien' is no trained experiment of results and no folder that holds weights.safetensors. Did you"),
         (["other"], " Trained: mine. Train it, or name another one."),
         ([], "Name a trained experiment, or give --config, --weights and --output."),
@@ -75,6 +79,13 @@ def test_sample_command_errors_are_one_line(results: Path, given: list[str], mes
         sample.main(given)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not Path("drawn").exists()
+
+
+@pytest.mark.parametrize("change", ["tiles={rows: 2, columns: 2}", "decoder=else", "weaker_weights=results/mine/train"])
+def test_settings_that_a_system_does_not_use_are_rejected(change: str) -> None:
+    with pytest.raises(ValueError, match=rf"sample\.{change.partition('=')[0]} has no effect on a system of this type"):
+        load_sections(None, ["sample"], TokensSystem.sections, [f"sample.{change}"])
+    assert load_sections(None, ["sample"], TokensSystem.sections, ["sample.seed=3"])["sample"].seed == 3
 
 
 def test_files_of_required_experiments_are_found(results: Path) -> None:

@@ -284,7 +284,18 @@ def load_sections(
         if name not in raw and section.default is None:
             raise ValueError(f"{where}: there is no section {name}. Add one, such as {name}: {section.example}.")
         loaded[name] = parse(section.kind, raw[name], f"{where}: {name}") if name in raw else section.default
+        _check_keys(f"{where}: {name}", section, loaded[name])
     return loaded
+
+
+def _check_keys(where: str, section: Section, settings: Any) -> None:
+    """Raise ValueError for a setting that the system does not use and that is not its default."""
+    if section.keys is None:
+        return
+    for key, field in type(settings).model_fields.items():
+        defaults = (None, field.get_default(call_default_factory=True))
+        if key not in section.keys and getattr(settings, key) not in defaults:
+            raise ValueError(f"{where}.{key} has no effect on a system of this type. Leave it out.")
 
 
 def load_experiment(path: Path) -> Experiment:

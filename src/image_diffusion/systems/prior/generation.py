@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files.atomic import atomic_write, write_json
+from image_diffusion.core.files.atomic import atomic_write, digest, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoded.pairs import TEXT
@@ -93,7 +93,7 @@ class CaptionEmbedder:
     ) -> None:
         self.generator = EmbeddingGenerator(on_best_device(model), reading, model.spec, settings)
         self._token_encodings, self._dim = token_encodings, model.spec.channels
-        self._text = text_encoder(model.pairs.get("pairs"), settings.clip, model.folder)
+        self.text = text_encoder(model.pairs.get("pairs"), settings.clip, model.folder)
 
     def __call__(self, captions: Sequence[str], seeds: Tensor) -> Tensor:
         """Return float16 [N, dim], of seeds int64 [N]."""
@@ -101,7 +101,7 @@ class CaptionEmbedder:
 
     def conditions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the conditions of the network for N captions."""
-        encoded = encode_captions(self._text, list(captions))  # [N, 1 + L, dim]
+        encoded = encode_captions(self.text, list(captions))  # [N, 1 + L, dim]
         if encoded.shape[-1] != self._dim:
             raise ValueError(
                 f"sample.prompts are embedded in {encoded.shape[-1]} dimensions, but the prior was trained on "
@@ -142,7 +142,8 @@ def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None, folde
 
 
 class EmbeddingMaker:
-    """Embeddings by row; implements `systems.sampling.Maker`. titles: their captions."""
+    """Embeddings by row; implements `systems.sampling.Maker`. titles: their captions. text: identity of their
+    encoder."""
 
     labels = None
 
@@ -151,12 +152,13 @@ class EmbeddingMaker:
         generator: EmbeddingGenerator,
         conditions: dict[str, Tensor],
         prompts: list[str],
+        text: Mapping[str, Any],
         settings: PriorSampleConfig,
     ) -> None:
         self._generator, self._conditions, self._settings = generator, conditions, settings
         self.titles = [prompts[i % len(prompts)] for i in range(settings.num_samples)]
         self._prompts = len(prompts)
-        self.described: dict[str, Any] = {"kind": "embeddings"}
+        self.described: dict[str, Any] = {"kind": "embeddings", "prompts": digest([prompts, text])}
 
     def __call__(self, rows: slice) -> Tensor:
         """Return float16 [n, dim]."""
@@ -217,7 +219,7 @@ class PriorSampling(Sampling):
         settings = inputs.settings
         prompts = read_prompts(settings.prompts, "sample.prompts")[: settings.num_samples]
         embed = self.embedder(inputs.model, settings)
-        return EmbeddingMaker(embed.generator, embed.conditions(prompts), prompts, settings)
+        return EmbeddingMaker(embed.generator, embed.conditions(prompts), prompts, embed.text.identity, settings)
 
     def num_evaluations(self, settings: PriorSampleConfig) -> int:
         calls: int = settings.sampler.calls(settings.sampler.grid(self.process))

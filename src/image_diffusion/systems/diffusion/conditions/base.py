@@ -124,6 +124,8 @@ class ConditionPart(Config, ABC):
 
 
 _UNUSED = {
+    "prompts": "words. Leave it out, or set system.condition.type to text",
+    "negative_prompt": "words. Leave it out, or set system.condition.type to text",
     "embeddings": "embeddings. Leave it out, or set system.condition.type to embedding",
     "conditions": "numbers. Leave it out, or add {type: numbers} or an image to system.condition",
     "small_images": "image. Leave it out, or add {type: image, from: self, shrink: N} to system.condition",
@@ -132,8 +134,8 @@ _UNUSED = {
 
 
 def check_unused(section: str, settings: SampleConfig, keys: Container[str]) -> None:
-    """Raise ValueError for embeddings, numbers or images that are set and not used. section: the name of the settings.
-    keys: used by the condition."""
+    """Raise ValueError for prompts, embeddings, numbers or images that are set and not used. section: the name of the
+    settings. keys: used by the condition."""
     for key, advice in _UNUSED.items():
-        if key not in keys and getattr(settings, key, None) is not None:
+        if key not in keys and getattr(settings, key, None) not in (None, ""):
             raise ValueError(f"{section}.{key} is set, but the network takes no {advice}.")
