@@ -90,6 +90,15 @@ def test_several_jobs_make_large_reference_and_their_parts_are_removed(finished:
     assert "Nothing to be done" in finished.run()
 
 
+def test_touch_keeps_finished_parts(finished: Project) -> None:
+    part = finished / "results/micro/samples/part-0-of-2.npz"
+    part.touch()
+    finished.run("--touch")
+    assert part.exists()
+    finished.run()
+    assert part.exists(), "Snakemake had nothing to do"
+
+
 def test_a_deleted_result_is_made_again(finished: Project) -> None:
     (finished / "results/micro/metrics.json").unlink()
     assert finished.planned() == AFTER_SAMPLE - {"sample"}
