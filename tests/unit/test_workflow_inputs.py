@@ -325,6 +325,22 @@ def test_sweep_curve_has_a_point_per_value() -> None:
     assert known.swept_weights(averaged) == "out/one/sweep/ema/0.999/weights/weights.safetensors"
 
 
+def test_tables_are_identified_by_content(tmp_path: Path) -> None:
+    """Snakemake does not notice a table that an older one replaces."""
+    table = tmp_path / "rows.csv"
+    table.write_text("age\n1\n")
+    made = files(a_plan(prompts=str(table), synthesize_table=str(table), keeps_samples=False))
+    both = [made.stamps("pictures", table="prompts"), made.stamps("decoder_files", table="synthesize_table")]
+    first = [stamps(ONE) for stamps in both]
+    assert first[0] == first[1] and len(first[0]) == 1 and made.detector_stamps(ONE)[-1] == first[0][0]
+    os.utime(table, (1, 1))
+    assert [stamps(ONE) for stamps in both] == first
+    table.write_text("age\n2\n")
+    os.utime(table, (1, 1))
+    assert [stamps(ONE) for stamps in both] != first
+    assert files(a_plan()).stamps("pictures", table="prompts")(ONE) == []
+
+
 def test_external_files_are_identified_by_size_and_time(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"1")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.workflow.parts import remove_left_parts
-from image_diffusion.workflow.tables import outcome
+from image_diffusion.workflow.tables import outcome, places
 from plans import a_plan, plans_of
 
 
@@ -34,6 +35,22 @@ def test_each_evaluated_experiment_has_a_line(tmp_path: Path) -> None:
         ["guessed", "inpipe_fd", "not", "to", "rely", "on", "none", "not", "made"],
     ]
     assert {line.index("inpipe_fd") for line in lines} == {head.index("metric")}
+
+
+def test_metrics_and_samples_of_earlier_weights_are_not_shown(tmp_path: Path) -> None:
+    plans, folder = plans_of(a_plan("mine")), tmp_path / "mine"
+    judged(tmp_path, "mine", value=12.3456, interval=[12.0, 13.25], doubt=None)
+    measured = json.loads((folder / "metrics.json").read_text())
+    (folder / "samples").mkdir()
+    (folder / "samples/grid.png").touch()
+    for weights, is_shown in (("a" * 64, True), ("b" * 64, False)):
+        (folder / "train").mkdir(exist_ok=True)
+        write_json(folder / "train/model.json", {"sha256": weights})
+        write_json(folder / "metrics.json", measured | {"protocol": {"weights": {"sha256": "a" * 64}}})
+        write_json(folder / "samples/samples.json", {"weights_sha256": "a" * 64})
+        assert ("12.35" in outcome(plans, tmp_path)) == is_shown
+        assert ("of earlier weights" in outcome(plans, tmp_path)) != is_shown
+        assert ("grid.png" in places(plans, tmp_path, "sqlite:///mlflow.db")) == is_shown
 
 
 def test_leftover_latent_marks_are_removed(tmp_path: Path) -> None:

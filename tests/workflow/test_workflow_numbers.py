@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from typing import Any
 
@@ -61,5 +62,8 @@ def test_numbers_of_table_condition_samples_and_synthesized_data_set(fresh: Proj
     assert len({row["label"] for row in rows[:2]}) == len({row["label"] for row in rows[2:]}) == 1
     assert "utility.gain" in json.loads((fresh / "results/micro/synthetic/scorecard.json").read_text())["scores"]
 
+    os.utime(table, (0, 0))
+    assert fresh.planned() == set()
     table.write_text(table.read_text().replace(f"{paths[3]},3,", f"{paths[3]},4,"))
+    os.utime(table, (0, 0))  # as `mv` of an older file
     assert {"embed", "train"} <= fresh.planned() and "crop" not in fresh.planned()

@@ -90,6 +90,14 @@ def test_several_jobs_make_large_reference_and_their_parts_are_removed(finished:
     assert "Nothing to be done" in finished.run()
 
 
+def test_touch_keeps_finished_parts(finished: Project) -> None:
+    samples = finished / "results/micro/samples"
+    (samples / "samples.npz").unlink()
+    (samples / "part-0-of-2.npz").touch()
+    finished.run("--touch")
+    assert (samples / "part-0-of-2.npz").exists()
+
+
 def test_a_deleted_result_is_made_again(finished: Project) -> None:
     (finished / "results/micro/metrics.json").unlink()
     assert finished.planned() == AFTER_SAMPLE - {"sample"}

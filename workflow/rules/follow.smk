@@ -16,7 +16,7 @@ onstart:
     trainings = (job.wildcards for job in workflow.dag.needrun_jobs() if job.rule.name.endswith("train"))
     if too_few := machine.too_few_devices(trainings):
         raise SystemExit(f"error: {too_few}")
-    if owner.is_ours and (left := orphans(Path())):
+    if owner.is_ours and not workflow.touch and (left := orphans(Path())):
         settle_orphans(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
     sent = {workflow.dag.get_job_group(job) or job for job in workflow.dag.needrun_jobs()}
     if machine.queued and (table := request(sent, machine.executor())):
@@ -27,7 +27,7 @@ onstart:
 onsuccess:
     following.end()
     settings = workflow.dag_settings
-    if not (set(settings.targets) - plans.by_name.keys() or settings.until or settings.omit_from):
+    if not (workflow.touch or set(settings.targets) - plans.by_name.keys() or settings.until or settings.omit_from):
         remove_left_parts(plans, Path(results))
     print(outcome(plans, Path(results)) + places(plans, Path(results), config["tracking"]["uri"]), file=sys.stderr)
 

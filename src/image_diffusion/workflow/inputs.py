@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from image_diffusion.core.files.atomic import digest
+from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.data.sources.folder import Walk
 from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards, has
 from image_diffusion.workflow.studies import FOLDER, PAGE
@@ -225,13 +225,14 @@ class Files:
         return self.plans.plan_for(wildcards).configs[f"embed-{wildcards['pairs']}"]
 
     def pair_files(self, wildcards: Wildcards) -> list[str]:
-        """Return the options of `embed`, and stamps of a folder of pairs and of the encoder's weights, since the time
-        of a folder does not change with its files. Without either, the parameters equal the recorded ones, so no pairs
-        are remade."""
+        """Return the options of `embed`, and stamps of a folder or a table of pairs and of the encoder's weights, since
+        the time of a folder does not change with its files. Without any, the parameters equal the recorded ones, so no
+        pairs are remade."""
         pairs = self.plans.plan_for(wildcards).pairs[wildcards["pairs"]]
         weights = "" if pairs["weights"] is None else str(Path(pairs["weights"]).expanduser())
         folders = [folder for folder in (pairs["files"], weights) if folder and Path(folder).is_dir()]
-        return [*self.pair_options(wildcards), *map(_stamp_of_folder, folders), *_stamps([weights])]
+        stamps = [*map(_stamp_of_folder, folders), *_stamps([weights]), *_contents([pairs["files"]])]
+        return [*self.pair_options(wildcards), *stamps]
 
     def pair_options(self, wildcards: Wildcards) -> list[str]:
         """Return the options of `embed` that name the sources of pairs."""
@@ -257,13 +258,19 @@ class Files:
         return f"{self.results}/datasets/{dataset}/detector/detector.json"
 
     def stamps(
-        self, *kinds: Literal["codec_files", "decoder_files", "weaker_files", "pictures"]
+        self,
+        *kinds: Literal["codec_files", "decoder_files", "weaker_files", "pictures"],
+        table: Literal["prompts", "synthesize_table"] | None = None,
     ) -> Callable[[Wildcards], list[str]]:
         """Return stamps of external files, which change when a file is replaced, even by an older one. kinds: fields of
-        the plan that list the files."""
-        return lambda wildcards: [
-            stamp for kind in kinds for stamp in _stamps(getattr(self.plans.plan_for(wildcards), kind))
-        ]
+        the plan that list the files. table: a field that names a table, of which the content counts."""
+
+        def stamps(wildcards: Wildcards) -> list[str]:
+            plan = self.plans.plan_for(wildcards)
+            files = [stamp for kind in kinds for stamp in _stamps(getattr(plan, kind))]
+            return [*files, *(_contents([getattr(plan, table)]) if table else [])]
+
+        return stamps
 
     # These repeat an option that the rule has already: without a stamp, the set of all params, which Snakemake
     # compares, equals the recorded one, and existing results are kept.
@@ -274,10 +281,12 @@ class Files:
         return [*self._optional(plan)["start"].words, *_stamps(plan.start_files)]
 
     def detector_stamps(self, wildcards: Wildcards) -> list[str]:
-        """Return the option for the detector, and stamps of the weights of all detectors of an experiment."""
+        """Return the option for the detector, and stamps of the weights of all detectors of an experiment, of the
+        samples that it is compared with, and of the prompts of samples that are not stored."""
         plan = self.plans.plan_for(wildcards)
         files = [path for paths in plan.detector_files.values() for path in paths]
-        return [*self._optional(plan)["detector"].words, *_stamps(files)]
+        prompts = [] if plan.keeps_samples else _contents([plan.prompts])
+        return [*self._optional(plan)["detector"].words, *_stamps([*files, *_listed(plan.against)]), *prompts]
 
     def reference_stamps(self, wildcards: Wildcards) -> list[str]:
         """Return the option of `reference` for the detector, and stamps of the weights of the detector."""
@@ -429,3 +438,8 @@ def _stamps(paths: list[str]) -> list[str]:
     """Return path, size and time of each existing file."""
     stats = [(path, Path(path).stat()) for path in paths if Path(path).is_file()]
     return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+
+
+def _contents(paths: list[str | None]) -> list[str]:
+    """Return path and sha256 of each existing table. Snakemake does not notice a file that an older one replaces."""
+    return [f"{path} {sha256_file(Path(path))}" for path in paths if path and Path(path).is_file()]

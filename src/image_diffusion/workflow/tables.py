@@ -10,6 +10,7 @@ from typing import Any
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.process.secrets import hidden
 from image_diffusion.workflow.gpu_requests import doubt_about, requested_gpus
+from image_diffusion.workflow.integrity.damage import of_other_weights
 from image_diffusion.workflow.plans import Plan, Plans
 from image_diffusion.workflow.studies import FOLDER, PAGE
 
@@ -37,11 +38,21 @@ def outcome(plans: Plans, results: Path) -> str:
 def places(plans: Plans, results: Path, uri: str) -> str:
     """Return a line for each existing result to open next: the samples, if only one experiment has any, the page of all
     experiments, unless only studies were requested, and MLflow. uri: of MLflow's store."""
-    grids = [path for name in plans.by_name if (path := results / name / "samples" / "grid.png").is_file()]
+    grids = [path for name in plans.by_name if (path := _grid(results / name)) is not None]
     pages = [path for path in [results / "summary.html"] if path.is_file() and not _is_study_alone(plans)]
     lines = [f"\n{path}" for path in (*(grids if len(grids) == 1 else []), *pages)]
     is_made = bool(lines) or any((results / FOLDER / name / PAGE).is_file() for name in plans.studies)
     return "".join([*lines, f"\nmlflow ui --backend-store-uri {hidden(uri)}"]) if is_made else ""
+
+
+def _grid(folder: Path) -> Path | None:
+    """Return the picture of the samples of an experiment, if they are of its weights."""
+    try:
+        weights = read_json(folder / "samples" / "samples.json").get("weights_sha256")
+    except (ValueError, AttributeError):
+        weights = None
+    path = folder / "samples" / "grid.png"
+    return path if path.is_file() and not of_other_weights(folder, weights) else None
 
 
 def _is_study_alone(plans: Plans) -> bool:
@@ -51,16 +62,18 @@ def _is_study_alone(plans: Plans) -> bool:
 def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
     path, page = folder / "metrics.json", folder / "report" / "index.html"
     try:
-        measured = read_json(path)["metrics"].get(plan.headline) or {}
+        measured = read_json(path)
+        metric = measured["metrics"].get(plan.headline) or {}
+        weights = measured.get("protocol", {}).get("weights", {}).get("sha256")
     except (ValueError, KeyError, AttributeError):
         return None
-    value, interval = measured.get("value"), measured.get("interval")
-    if measured.get("doubt"):
-        value, interval = None, None
+    doubt = "not to rely on" if metric.get("doubt") else ""
+    doubt = "of earlier weights" if of_other_weights(folder, weights) else doubt
+    value, interval = (None, None) if doubt else (metric.get("value"), metric.get("interval"))
     return (
         plan.experiment,
         plan.headline,
-        "not to rely on" if measured.get("doubt") else "not measured" if value is None else f"{value:.4g}",
+        doubt or ("not measured" if value is None else f"{value:.4g}"),
         " to ".join(f"{bound:.4g}" for bound in interval) if interval else "none",
         str(page) if page.is_file() else "not made",
     )

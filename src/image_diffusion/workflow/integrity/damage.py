@@ -92,12 +92,12 @@ class Damage:
     def _samples(self, path: Path) -> str | None:
         """Check samples; those in the folder of an experiment must belong to its weights."""
         made_with = read_json(path).get("weights_sha256")
-        fault = _of_other_weights(path.parent.parent, made_with) if path.parent.name == "samples" else None
+        fault = of_other_weights(path.parent.parent, made_with) if path.parent.name == "samples" else None
         return fault or self._described(path)
 
     def _metrics(self, path: Path) -> str | None:
         judged = read_json(path).get("protocol", {}).get("weights", {}).get("sha256")
-        return _of_other_weights(path.parent, judged) or self._described(path)
+        return of_other_weights(path.parent, judged) or self._described(path)
 
     def _folder(self, path: Path) -> str | None:
         described = {f"{path.name}/{name}": sha256 for name, sha256 in read_checksums(path).items()}
@@ -158,7 +158,7 @@ def _page(path: Path) -> str | None:
     return None if is_whole_page(path) else "it is not what was written"
 
 
-def _of_other_weights(experiment: Path, sha256: str | None) -> str | None:
+def of_other_weights(experiment: Path, sha256: str | None) -> str | None:
     """Describe the fault of a result whose weights are not those that the experiment in a folder uses."""
     try:
         folder = used_weights(experiment)
