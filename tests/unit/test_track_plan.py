@@ -11,7 +11,7 @@ import pytest
 from image_diffusion.core.files.atomic import digest, write_json
 from image_diffusion.core.journal import writer as journal_module
 from image_diffusion.core.journal.writer import Journal
-from image_diffusion.tracking.plan import _runs_in, data_sets, plan, score_of, used_by
+from image_diffusion.tracking.plan import _runs_in, data_sets, plan, registered_name, score_of, used_by
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +141,11 @@ def test_a_training_on_two_joined_sets_names_both(tmp_path: Path) -> None:
         journal.metrics({"fid": 1.0}, 1)
     of_stage = {each.history.stage: used_by(each.history, sets) for each in _runs_in(tmp_path)}
     assert of_stage == {"train": [crops, features], "evaluate": [crops]}
+
+
+@pytest.mark.parametrize(
+    ("project", "name"),
+    [("demo", "demo.fid"), ("Anna's models", "Anna_s models.fid"), ("a/b:c", "a_b_c.fid"), ("..x", "_x.fid")],
+)
+def test_registered_name_is_accepted_by_mlflow(project: str, name: str) -> None:
+    assert registered_name(project, [], "fid") == name
