@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import re
 import tempfile
 import uuid
@@ -173,9 +174,9 @@ class Runs:
         with self._naming_errors():
             present = self._sizes(run_id, "images")
             for image in images:
-                stem = (
-                    re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", image.key).replace("/", "~") + f"+step+{image.step}+timestamp+"
-                )
+                plain = re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", image.key)
+                plain = plain if plain == image.key else _with_digest(plain, image.key)
+                stem = plain.replace("/", "~") + f"+step+{image.step}+timestamp+"
                 unique = uuid.uuid5(uuid.NAMESPACE_OID, f"{image.key}/{image.step}/{image.time}")
                 name = f"{stem}{image.time}+{unique}"
                 pair = f"{name}.png", f"{name}+compressed.webp"
@@ -269,8 +270,19 @@ def _size(path: Path) -> int | None:
 
 
 def _name(key: str) -> str:
-    """Return a key that MLflow accepts: at most 250 letters, digits and `_ - . / : space`."""
-    return re.sub(r"[^\w\-./: ]", "_", key)[:_MAX_KEY_CHARS]
+    """Return a key that MLflow accepts: at most 250 letters, digits and `_ - . / : space`, and a normal path. A key that
+    differs from `key` ends in a digest of it, so that different keys stay different."""
+    plain = re.sub(r"[^\w\-./: ]", "_", key)
+    is_normal = posixpath.normpath(plain) == plain and plain != "." and not plain.startswith(("/", ".."))
+    if is_normal and plain == key and len(key) <= _MAX_KEY_CHARS:
+        return key
+    return _with_digest(plain if is_normal else re.sub(r"^\.+|/", "_", plain), key)
+
+
+def _with_digest(plain: str, key: str) -> str:
+    """Return a changed key, cut to MLflow's length, that ends in a digest of the original `key`."""
+    end = f"-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    return plain[: _MAX_KEY_CHARS - len(end)] + end
 
 
 def _text(value: Any) -> str:
