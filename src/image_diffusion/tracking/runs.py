@@ -12,6 +12,7 @@ import hashlib
 import json
 import posixpath
 import re
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -261,7 +262,8 @@ class Runs:
 def _identity(point: Point | Metric, model_id: str | None = None) -> _Identity:
     """Return the key of a point. model_id: of the logged model, which the store does not return for stored points."""
     time = point.time if isinstance(point, Point) else point.timestamp
-    return _name(point.key), time, point.step, repr(point.value), model_id
+    stored = min(max(point.value, -sys.float_info.max), sys.float_info.max) + 0.0  # MLflow has no infinity and no -0.0
+    return _name(point.key), time, point.step, repr(stored), model_id
 
 
 def _size(path: Path) -> int | None:
@@ -270,7 +272,7 @@ def _size(path: Path) -> int | None:
 
 
 def _name(key: str) -> str:
-    """Return a key that MLflow accepts: at most 250 letters, digits and `_ - . / : space`, and a normal path. A key that
+    """Return a key that MLflow accepts: a normal path of at most 250 letters, digits and `_ - . / : space`. A key that
     differs from `key` ends in a digest of it, so that different keys stay different."""
     plain = re.sub(r"[^\w\-./: ]", "_", key)
     is_normal = posixpath.normpath(plain) == plain and plain != "." and not plain.startswith(("/", ".."))
