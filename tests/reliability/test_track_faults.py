@@ -374,3 +374,20 @@ def test_killed_follower_and_killed_training_lose_no_point(tmp_path: Path, empty
     held = [(key, step) for _, key, _, step, *_ in contents(database)["metrics"].elements()]
     assert sorted(held) == [("loss", step) for step in range(1, 201)]
     assert len(history.starts) > 2 and len(history.superseded) > 0
+
+
+def test_values_that_the_store_changes_are_sent_once(tmp_path: Path, empty: Path) -> None:
+    """MLflow stores an infinite value as the largest number, and -0.0 as 0.0."""
+    database = tmp_path / "mlflow.db"
+    shutil.copyfile(empty, database)
+    values = {"large": float("inf"), "small": float("-inf"), "zero": -0.0, "undefined": float("nan")}
+    first = Journal.open(tmp_path / "demo/journal", "train", tags={"fingerprint": "f"})
+    first.metrics(values, step=2)
+    track(f"sqlite:///{database}", tmp_path / "demo")
+    first.close("failed")
+    time.sleep(0.01)  # the points of the next attempt have another time
+    with Journal.open(tmp_path / "demo/journal", "train", 1, {"fingerprint": "f"}, after=first.attempts) as second:
+        second.metrics(values, step=2)
+    track(f"sqlite:///{database}", tmp_path / "demo")
+    keys = [key for _, key, *_ in contents(database)["metrics"].elements()]
+    assert sorted(keys) == sorted(values)

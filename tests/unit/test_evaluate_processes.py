@@ -16,6 +16,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import dump, to_yaml
 from image_diffusion.core.files.npz import save_samples
 from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.journal.reader import read_journals
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
@@ -26,7 +27,7 @@ from image_diffusion.metrics.features.classifier_training import DetectorTrainin
 from image_diffusion.metrics.samples import GeneratedRows, Samples
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.stages import evaluate, sample
+from image_diffusion.stages import evaluate, sample, synthesize
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
@@ -148,3 +149,24 @@ def test_each_batch_is_generated_once_per_pass() -> None:
     seen = detect_each([lambda images: Detected(images[:, 0, 0, :1].float())], samples)[0]
     assert seen.features[:, 0].tolist() == list(range(70))
     assert [rows.start for rows in calls] == [0, 11, 22, 33, 44, 55, 66] and calls[-1].stop == 70
+
+
+@pytest.mark.slow
+def test_failed_set_is_not_shown_as_released(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If only the sampler changes after `synthesize.require` failed, the next set is another run."""
+    config = {"synthesize": {"per_class": 25, "require": "copies.value < -1", "classifier_steps": 1}}
+    (tmp_path / "synthesize.yaml").write_text(to_yaml(config))
+    files = f"--config {tmp_path}/synthesize.yaml --sample {tmp_path}/sample.yaml --data {made}/crops/manifest.json"
+    files += f" --weights {made}/dit/weights.safetensors --detector {made}/detector/detector.json"
+    monkeypatch.setattr(sys, "argv", ["synthesize", *files.split(), "--output", str(tmp_path / "synthetic")])
+    sys.argv += ["--journal", str(tmp_path / "journal")]
+    for num_steps in (1, 1, 2):
+        settings = SampleConfig(num_samples=70, sampler=Ddim(num_steps=num_steps), batch_size=70)
+        (tmp_path / "sample.yaml").write_text(to_yaml({"sample": dump(settings)}))
+        with pytest.raises(ValueError, match=r"synthesize\.require does not hold"):
+            synthesize.main()
+    runs = read_journals(tmp_path / "journal" / "synthesize")
+    assert [len(run.starts) for run in runs] == [2, 1]
+    assert all(run.points for run in runs)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from image_diffusion.core.files.atomic import write_json
-from image_diffusion.core.journal.reader import read_journal
+from image_diffusion.core.journal.reader import read_journal, read_journals
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
@@ -118,3 +118,20 @@ def test_doubted_metric_is_not_a_headline(
     for shown in (told, page.read_text()):
         assert "no headline: this data set is too small" in shown
         assert f"{result['metrics']['inpipe_fd']['value']:.4g}" not in shown
+
+
+def test_an_evaluation_of_other_samples_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "measure", killed)
+    monkeypatch.setattr(evaluate, "evaluation_settings", lambda *_: EvaluateConfig())
+    monkeypatch.setattr(evaluate, "open_shards", lambda *_: noise(1, 0))
+    files = f"--config - --data {tmp_path} --samples {tmp_path}/samples.npz --output {tmp_path}/metrics.json"
+    monkeypatch.setattr(sys, "argv", ["evaluate", *files.split(), "--journal", str(tmp_path / "journal")])
+    for sampler in ("ddim", "ddim", "heun"):
+        write_json(tmp_path / "samples.json", {"settings": {"sampler": sampler}})
+        with pytest.raises(KeyboardInterrupt):
+            evaluate.main()
+    runs = read_journals(tmp_path / "journal" / "evaluate")
+    assert [len(run.starts) for run in runs] == [2, 1]

@@ -11,7 +11,7 @@ import pytest
 from image_diffusion.core.files.atomic import digest, write_json
 from image_diffusion.core.journal import writer as journal_module
 from image_diffusion.core.journal.writer import Journal
-from image_diffusion.tracking.plan import _runs_in, data_sets, plan, score_of, used_by
+from image_diffusion.tracking.plan import _runs_in, data_sets, plan, registered_name, score_of, used_by
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +139,31 @@ def test_a_training_on_two_joined_sets_names_both(tmp_path: Path) -> None:
         journal.metrics({"fid": 1.0}, 1)
     of_stage = {each.history.stage: used_by(each.history, sets) for each in _runs_in(tmp_path)}
     assert of_stage == {"train": [crops, features], "evaluate": [crops]}
+
+
+@pytest.mark.parametrize(
+    ("project", "name"),
+    [("demo", "demo.fid"), ("Anna's models", "Anna_s models.fid"), ("a/b:c", "a_b_c.fid"), ("..x", "_x.fid")],
+)
+def test_registered_name_is_accepted_by_mlflow(project: str, name: str) -> None:
+    assert registered_name(project, [], "fid") == name
+
+
+@pytest.mark.parametrize("key", ["loss", "evaluate/fid", "bits: a", "x" * 250])
+def test_key_that_mlflow_accepts_is_unchanged(key: str) -> None:
+    from image_diffusion.tracking.runs import _name  # imports MLflow
+
+    assert _name(key) == key
+
+
+def test_keys_that_mlflow_refuses_stay_different() -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    from image_diffusion.tracking.runs import _name
+
+    keys = ["n<5", "n>5", "बाल", "बिल", "a//b", "a/../b", "a/", "/a", "..", "../a", ".", "", "x" * 251, "x" * 252]
+    names = [_name(key) for key in keys]
+    assert len(set(names)) == len(keys)
+    for name in names:
+        _validate_metric_name(name)
+    assert _name("evaluate/n<5").startswith("evaluate/n_5-")

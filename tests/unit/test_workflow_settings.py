@@ -58,3 +58,13 @@ def test_duplicate_keys_are_rejected(folder: Path) -> None:
     (folder / "config.yaml").write_text("experiments: [mine]\nresults: a\nresults: b\n")
     with pytest.raises(ValueError, match="line 3, column 1: the key results occurs here and in line 2; keep one of"):
         check(folder, {})
+
+
+@pytest.mark.parametrize("project", [".", "..", "x" * 81])
+def test_project_that_cannot_name_a_folder_is_refused(folder: Path, project: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(folder, {"tracking": {**GOOD["tracking"], "project": project}})  # type: ignore[dict-item]
+    assert str(caught.value) == (
+        f"{folder}/config.yaml: tracking.project: '{project}' is not valid. The MLflow experiment that holds the runs: "
+        "at most 80 characters, and not only dots."
+    )

@@ -40,9 +40,11 @@ def main() -> None:
         journal.params(dump(config))
         done = crop_dataset(config, arguments.output.parent, arguments.source, arguments.processes, arguments.made)
         manifest = done.manifest
+        # Before the metrics, so that an attempt that ends here has sent none of images that may change.
+        pictures = write_sheets(arguments.output.parent, manifest, done.records)
         numbers = {"images": manifest["num_samples"], "quarantined": manifest["quarantined"]}
         journal.metrics({**numbers, **{f"flag/{name}": count for name, count in manifest["flags"].items()}}, step=0)
-        for picture in write_sheets(arguments.output.parent, manifest, done.records):
+        for picture in pictures:
             journal.image(picture.stem, picture, step=0)
         journal.artifact(arguments.output.parent / "quarantine.csv")
     print(

@@ -19,7 +19,7 @@ from torch import nn
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files.atomic import make_folder, read_json, write_json
+from image_diffusion.core.files.atomic import make_folder, read_json, sha256_file, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.files.partial_results import resumable
 from image_diffusion.core.journal.writer import open_journal
@@ -117,7 +117,8 @@ def evaluate(
     samples = inputs.samples
     files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
     files += [inputs.detector, inputs.reference, inputs.previews, *inputs.pairs]
-    journal = open_journal(journal_folder, "evaluate", tags=tags)
+    of_run = [] if journal_folder is None else [*identity, *_file_digests(inputs)]
+    journal = open_journal(journal_folder, "evaluate", tags, of_run)
     with resumable(output, identity, files, writes), journal:
         journal.params(settings)
         result = measure(evaluation, inputs, model)
@@ -136,6 +137,19 @@ def evaluate(
         if writes:
             write_json(output, result | {"files": describe(output.parent, pictures)})
             print_metrics(result["metrics"], result.get("doubt"))
+
+
+def _file_digests(inputs: EvaluationInputs) -> list[str]:
+    """Return the sha256 of the files that describe the samples, or of the samples if none does, of the detector and of
+    the reference."""
+    samples = inputs.samples
+    described = samples and samples.with_suffix(".json")
+    paths = [
+        described if described and described.is_file() else samples,
+        inputs.detector and inputs.detector / "detector.json",
+        inputs.reference,
+    ]
+    return [sha256_file(path) for path in paths if path is not None and path.is_file()]
 
 
 def check_samples_of(sha256: str, samples: Path) -> None:

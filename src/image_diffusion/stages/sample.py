@@ -172,7 +172,8 @@ def main(words: Sequence[str] | None = None) -> None:
         samples = joined(arguments.made, settings) if arguments.made else cached_batches(generator, rows)
         # A command that names a trained experiment stores all images; so do parts.
         count = settings.num_samples if arguments.trained or arguments.made else settings.num_stored
-        with open_journal(arguments.journal, "sample") as journal, Progress("sample", count, kind.one) as progress:
+        journal = open_journal(arguments.journal, "sample", identity=identity)
+        with journal, Progress("sample", count, kind.one) as progress:
             journal.params({"sample": dump(settings)})
             samples = with_progress(first(samples, count), progress)
             pictures = kind.write(SamplesToWrite(samples, generator, settings, model, described, output, count))

@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from image_diffusion.core.files.atomic import read_json, write_json
+from image_diffusion.core.files.atomic import read_json, sha256_file, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
@@ -49,7 +49,12 @@ def main() -> None:
     rule = parse_rule(arguments.choose) if arguments.choose else None
     curve = sweep_curve(arguments.axis, results, arguments.headline, rule)
     stage = f"sweep-{arguments.axis}"
-    with open_journal(arguments.journal, stage) as journal:
+    identity = [
+        arguments.headline,
+        rule and rule.text,
+        [[value, sha256_file(path)] for value, path in arguments.points],
+    ]
+    with open_journal(arguments.journal, stage, identity=identity) as journal:
         journal.params({"axis": arguments.axis, "values": list(results), "headline": arguments.headline})
         journal.params({"best": curve["best"], "best_is_apart": curve["apart"]})
         if rule is not None:

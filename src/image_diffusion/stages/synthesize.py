@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.core.files.npz import read_arrays, stream_samples
 from image_diffusion.core.files.partial_results import partial_folder, resumable
 from image_diffusion.core.journal.writer import open_journal
@@ -100,8 +101,9 @@ def main() -> None:
         print(f"synthesize: part {arguments.part[0]} of {arguments.part[1]} is done")
         return
     detector_folder = arguments.detector.parent
-    journal = open_journal(arguments.journal, "synthesize")
     identity.append({"splits": [train.selection, held_out.selection]})
+    of_run = [*identity, dump(config), sha256_file(arguments.detector)]
+    journal = open_journal(arguments.journal, "synthesize", identity=of_run)
     with resumable(output, identity, [detector_folder, *arguments.references]), journal:
         journal.params({"synthesize": dump(config), "data": train.digest})
         path = partial_folder(output) / "images.npz"

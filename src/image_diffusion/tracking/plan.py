@@ -183,9 +183,10 @@ def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
 
 
 def registered_name(project: str, used: Sequence[DataSet], metric: str) -> str:
-    """Return the name of the registered model for comparable models: of one data set, by one metric."""
+    """Return the name of the registered model for comparable models: of one data set, by one metric. Characters that
+    MLflow refuses in names or in filters become "_"."""
     data = [used[0].name.partition("/")[0]] if used else []
-    return re.sub(r"[/:]", "_", ".".join([project, *data, metric]))
+    return re.sub(r"^\.{2,}|[/:']", "_", ".".join([project, *data, metric]))
 
 
 def score_of(run: PlannedRun, metric: str) -> float | None:

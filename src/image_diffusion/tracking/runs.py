@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import re
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,9 +175,9 @@ class Runs:
         with self._naming_errors():
             present = self._sizes(run_id, "images")
             for image in images:
-                stem = (
-                    re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", image.key).replace("/", "~") + f"+step+{image.step}+timestamp+"
-                )
+                plain = re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", image.key)
+                plain = plain if plain == image.key else _with_digest(plain, image.key)
+                stem = plain.replace("/", "~") + f"+step+{image.step}+timestamp+"
                 unique = uuid.uuid5(uuid.NAMESPACE_OID, f"{image.key}/{image.step}/{image.time}")
                 name = f"{stem}{image.time}+{unique}"
                 pair = f"{name}.png", f"{name}+compressed.webp"
@@ -260,7 +262,8 @@ class Runs:
 def _identity(point: Point | Metric, model_id: str | None = None) -> _Identity:
     """Return the key of a point. model_id: of the logged model, which the store does not return for stored points."""
     time = point.time if isinstance(point, Point) else point.timestamp
-    return _name(point.key), time, point.step, repr(point.value), model_id
+    stored = min(max(point.value, -sys.float_info.max), sys.float_info.max) + 0.0  # MLflow has no infinity and no -0.0
+    return _name(point.key), time, point.step, repr(stored), model_id
 
 
 def _size(path: Path) -> int | None:
@@ -269,8 +272,19 @@ def _size(path: Path) -> int | None:
 
 
 def _name(key: str) -> str:
-    """Return a key that MLflow accepts: at most 250 letters, digits and `_ - . / : space`."""
-    return re.sub(r"[^\w\-./: ]", "_", key)[:_MAX_KEY_CHARS]
+    """Return a key that MLflow accepts: a normal path of at most 250 letters, digits and `_ - . / : space`. A key that
+    differs from `key` ends in a digest of it, so that different keys stay different."""
+    plain = re.sub(r"[^\w\-./: ]", "_", key)
+    is_normal = posixpath.normpath(plain) == plain and plain != "." and not plain.startswith(("/", ".."))
+    if is_normal and plain == key and len(key) <= _MAX_KEY_CHARS:
+        return key
+    return _with_digest(plain if is_normal else re.sub(r"^\.+|/", "_", plain), key)
+
+
+def _with_digest(plain: str, key: str) -> str:
+    """Return a changed key, cut to MLflow's length, that ends in a digest of the original `key`."""
+    end = f"-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    return plain[: _MAX_KEY_CHARS - len(end)] + end
 
 
 def _text(value: Any) -> str:

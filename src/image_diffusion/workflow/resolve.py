@@ -64,6 +64,8 @@ def _sentence(problem: Any) -> str:
             close, prefix = nearest(name, keys), f"{key}." if key else ""
             advice = f"Did you mean {prefix}{close}?" if close else f"Known: {', '.join(keys)}."
             return f"{prefix}{name} is not a known key. {advice}"
+        case "pattern" | "maxLength" if "description" in problem.schema:
+            return f"{key}: '{value}' is not valid. {problem.schema['description']}"
         case _:
             return f"{key}: {problem.message}." if key else f"{problem.message}."
 

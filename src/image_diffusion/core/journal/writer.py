@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Literal
 from zlib import crc32
 
-from image_diffusion.core.files.atomic import make_folder, sha256_file, sync_folder, write_bytes, write_json
+from image_diffusion.core.files.atomic import digest, make_folder, sha256_file, sync_folder, write_bytes, write_json
 from image_diffusion.core.process.errors import Stopped, log_line
 
 Ending = Literal["finished", "failed", "stopped"]
@@ -264,9 +264,18 @@ def attempt_number(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def open_journal(folder: Path | None, stage: str, tags: Mapping[str, str] | None = None) -> Journal | NullJournal:
-    """Start a new attempt of a stage (`Journal.open`) in a folder; None: nothing is recorded."""
-    return NullJournal() if folder is None else Journal.open(folder, stage, tags=tags)
+def open_journal(
+    folder: Path | None, stage: str, tags: Mapping[str, str] | None = None, identity: Any = None
+) -> Journal | NullJournal:
+    """Start a new attempt of a stage (`Journal.open`) in a folder; None: nothing is recorded.
+
+    identity: plain data that determines the results. Attempts with equal data are one run; None: those with equal
+    parameters.
+    """
+    if folder is None:
+        return NullJournal()
+    fingerprint = {} if identity is None else {"fingerprint": digest(identity)[:16]}
+    return Journal.open(folder, stage, tags={**(tags or {}), **fingerprint})
 
 
 def receipts_of(folder: Path) -> Path:
