@@ -27,6 +27,7 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.quality.contact_sheets import write_sheets
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.base import captions_in
 from image_diffusion.data.sources.changes import record_source, refresh
 from image_diffusion.data.sources.scikit_digits import digits
 from image_diffusion.data.sources.table import read_columns
@@ -435,3 +436,9 @@ def test_digits_equal_scikit_learn_without_importing_pandas() -> None:
     line = f"{code}; print('pandas' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
     assert printed == "False\n"
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1e"])
+def test_captions_beside_images_are_separated_by_line_ends_only(character: str) -> None:
+    text = f"a dog{character}on grass"
+    assert captions_in(f"{text}\r\na cat\n".encode(), "txt") == [text, "a cat"]

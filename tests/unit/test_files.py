@@ -15,6 +15,7 @@ from image_diffusion.core.files.atomic import (
     atomic_write,
     digest,
     parse_json,
+    read_checksums,
     read_json,
     write_if_changed,
     write_json,
@@ -131,3 +132,9 @@ def test_weights_round_trip_and_changed_bytes_are_detected(tmp_path: Path) -> No
     path.write_bytes(data)
     with pytest.raises(ValueError, match="does not match the sha256 in .* Run the train stage again"):
         read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\u2028b.png", "a\u2029b.png", "a\x85b.png", "a\x0bb  c.png"])
+def test_checksums_of_names_with_line_separators_are_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n{'1' * 64}  last\n")
+    assert read_checksums(tmp_path) == {name: "0" * 64, "last": "1" * 64}

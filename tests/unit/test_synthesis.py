@@ -642,3 +642,7 @@ def test_images_can_be_held_out_by_name() -> None:
     experiment["data"].pop("held_out")  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"there are none\. Set data\.validation_fraction: 0\.1 or data\.held_out"):
         check_experiment(parse_experiment(experiment, "x.yaml"), Others())
+
+
+def test_the_folder_of_a_class_has_no_line_separator() -> None:
+    assert folder_name("a\u2028b\u2029c") == "a%E2%80%A8b%E2%80%A9c"

@@ -23,7 +23,7 @@ _IN_A_FILE = 5000
 """Images in one tar or Parquet file."""
 _LONGEST_NAME = 255
 """Maximum number of bytes in the name of a folder."""
-_NOT_IN_FOLDERS = re.compile(r'^\.+|[/\\:*?"<>|%\x00-\x1f\x7f-\x9f]')
+_NOT_IN_FOLDERS = re.compile(r'^\.+|[/\\:*?"<>|%\x00-\x1f\x7f-\x9f\u2028\u2029]')
 UNLABELLED = "unlabelled"
 """Name of the folder of images without classes."""
 

@@ -277,8 +277,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
     """Return the sha256 of each file in SHA256SUMS by its path from the folder. Raises OSError if there is no
     SHA256SUMS, ValueError if it cannot be read.
     """
-    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
-    return {name: sha256 for sha256, name in (line.split("  ", 1) for line in lines)}
+    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").split("\n")  # names may have other line separators
+    return {name: sha256 for sha256, name in (line.split("  ", 1) for line in lines if line)}
 
 
 def digest(data: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import Stamp, stamp_in
-from image_diffusion.core.texts import decoded
+from image_diffusion.core.texts import decoded, lines_in
 
 _GROUPS_A_SHARD = 32  # groups of images that are read together; the number of groups in a shard then varies by a sixth
 
@@ -218,10 +218,9 @@ class HasValues(Protocol):
 def captions_in(data: bytes, extension: str) -> list[str]:
     """Return the captions in a file next to an image: the lines of a `txt`, or the key "caption" of a `json`, a text or
     a list of texts. Raises ValueError."""
-    text = decoded(data)
     if extension == "txt":
-        return texts_of(text.splitlines())
-    content = json.loads(text) if extension == "json" else None
+        return texts_of(lines_in(data))
+    content = json.loads(decoded(data)) if extension == "json" else None
     return texts_of(content.get("caption")) if isinstance(content, dict) else []
 
 
