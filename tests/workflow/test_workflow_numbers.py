@@ -63,7 +63,7 @@ def test_numbers_of_table_condition_samples_and_synthesized_data_set(fresh: Proj
     assert "utility.gain" in json.loads((fresh / "results/micro/synthetic/scorecard.json").read_text())["scores"]
 
     os.utime(table, (0, 0))
-    assert fresh.planned() == set()
+    assert {"embed", "train"}.isdisjoint(fresh.planned())
     table.write_text(table.read_text().replace(f"{paths[3]},3,", f"{paths[3]},4,"))
     os.utime(table, (0, 0))  # as `mv` of an older file
     assert {"embed", "train"} <= fresh.planned() and "crop" not in fresh.planned()
