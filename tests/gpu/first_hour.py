@@ -72,8 +72,8 @@ def bench(*parts: str) -> tuple[str, ...]:
 PLAN = (
     Step("machine", 1, 30, "GPU, driver, PyTorch, compiler; an exact product", (sys.executable, __file__, "--machine")),
     Step("numbers", 1, 90, "random numbers, batches, latents: those of a CPU", tests("test_gpu_pieces")),
-    Step("losses", 1, 60, "losses: those of a CPU", tests("test_gpu_trainings", "losses_are_those")),
-    Step("waits", 1, 120, "no step waits for the GPU", tests("test_gpu_trainings", "waits_for_nothing")),
+    Step("losses", 1, 60, "losses: those of a CPU", tests("test_gpu_trainings", "losses_equal_those")),
+    Step("waits", 1, 120, "no step waits for the GPU", tests("test_gpu_trainings", "does_not_wait")),
     Step("precision", 1, 120, "bf16, fp16 and TF32: nearly float32", tests("test_gpu_trainings", "lower_precision")),
     Step("processes", 1, 120, "two processes on one GPU", tests("test_gpu_trainings", "two_processes")),
     Step("training", 2, 180, "images a second of DiT, and its share of the peak", bench("train")),
@@ -83,7 +83,7 @@ PLAN = (
     Step("checkpoints", 2, 30, "how long a training waits for one", bench("checkpoint")),
     Step("small", 2, 90, "small networks, also as CUDA graphs", bench("small")),
     Step("kills", 3, 300, "killed and resumed: the same bytes", tests("test_gpu_trainings", "killed")),
-    Step("compiled", 3, 120, "compiled by block", tests("test_gpu_trainings", "compiled_by_block")),
+    Step("compiled", 3, 120, "compiled by block", tests("test_gpu_trainings", "compiled_blocks")),
     Step("graphs", 3, 120, "recorded as CUDA graphs", tests("test_gpu_trainings", "cuda_graphs")),
 )
 
