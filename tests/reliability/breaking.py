@@ -19,12 +19,15 @@ from typing import ClassVar
 
 
 class BreakingProxy(http.server.BaseHTTPRequestHandler):
-    """Forwards requests to a server, and breaks some: 500, 503, a reset, an answer lost after the work, a delay."""
+    """Forwards requests to a server, and breaks some: 500, 503, a reset, an answer lost after the work, a delay.
+
+    Refuses uploads of more than `largest` bytes."""
 
     protocol_version = "HTTP/1.1"
     target = 0
     broken = 0.0
     delay_s = 0.3
+    largest = 1 << 30  # bytes of an upload
     all_names = ("500", "503", "reset", "lost", "slow")
     names = all_names
     rng = random.Random(2)
@@ -39,7 +42,9 @@ class BreakingProxy(http.server.BaseHTTPRequestHandler):
             self.rfile.readline()
         fault = self.rng.choice(self.names) if self.rng.random() < self.broken else "none"
         self.faults[fault] += 1
-        if fault in ("500", "503"):
+        if self.command == "PUT" and len(body) > self.largest:
+            self.answer(413, [], b"<html>Request Entity Too Large</html>")
+        elif fault in ("500", "503"):
             self.answer(int(fault), [], b"broken")
         elif fault == "reset":
             self.cut()

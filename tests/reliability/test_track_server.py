@@ -112,3 +112,23 @@ def test_follower_survives_failing_server_and_sends_everything_later(
     client = Connection(proxy, "live").client
     held = client.search_runs([client.get_experiment_by_name("live").experiment_id])
     assert [run.info.status for run in held] == ["FINISHED"] * 3
+
+
+def test_files_that_a_server_refuses_as_too_large_withhold_nothing_else(
+    finished: Path, server: Server, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from image_diffusion.tracking.connection import Connection
+
+    monkeypatch.setattr(BreakingProxy, "broken", 0.0)
+    monkeypatch.setattr(BreakingProxy, "largest", 6000)
+    with pytest.raises(OSError, match=r"413 .*limits uploads: raise the limit \(nginx: client_max_body_size\)\.$"):
+        send(proxy, "limited", [Request(finished), Request(finished)], False)
+    client = Connection(proxy, "limited").client
+    runs = client.search_runs([client.get_experiment_by_name("limited").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"] * 3
+    assert {run.data.metrics.get("fid", run.data.metrics.get("evaluate/fid")) for run in runs} == {12.5, None}
+    (training,) = (run.info.run_id for run in runs if run.info.run_name == finished.name)
+    assert "train/model.json" in [entry.path for entry in client.list_artifacts(training, "train")]
+    monkeypatch.setattr(BreakingProxy, "largest", 1 << 30)
+    send(proxy, "limited", [Request(finished)], False)
+    assert len(client.list_artifacts(training, "images")) == 6

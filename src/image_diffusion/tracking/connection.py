@@ -17,7 +17,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from http import HTTPStatus
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,8 @@ for _logger in ("alembic", "mlflow", "urllib3"):  # errors are raised, and the c
     logging.getLogger(_logger).setLevel(logging.CRITICAL)
 
 T = TypeVar("T")
+Part = Callable[[], AbstractContextManager[None]]
+"""Makes the context of a part of a task, see `deferring_too_large`."""
 
 KEY = "image_diffusion.key"  # tag with the key of a run, model or version
 NOTE = "mlflow.note.content"  # tag that MLflow shows as the description
@@ -162,6 +165,8 @@ class Connection:
         except Exception as error:
             if type(error).__module__.partition(".")[0] not in _REMOTE:
                 raise
+            if _is_too_large(error):
+                raise UploadTooLargeError(self._sentence(error)) from error
             raise TrackingError(self._sentence(error)) from error
 
     def _experiment_named(self, project: str) -> str:
@@ -187,6 +192,9 @@ class Connection:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = hidden(re.sub(r"://[^/\s@]*@", "://***@", lines[0]))
         message = f"MLflow at {self.shown_uri} could not store the history: {reason[:300]}"
+        if _is_too_large(error):
+            advice = "The server, or a proxy before it, limits uploads: raise the limit (nginx: client_max_body_size)."
+            return f"{message.partition('. Response text:')[0]}. {advice}"
         if self._local is not None and "disk is full" in reason:
             return f"{message}. {room_at(self._local)} Free some space and run the same command again."
         if self._local is not None and re.search("not a database|malformed", reason):
@@ -196,6 +204,29 @@ class Connection:
 
 class TrackingError(OSError):
     """The store did not respond, or refused a request. No data is lost: everything is in the journals."""
+
+
+class UploadTooLargeError(TrackingError):
+    """The server, or a proxy in front of it, refused a file as too large (HTTP 413)."""
+
+
+@contextmanager
+def deferring_too_large() -> Iterator[Part]:
+    """Yield the context of the parts of a task. An UploadTooLargeError ends its part only; the first one is raised
+    after the whole task.
+    """
+    refused: list[UploadTooLargeError] = []
+
+    @contextmanager
+    def part() -> Iterator[None]:
+        try:
+            yield
+        except UploadTooLargeError as error:
+            refused.append(error)
+
+    yield part
+    if refused:
+        raise refused[0]
 
 
 @contextmanager
@@ -238,6 +269,11 @@ def adopt_files(database: Path, stored: str, location: str) -> None:
                 f"WHERE substr({column}, 1, length(:old)) = :old",
                 {"old": old, "new": new},
             )
+
+
+def _is_too_large(error: Exception) -> bool:
+    response = getattr(error, "response", None)  # of requests
+    return getattr(response, "status_code", None) == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
 def _sqlite_path(uri: str) -> Path | None:

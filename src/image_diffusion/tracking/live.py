@@ -78,11 +78,14 @@ def follow(
 def send(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
     """Send experiments to an MLflow store. live: see `Tracker.send`. Raises TrackingError if it refuses."""
     # Imports MLflow, which takes seconds of CPU time, and memory that the process never releases.
+    from image_diffusion.tracking.connection import deferring_too_large
     from image_diffusion.tracking.tracker import Tracker
 
     tracker = Tracker(store, project)
-    for request in requests:
-        tracker.send(request, live)
+    with deferring_too_large() as part:
+        for request in requests:
+            with part():
+                tracker.send(request, live)
 
 
 def send_in_subprocess(store: str, project: str, requests: Sequence[Request], live: bool) -> None:

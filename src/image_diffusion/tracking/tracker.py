@@ -1,4 +1,7 @@
-"""Send planned entries to MLflow. Sending again adds nothing; failed entries are sent the next time."""
+"""Send planned entries to MLflow. Sending again adds nothing; failed entries are sent the next time.
+
+A file that the server refuses as too large withholds no other entries; the error is raised after them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file
-from image_diffusion.tracking.connection import Connection, locked
+from image_diffusion.tracking.connection import Connection, Part, deferring_too_large, locked
 from image_diffusion.tracking.models import Models
 from image_diffusion.tracking.plan import (
     PARENT,
@@ -49,21 +52,29 @@ class Tracker:
         live: True if stages may be running, even on machines whose locks are not visible here: no stage is then marked
         as killed, and no model is logged, which would take 0.7 GB.
         """
+        with deferring_too_large() as part:
+            return self._send(request, live, part)
+
+    def _send(self, request: Request, live: bool, part: Part) -> dict[str, Any]:
         with ExitStack() as stack:
             for folder in journals(request):  # one tracker reads at a time, so that none sends superseded points
                 stack.enter_context(locked(folder / ".lock"))
             planned = plan(request.experiment, request.datasets, request.best_metric)
-            ids = send(self._connection, self._runs, planned, request, live)
+            ids = send(self._connection, self._runs, planned, request, live, part)
         return self._describe_runs([_summary(run, ids[run.history.id]) for run in planned])
 
     def send_study(self, folder: Path, results: Path) -> dict[str, Any]:
         """Send the runs of a study with the tags `study`, `variant` and `seed`, and its page, table and numbers as a
         separate run; return the contents of its `tracked.json`. folder: results/studies/<study>."""
+        with deferring_too_large() as part:
+            return self._send_study(folder, results, part)
+
+    def _send_study(self, folder: Path, results: Path, part: Part) -> dict[str, Any]:
         plan, sent = read_json(folder / "plan.json"), list[dict[str, Any]]()
         name = str(plan["study"])
         for variant in plan["variants"]:
             for seed, run in zip(plan["seeds"], variant["runs"], strict=True):
-                sent += self.send(request_of(results, run))["runs"]
+                sent += self._send(request_of(results, run), False, part)["runs"]
                 trained = next(record for record in reversed(sent) if record["stage"] == PARENT)
                 tags = {"study": name, "variant": variant["name"], "seed": str(seed)}
                 self._runs.send_tags(trained["run_id"], tags | {f"study.{name}": variant["name"]})
@@ -73,7 +84,8 @@ class Tracker:
         rule = f"Its runs: `tags.study.{name} != ''`, or group by the tags `study` and `variant`.\n\n"
         self._runs.send_note(run_id, rule + (folder / "study.md").read_text(encoding="utf-8"))
         for path in (folder / page for page in ("index.html", "study.csv", "study.md")):
-            self._runs.send_file(run_id, path, path.name, sha256_file(path))
+            with part():
+                self._runs.send_file(run_id, path, path.name, sha256_file(path))
         self._runs.note_sent(run_id, wrong)
         self._runs.send_end(run_id, "FINISHED", made)
         return self._describe_runs(list({record["run_id"]: record for record in sent}.values()))
@@ -92,9 +104,11 @@ class Tracker:
 
 
 def send(
-    connection: Connection, runs: Runs, planned: Sequence[PlannedRun], request: Request, live: bool
+    connection: Connection, runs: Runs, planned: Sequence[PlannedRun], request: Request, live: bool, part: Part
 ) -> dict[str, str]:
-    """Send the planned entries to the store; return the MLflow id of every run by its key. live: see `Tracker.send`."""
+    """Send the planned entries to the store; return the MLflow id of every run by its key. live: see `Tracker.send`.
+    part: context of each part that has files, see `deferring_too_large`.
+    """
     ids: dict[str, str] = {}
     models = Models(connection)
     model: tuple[str, str] | None = None  # key of the run that trained it, id of the logged model
@@ -122,24 +136,28 @@ def send(
         measured_on = (used[0].name, used[0].digest) if used else None
         for step, earlier in ({} if live else swept_weights(run, run_id, request)).items():
             of_step = [point for point in run.points if point.step == step]
-            runs.send_points(run_id, of_step, run.superseded, models.log(earlier), measured_on)
+            with part():
+                runs.send_points(run_id, of_step, run.superseded, models.log(earlier), measured_on)
         runs.send_points(run_id, run.points, run.superseded, model_id, measured_on)
-        runs.send_images(run_id, history.images)
+        with part():
+            runs.send_images(run_id, history.images)
         for file in small:
-            runs.send_file(run_id, file.path, file.name, file.sha256)
+            with part():
+                runs.send_file(run_id, file.path, file.name, file.sha256)
         runs.note_sent(run_id, wrong)
         if history.stage == PARENT and history.status == "finished" and run.latest and not live:
             weights = final_weights(run, run_id, request)
             if weights is not None:
-                logged = models.log(weights)
                 name = registered_name(connection.project, used, request.best_metric)
                 of_all = (
                     f"Trainings that can be compared, a version each: of one data set, {dataset or 'unnamed'}, by "
                     f"{request.best_metric}. The alias `best` is the one where that is lowest."
                 )
                 of_this, score = sentence(request.experiment, dataset), score_of(run, request.best_metric)
-                models.register(name, logged, run_id, weights.tags, score, of_all, of_this)
-                model = (history.id, logged)
+                with part():
+                    logged = models.log(weights)
+                    models.register(name, logged, run_id, weights.tags, score, of_all, of_this)
+                    model = (history.id, logged)
         if history.stage == PARENT and run.latest:
             _send_card(runs, run_id, request, dataset, registered_name(connection.project, used, request.best_metric))
         if history.ended is not None and not (live and history.status == "killed"):
