@@ -132,3 +132,16 @@ def test_files_that_a_server_refuses_as_too_large_withhold_nothing_else(
     monkeypatch.setattr(BreakingProxy, "largest", 1 << 30)
     send(proxy, "limited", [Request(finished)], False)
     assert len(client.list_artifacts(training, "images")) == 6
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe"])
+def test_an_address_that_is_no_mlflow_server_is_one_clear_error(
+    content: bytes, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from image_diffusion.tracking.connection import Connection, TrackingError
+
+    for method in ("GET", "POST"):
+        monkeypatch.setattr(BreakingProxy, f"do_{method}", lambda self: self.answer(200, [], content))
+    with pytest.raises(TrackingError) as caught:
+        Connection(proxy, "p")
+    assert str(caught.value) == f"{proxy} does not answer as an MLflow server does. Check tracking.uri."

@@ -179,6 +179,8 @@ class Connection:
                 experiment = self.client.get_experiment_by_name(project)
                 if experiment is None:
                     raise error
+        if not experiment.experiment_id:  # of a response without an experiment
+            raise TrackingError(f"{self.shown_uri} does not answer as an MLflow server does. Check tracking.uri.")
         if experiment.lifecycle_stage != "active":
             raise ValueError(
                 f"The MLflow experiment '{project}' was deleted. Restore it with `mlflow experiments restore "
