@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from image_diffusion.tracking import run_table
 
 
@@ -22,3 +24,8 @@ def test_metric_column_is_added_once_before_the_loss() -> None:
 def test_columns_chosen_by_users_are_kept() -> None:
     view = run_table.with_metric(json.dumps({"selectedColumns": ["tags.`mine`"]}), "fid")
     assert view is not None and json.loads(view)["selectedColumns"] == ["tags.`mine`", "metrics.`evaluate/fid`"]
+
+
+@pytest.mark.parametrize("view", ["deflate;abc", "[]", "{}", "null", '{"selectedColumns": null}'])
+def test_a_view_in_another_form_stays(view: str) -> None:
+    assert run_table.with_metric(view, "fid") is None

@@ -19,8 +19,14 @@ EMPTY = json.dumps({"selectedColumns": ["tags.`data`", "params.`system.type`", "
 
 
 def with_metric(view: str, metric: str) -> str | None:
-    """Return the view with an added column for a metric of `evaluate`; None if it has one. view: the current tag."""
-    column, columns = f"metrics.`evaluate/{metric}`", json.loads(view)["selectedColumns"]
+    """Return the view with an added column for a metric of `evaluate`; None if it has one, or if a user saved a view of
+    another form. view: the current tag.
+    """
+    column = f"metrics.`evaluate/{metric}`"
+    try:
+        columns = list(json.loads(view)["selectedColumns"])
+    except (ValueError, KeyError, TypeError):
+        return None
     if column in columns:
         return None
     place = columns.index(_LAST) if _LAST in columns else len(columns)
