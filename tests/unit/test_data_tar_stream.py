@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
@@ -18,6 +19,7 @@ import webdataset
 
 from image_diffusion.core.files import store
 from image_diffusion.core.files.atomic import read_json
+from image_diffusion.core.process.out_of_resources import sentence_on
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import open_shards
@@ -184,3 +186,16 @@ def test_unavailable_tars_are_named_in_the_error(
 def test_rule_over_values_is_rejected_before_fetching(tars: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.source\.type: tar_stream has none"):
         crop_dataset(config(f"pipe:cat {tars}/train-000.tar", keep="a > 5"), tmp_path / "out")
+
+
+def test_a_full_temporary_folder_is_one_error_that_names_it(
+    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tar_sources.shutil, "copyfileobj", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        crop_dataset(config(f"pipe:cat {tars}/train-000.tar"), tmp_path / "out")
+    assert str(sentence_on(caught.value)).startswith(f"The disk is full: {tmp_path} could not be written. ")

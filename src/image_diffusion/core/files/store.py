@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from image_diffusion.core.files.atomic import make_folder, sync_folder, write_bytes
+from image_diffusion.core.process.out_of_resources import sentence_on
 from image_diffusion.core.process.secrets import without_credentials
 
 T = TypeVar("T")
@@ -144,7 +145,8 @@ def with_retries(
     url: str, action: Callable[[], T], advice: str = "Check the address and the set there.", done: str = "fetched"
 ) -> T:
     """Return the result of an action on a URL, with retries if a connection fails. Raises ValueError with the reason
-    and the advice; FileExistsError is raised unchanged. done: participle of the action, for the message.
+    and the advice; FileExistsError, and an error that names a file on a full disk, are raised unchanged. done:
+    participle of the action, for the message.
     """
     for wait in (*_WAITS_S, None):
         try:
@@ -152,6 +154,8 @@ def with_retries(
         except FileExistsError:
             raise
         except Exception as error:  # each of fsspec's protocols raises its own
+            if isinstance(error, OSError) and error.filename and sentence_on(error):  # of this machine's disk
+                raise
             if wait is None or isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError):
                 raise ValueError(without_credentials(f"{url} cannot be {done}: {_reason(error)}. {advice}")) from None
             time.sleep(wait)

@@ -66,7 +66,7 @@ class Remote:
         """Return the local path of a file of the set, which is fetched unless it is cached.
 
         sha256: of its content. size: its bytes, where they are known. Raises ValueError when it cannot be fetched, or
-        is not what the manifest says it is.
+        is not what the manifest says it is, OSError when the disk is full.
         """
         path = inside(self.cache, sha256)
         lock = self.cache / f".{sha256}.lock"

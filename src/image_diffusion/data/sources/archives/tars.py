@@ -19,6 +19,7 @@ from pydantic import Field, field_validator
 from image_diffusion.core.files.atomic import Stamp, digest, stamp_of
 from image_diffusion.core.files.store import with_retries
 from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.process.out_of_resources import writing
 from image_diffusion.core.process.secrets import check_query, for_shell
 from image_diffusion.data.sources.archives.tar_reader import Members, members_of
 from image_diffusion.data.sources.base import (
@@ -253,7 +254,8 @@ def _read(file: IO[bytes], start: int, size: int, problem: str = "") -> bytes:
 
 @contextmanager
 def _fetched(item: Item) -> Iterator[IO[bytes]]:
-    """Fetch a tar into an unnamed temporary file, which does not outlive this process."""
+    """Fetch a tar into an unnamed temporary file, which does not outlive this process. Raises ValueError, or OSError
+    that names the temporary folder if its disk is full."""
     with tempfile.TemporaryFile() as file:
         with_retries(item.name, lambda: _fetch(str(item.address[0]), file))
         yield file
@@ -273,8 +275,9 @@ def _fetch(url: str, file: IO[bytes]) -> None:
     file.seek(0)
     file.truncate()
     try:
-        with gopen(_command(url)) as stream:
+        with writing(Path(tempfile.gettempdir())), gopen(_command(url)) as stream:
             shutil.copyfileobj(stream, file, 1 << 20)
+            file.flush()
     except FileNotFoundError as error:
         raise ValueError(f"the command {error.filename} is not installed") from None
     except OSError as error:
