@@ -325,20 +325,31 @@ def test_sweep_curve_has_a_point_per_value() -> None:
     assert known.swept_weights(averaged) == "out/one/sweep/ema/0.999/weights/weights.safetensors"
 
 
-def test_tables_are_identified_by_content(tmp_path: Path) -> None:
-    """Snakemake does not notice a table that an older one replaces."""
-    table = tmp_path / "rows.csv"
-    table.write_text("age\n1\n")
-    made = files(a_plan(prompts=str(table), synthesize_table=str(table), keeps_samples=False))
-    both = [made.stamps("pictures", table="prompts"), made.stamps("decoder_files", table="synthesize_table")]
-    first = [stamps(ONE) for stamps in both]
-    assert first[0] == first[1] and len(first[0]) == 1 and made.detector_stamps(ONE)[-1] == first[0][0]
+def test_tables_are_identified_by_content_and_arrays_by_size_and_time(tmp_path: Path) -> None:
+    """Snakemake does not notice a file that an older one replaces."""
+    table, array = tmp_path / "rows.csv", tmp_path / "images.npz"
+    (tmp_path / "img_emb").mkdir()
+    embeddings = tmp_path / "img_emb" / "img_emb_0.npy"
+    read = {"prompts": str(table), "synthesize_table": str(table), "small_images": str(array)}
+    made = files(a_plan(**read, embeddings=str(tmp_path), keeps_samples=False))
+    rules = (made.sample_stamps, made.synthesize_stamps, made.detector_stamps)
+    none = [[], [], files(a_plan()).detector_stamps(ONE)]
+    assert [stamps(ONE) for stamps in rules] == none
+    for path in (table, array, embeddings):
+        path.write_bytes(b"1")
+        os.utime(path, (9, 9))
+    before = [stamps(ONE) for stamps in rules]
+    assert [len(words) for words in before] == [3, 1, len(none[2]) + 3]
+    table.write_bytes(b"2")  # of the same size, and older
     os.utime(table, (1, 1))
-    assert [stamps(ONE) for stamps in both] == first
-    table.write_text("age\n2\n")
-    os.utime(table, (1, 1))
-    assert [stamps(ONE) for stamps in both] != first
-    assert files(a_plan()).stamps("pictures", table="prompts")(ONE) == []
+    assert all(stamps(ONE) != words for stamps, words in zip(rules, before, strict=True))
+    table.write_bytes(b"1")  # of the same content, and newer
+    assert [stamps(ONE) for stamps in rules] == before
+    for path in (array, embeddings):
+        sample, _, evaluate = (stamps(ONE) for stamps in rules)
+        os.utime(path, (1, 1))
+        assert made.sample_stamps(ONE) != sample and made.detector_stamps(ONE) != evaluate
+    assert files(a_plan(small_images="validation", embeddings_experiment="one")).sample_stamps(ONE) == []
 
 
 def test_external_files_are_identified_by_size_and_time(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ rule sample:
         devices=machine.devices_option,
         code=code["sample"],
         other_weights=files.stamps("decoder_files", "weaker_files"),
-        pictures=files.stamps("pictures", table="prompts"),
+        read=files.sample_stamps,
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion sample --config {input.config:q}"
         " --weights {input.weights:q} {params.trained_by:q} {params.codec:q} {params.small_images:q}"

@@ -25,7 +25,7 @@ rule synthesize:
         **files.options("trained_by", "codec", "pairs", "own_features"),
         devices=machine.devices_option,
         code=code["synthesize"],
-        other_weights=files.stamps("decoder_files", "weaker_files", table="synthesize_table"),
+        other_files=files.synthesize_stamps,
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion synthesize --config {input.config:q} --sample"
         " {input.sample:q} --weights {input.weights:q} {params.trained_by:q} {params.codec:q} --data {input.data:q}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -231,7 +232,7 @@ class Files:
         pairs = self.plans.plan_for(wildcards).pairs[wildcards["pairs"]]
         weights = "" if pairs["weights"] is None else str(Path(pairs["weights"]).expanduser())
         folders = [folder for folder in (pairs["files"], weights) if folder and Path(folder).is_dir()]
-        stamps = [*map(_stamp_of_folder, folders), *_stamps([weights]), *_contents([pairs["files"]])]
+        stamps = [*map(_stamp_of_folder, folders), *_stamps([weights]), *_digests(_listed(pairs["files"]))]
         return [*self.pair_options(wildcards), *stamps]
 
     def pair_options(self, wildcards: Wildcards) -> list[str]:
@@ -258,19 +259,27 @@ class Files:
         return f"{self.results}/datasets/{dataset}/detector/detector.json"
 
     def stamps(
-        self,
-        *kinds: Literal["codec_files", "decoder_files", "weaker_files", "pictures"],
-        table: Literal["prompts", "synthesize_table"] | None = None,
+        self, *kinds: Literal["codec_files", "decoder_files", "weaker_files"]
     ) -> Callable[[Wildcards], list[str]]:
         """Return stamps of external files, which change when a file is replaced, even by an older one. kinds: fields of
-        the plan that list the files. table: a field that names a table, of which the content counts."""
+        the plan that list the files."""
+        return lambda wildcards: [
+            stamp for kind in kinds for stamp in _stamps(getattr(self.plans.plan_for(wildcards), kind))
+        ]
 
-        def stamps(wildcards: Wildcards) -> list[str]:
-            plan = self.plans.plan_for(wildcards)
-            files = [stamp for kind in kinds for stamp in _stamps(getattr(plan, kind))]
-            return [*files, *(_contents([getattr(plan, table)]) if table else [])]
+    def sample_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return stamps of the external images and embeddings that samples are made from, and the digest of the table
+        of prompts or numbers."""
+        plan = self.plans.plan_for(wildcards)
+        optional = self._optional(plan)
+        names = [name for name in ("small_images", "embeddings") if getattr(plan, name) not in (None, "validation")]
+        arrays = [path for name in names for path in optional[name].files]
+        return [*_stamps([*plan.pictures, *arrays]), *_digests(_listed(plan.prompts))]
 
-        return stamps
+    def synthesize_stamps(self, wildcards: Wildcards) -> list[str]:
+        """Return stamps of the decoder and of the weaker network, and the digest of the table of a synthetic set."""
+        table = _listed(self.plans.plan_for(wildcards).synthesize_table)
+        return [*self.stamps("decoder_files", "weaker_files")(wildcards), *_digests(table)]
 
     # These repeat an option that the rule has already: without a stamp, the set of all params, which Snakemake
     # compares, equals the recorded one, and existing results are kept.
@@ -281,12 +290,12 @@ class Files:
         return [*self._optional(plan)["start"].words, *_stamps(plan.start_files)]
 
     def detector_stamps(self, wildcards: Wildcards) -> list[str]:
-        """Return the option for the detector, and stamps of the weights of all detectors of an experiment, of the
-        samples that it is compared with, and of the prompts of samples that are not stored."""
+        """Return the option for the detector, stamps of the weights of all detectors of an experiment and of the
+        samples that it is compared with, and `sample_stamps` if `evaluate` generates the samples."""
         plan = self.plans.plan_for(wildcards)
         files = [path for paths in plan.detector_files.values() for path in paths]
-        prompts = [] if plan.keeps_samples else _contents([plan.prompts])
-        return [*self._optional(plan)["detector"].words, *_stamps([*files, *_listed(plan.against)]), *prompts]
+        made_from = [] if plan.keeps_samples else self.sample_stamps(wildcards)
+        return [*self._optional(plan)["detector"].words, *_stamps([*files, *_listed(plan.against)]), *made_from]
 
     def reference_stamps(self, wildcards: Wildcards) -> list[str]:
         """Return the option of `reference` for the detector, and stamps of the weights of the detector."""
@@ -440,6 +449,11 @@ def _stamps(paths: list[str]) -> list[str]:
     return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
 
 
-def _contents(paths: list[str | None]) -> list[str]:
-    """Return path and sha256 of each existing table. Snakemake does not notice a file that an older one replaces."""
-    return [f"{path} {sha256_file(Path(path))}" for path in paths if path and Path(path).is_file()]
+def _digests(tables: list[str]) -> list[str]:
+    """Return path and sha256 of each existing table. Snakemake asks for each job, so a table is hashed once."""
+    return [f"{path} {_sha256_of(path, stamp)}" for path in tables for stamp in _stamps([path])]
+
+
+@cache
+def _sha256_of(path: str, stamp: str) -> str:
+    return sha256_file(Path(path))
