@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.respacing import Respacing
+
+Respacing = str | int | Sequence[int]
+"""Timesteps to keep: their number, 250 or "250"; numbers in equal sections, [10, 15, 20] or "10,15,20"; "ddim50" with
+DDIM's integer stride; "" for all."""
 
 
 class NoiseProcess(ABC):
