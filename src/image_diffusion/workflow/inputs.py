@@ -11,8 +11,7 @@ from typing import Literal
 
 from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.data.sources.folder import Walk
-from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards, has
-from image_diffusion.workflow.studies import FOLDER, PAGE
+from image_diffusion.workflow.plans import CHOSEN, STAGES, STUDIES_FOLDER, STUDY_PAGE, Plan, Plans, Wildcards, has
 
 WEIGHTS = "weights.safetensors"
 OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
@@ -47,7 +46,7 @@ class Files:
         """Yield the default targets of `snakemake`."""
         if self.plans.studies and not self.plans.requested:
             for name in self.plans.studies:
-                yield from (f"{self.results}/{FOLDER}/{name}/{file}" for file in (PAGE, "tracked.json"))
+                yield from (f"{self.results}/{STUDIES_FOLDER}/{name}/{file}" for file in (STUDY_PAGE, "tracked.json"))
             return
         yield f"{self.results}/summary.html"
         for name in self.plans.by_name:

@@ -17,14 +17,14 @@ from image_diffusion.core.process.secrets import variable_of
 from image_diffusion.workflow.code_digest import note_code
 from image_diffusion.workflow.environment import package_beside, refuse_storage, search_path
 from image_diffusion.workflow.inputs import Files
-from image_diffusion.workflow.integrity.locks import lock_results
-from image_diffusion.workflow.integrity.snakemake_patches import ignore_parts_in_records
 from image_diffusion.workflow.jobs.gpu_locks import VARIABLE, devices_here
+from image_diffusion.workflow.locks import lock_results
 from image_diffusion.workflow.mirror.mirror_process import Mirroring
 from image_diffusion.workflow.parts import Parts, look_at_sources
 from image_diffusion.workflow.plans import Plans
 from image_diffusion.workflow.resolve import requested, resolve, resolved
 from image_diffusion.workflow.resources import Machine
+from image_diffusion.workflow.snakemake_patches import ignore_parts_in_records
 
 _LISTS = {"--list-rules", "--list", "-l", "--list-target-rules", "--lt", "--lint"}
 """Arguments that make Snakemake only list its rules, which are independent of the files of data sets."""
