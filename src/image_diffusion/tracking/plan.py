@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.config import yaml12
-from image_diffusion.core.files.atomic import digest, read_json, sha256_file
+from image_diffusion.core.files.atomic import Stamp, digest, read_json, sha256_file, stamp_of
 from image_diffusion.core.journal.reader import (
     Artifact,
     History,
@@ -285,12 +285,11 @@ def _results(folder: Path, history: History, intact: Sequence[Artifact]) -> Iter
 
 
 def _sha256(path: Path) -> str:
-    status = path.stat()
-    return _sha256_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _sha256_of(path, stamp_of(path))
 
 
 @functools.lru_cache(maxsize=4096)
-def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
+def _sha256_of(path: Path, stamp: Stamp) -> str:
     return sha256_file(path)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file
-from image_diffusion.tracking.connection import Connection, Part, deferring_too_large, locked
+from image_diffusion.tracking.connection import LINK, Connection, Part, deferring_too_large, locked
 from image_diffusion.tracking.models import Models
 from image_diffusion.tracking.plan import (
     PARENT,
@@ -32,7 +32,6 @@ from image_diffusion.tracking.plan import (
     used_by,
 )
 from image_diffusion.tracking.run_note import card, headline_of, sentence
-from image_diffusion.tracking.run_table import LINK
 from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
 
 _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}

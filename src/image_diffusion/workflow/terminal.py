@@ -19,8 +19,8 @@ from typing import Any
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.process.secrets import hidden
 from image_diffusion.workflow.damage import of_other_weights
-from image_diffusion.workflow.gpu_requests import doubt_about, requested_gpus
 from image_diffusion.workflow.plans import STUDIES_FOLDER, STUDY_PAGE, Plan, Plans, StudyPlan
+from image_diffusion.workflow.resources import doubt_about, requested_gpus
 
 VARIABLE = "IMAGE_DIFFUSION_BRIEF"
 """Environment variable that makes `logged` print only the messages of stages to the terminal."""
