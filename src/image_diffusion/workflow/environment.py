@@ -15,19 +15,6 @@ def package_beside(root: Path) -> Path:
     return root.parents[1] if root.parts[-2:] == SHIPPED.parts else root / "src"
 
 
-def refuse_storage(provider: str | None) -> None:
-    """Exit with a one-line error if Snakemake uses a storage provider.
-
-    No rule declares shards, checkpoints and journals, so a provider would not store them.
-    """
-    if provider:
-        raise SystemExit(
-            f"error: --default-storage-provider {provider} stores only what rules declare: shards, checkpoints and "
-            "journals would be lost. Use a file system that all jobs share, or one machine with --config mirror=… "
-            "(docs/cloud.md)."
-        )
-
-
 def search_path(root: Path, path: str) -> str:
     """Return PATH with the Python that runs Snakemake and `logged` in front, for stages.
 

@@ -155,7 +155,9 @@ class Files:
             "trained_by": Optional("--trained-by", _listed(plan.configs.get("train"))),
             "sample": Optional("--sample", _listed(plan.configs.get("sample"))),
             "samples": Optional(
-                "--samples", outputs_of(sampled, "samples/samples.npz", "samples/samples.json"), _first
+                "--samples",
+                outputs_of(sampled, "samples/samples.npz", "samples/samples.json"),
+                lambda files: files[:1],
             ),
             "grid": Optional("--grid", outputs_of(sampled, "samples/grid.png")),
             "encoded": Optional("--encoded", [self._trained_on(plan)] if plan.judged_on_encoded else [], _folders),
@@ -422,10 +424,6 @@ def _has_detector(plan: Plan) -> bool:
 
 def _listed(path: str | None) -> list[str]:
     return [path] if path else []
-
-
-def _first(paths: list[str]) -> list[str]:
-    return paths[:1]
 
 
 def _folders(paths: list[str]) -> list[str]:

@@ -53,7 +53,7 @@ _READS_GRES = ("slurm", "slurm-jobstep", "local", "dryrun", "touch")
 """Executors that read `gres` or start no jobs on other machines."""
 _NUMBERS = ("gres", "gpu", "_gpus", "nvidia_gpu")
 _FIXED: dict[str, str | int] = {"gpu_manufacturer": "nvidia", "scale": 0}
-NAMES = (*_NUMBERS, *_FIXED)
+_NAMES = (*_NUMBERS, *_FIXED)
 """All resources that a rule may set."""
 
 
@@ -116,11 +116,8 @@ class Machine:
     def devices_option(self, wildcards: Wildcards, resources: Any) -> list[str]:
         """Return the options of `logged` for the numbers of GPUs that a stage requests and reserves on this machine.
         Snakemake ignores changes of params that are functions of the resources."""
-        gpus, devices = number_of_gpus(resources), resources.get("devices")
-        return [
-            *(["--gpus", str(gpus)] if gpus else []),
-            *(["--devices", str(devices)] if devices else []),
-        ]
+        numbers = {"--gpus": number_of_gpus(resources), "--devices": resources.get("devices")}
+        return [word for option, number in numbers.items() if number for word in (option, str(number))]
 
     def memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
         """Return the memory in MB: one process's share of the training memory of a node."""
@@ -147,12 +144,12 @@ class Machine:
         def request(name: str, wildcards: Wildcards, input: Any) -> str | int | None:
             return None if input.parts else self._gpu_request(name, self.one_gpu, wildcards)
 
-        gpus = {name: partial(request, name) for name in NAMES}
+        gpus = {name: partial(request, name) for name in _NAMES}
         return self.one_process(**gpus, devices=self.one_device_to_begin, **other)
 
     def gpu_resources(self, number: Callable[[Wildcards], int]) -> dict[str, Callable[[Wildcards], str | int | None]]:
         """Return the resources that request GPUs; those that the executor does not read are None. number: of GPUs."""
-        return {name: partial(self._gpu_request, name, number) for name in NAMES}
+        return {name: partial(self._gpu_request, name, number) for name in _NAMES}
 
     def one_core(self) -> dict[str, Any]:
         """Return the resources of a stage that reads and writes weights."""
@@ -308,21 +305,16 @@ class Machine:
         return self._requested("gpus_per_node", wildcards) > 0 and not (self.queued or self.remote)
 
     def _gpu_request(self, name: str, number: Callable[[Wildcards], int], wildcards: Wildcards) -> str | int | None:
-        kind = (self.config.get("slurm") or {}).get("gpu_type")
-        return gpu_request(name, self.executor(), number(wildcards), kind)
-
-
-def gpu_request(name: str, executor: str, count: int, kind: str | None) -> str | int | None:
-    """Return the value of a resource for a number of GPUs; None if the executor does not read it, or without GPUs.
-
-    kind: the type of GPU in Slurm's syntax; None for any.
-    """
-    names = ("gres",) if executor in _READS_GRES else _BY_EXECUTOR.get(executor, ("gpu", "gres"))
-    if not count or name not in names:
-        return None
-    if name == "gres":
-        return ":".join(["gpu", *([kind] if kind else []), str(count)])
-    return _FIXED.get(name, count)
+        """Return the value of a resource for a number of GPUs; None if the executor does not read it, or without
+        GPUs."""
+        executor, count = self.executor(), number(wildcards)
+        names = ("gres",) if executor in _READS_GRES else _BY_EXECUTOR.get(executor, ("gpu", "gres"))
+        if not count or name not in names:
+            return None
+        if name == "gres":
+            kind = (self.config.get("slurm") or {}).get("gpu_type")
+            return ":".join(["gpu", *([kind] if kind else []), str(count)])
+        return _FIXED.get(name, count)
 
 
 def requested_gpus(resources: Mapping[str, Any]) -> str | None:

@@ -206,14 +206,12 @@ def request(jobs: Iterable[Any], executor: str = "slurm") -> str:
     )
     if not lines:
         return ""
-    used = [0, *(place for place in range(1, 1 + len(_COLUMNS)) if any(line[place] != _NONE for line in lines))]
-    head = ("Stage", *_COLUMNS.values())
-    table = [[*(head[place] for place in used), "Jobs"]]
-    table += [[*(line[place] for place in used), str(number)] for line, number in sorted(lines.items())]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
-    uses_gpus = any(line[1 + list(_COLUMNS).index("gpus")] != _NONE for line in lines)
-    doubt = doubt_about(executor) if uses_gpus else None
+    cells = zip(*((*line, str(number)) for line, number in sorted(lines.items())), strict=True)
+    columns = zip(("Stage", *_COLUMNS.values(), "Jobs"), cells, strict=True)
+    used = [(head, *column) for head, column in columns if {*column} != {_NONE}]
+    widths = [max(map(len, column)) for column in used]
+    rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*used, strict=True)]
+    doubt = doubt_about(executor) if any(head == _COLUMNS["gpus"] for head, *_ in used) else None
     return "\n".join(["Asked of the queue, for each job:", *rows, *([doubt] if doubt else [])])
 
 
