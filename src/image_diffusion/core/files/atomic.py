@@ -37,31 +37,27 @@ def atomic_write(path: Path, check_owner: Callable[[], None] | None = None) -> I
     renaming; raises an exception if the file must not be written.
     """
     with writing(path):
-        yield from _atomic_write(path, check_owner)
-
-
-def _atomic_write(path: Path, check_owner: Callable[[], None] | None) -> Iterator[BinaryIO]:
-    make_folder(path.parent)
-    remove_unfinished(path.parent, glob.escape(path.name))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    held = os.dup(descriptor)  # and with it the lock, until the file is renamed
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield cast("BinaryIO", file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        if check_owner is not None:
-            check_owner()
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(held)
-    sync_folder(path.parent)
+        make_folder(path.parent)
+        remove_unfinished(path.parent, glob.escape(path.name))
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = os.dup(descriptor)  # and with it the lock, until the file is renamed
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield cast("BinaryIO", file)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o666 & ~_umask())
+            if check_owner is not None:
+                check_owner()
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(held)
+        sync_folder(path.parent)
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:
