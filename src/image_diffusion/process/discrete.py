@@ -83,8 +83,7 @@ class DiscreteProcess(NoiseProcess):
         return self._on(device)[0]
 
     def respaced(self, respacing: Respacing) -> DiscreteProcess:
-        """Return the process restricted to other timesteps of the whole schedule. Raises ValueError
-        (`space_timesteps`)."""
+        """Return the process at other timesteps of the whole schedule. Raises ValueError (`space_timesteps`)."""
         timesteps = space_timesteps(len(self._schedule_alpha_bar), respacing)
         return DiscreteProcess(self._schedule_alpha_bar, timesteps, self._rescale_timesteps)
 

@@ -242,8 +242,7 @@ def deferring_too_large() -> Iterator[Part]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for a file lock and hold it. It is released if the process dies. Never delete the file: others may wait for
-    it."""
+    """Wait for a file lock and hold it; the system releases it. Never delete the file: others may wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -38,8 +38,7 @@ _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "ki
 
 
 class Tracker:
-    """Sends experiments to one MLflow experiment, `project`, of a store. Raises TrackingError, an OSError, if the store
-    refuses."""
+    """Sends experiments to one MLflow experiment of a store. Raises TrackingError, an OSError, if the store refuses."""
 
     def __init__(self, store: str, project: str) -> None:
         self._connection = Connection(store, project)

@@ -25,7 +25,6 @@ def search_path(root: Path, path: str) -> str:
 
 
 def with_package(source: Path) -> dict[str, str]:
-    """Return this process's environment, with Python importing the package from `source`; `logged` does this for the
-    stages of a clone."""
+    """Return this process's environment, with the package imported from `source`, as `logged` does for stages."""
     path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -96,8 +96,7 @@ class Files:
         return [*manifests, *detector, *self._references(plan)]
 
     def configurations(self, wildcards: Wildcards) -> list[str]:
-        """Return the files an experiment was made from: the configurations of its stages and the manifests of its
-        data."""
+        """Return the files an experiment was made from: configurations of its stages, and manifests of its data."""
         plan = self.plans.plan_for(wildcards)
         return [*plan.configs.values(), *(path for path in self._data(plan) if path.endswith("/manifest.json"))]
 
@@ -189,8 +188,7 @@ class Files:
         return [f"{self._dataset(plan)}/references/{name}/reference.json" for name in plan.references]
 
     def made_with(self, wildcards: Wildcards) -> list[str]:
-        """Return the files that `evaluate` reads to generate images that are not stored: the input files of
-        `sample`."""
+        """Return the inputs of `sample`, which `evaluate` reads to generate images that are not stored."""
         plan = self.plans.plan_for(wildcards)
         optional = self._optional(plan)
         names = ("codec", "small_images", "embeddings", "prompts")
@@ -311,8 +309,7 @@ class Files:
         return lambda wildcards: self.plans.plan_for(wildcards).configs[stage]
 
     def configs_before(self, stage: str) -> Callable[[Wildcards], list[str]]:
-        """Return the configurations of the previous stages, so that after a failed stage no later one counts as up to
-        date."""
+        """Return the configurations of earlier stages: after a failed stage, no later one counts as up to date."""
         # A set of pairs depends on no codec: experiments with different codecs share it.
         before = ("crop",) if stage == "embed" else STAGES[: STAGES.index(stage)]
 

@@ -34,8 +34,7 @@ ALL_CORES = 1024
 """More threads than any machine has: Snakemake gives such a job every core, and so runs it alone."""
 
 SIGNAL_LEAD_S = 120
-"""Seconds between the signal to a training and the end of its job's time, unless the site's slurm_extra sets
---signal."""
+"""Seconds between the signal to a training and the end of its job, unless the site's slurm_extra sets --signal."""
 
 MORE_MEMORY = 1.5
 """Factor of the requested memory after each attempt that ran out of memory."""
@@ -193,8 +192,7 @@ class Machine:
         return self.training_cpus(wildcards)
 
     def training_devices(self, wildcards: Wildcards) -> int | None:
-        """Return the number of GPUs that training reserves on this machine, if it has several and training uses any;
-        else None."""
+        """Return the number of GPUs that training reserves if this machine has several; None if it uses none."""
         return self._processes_here(wildcards) if self.devices and self._uses_local_gpu(wildcards) else None
 
     def training_memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
@@ -305,8 +303,7 @@ class Machine:
         return self._requested("gpus_per_node", wildcards) > 0 and not (self.queued or self.remote)
 
     def _gpu_request(self, name: str, number: Callable[[Wildcards], int], wildcards: Wildcards) -> str | int | None:
-        """Return the value of a resource for a number of GPUs; None if the executor does not read it, or without
-        GPUs."""
+        """Return a resource that requests a number of GPUs; None if the executor ignores it, or without GPUs."""
         executor, count = self.executor(), number(wildcards)
         names = ("gres",) if executor in _READS_GRES else _BY_EXECUTOR.get(executor, ("gpu", "gres"))
         if not count or name not in names:

@@ -98,8 +98,7 @@ def merged(default: Any, written: Any) -> Any:
 
 
 def shortest(value: Any, default: Any = None) -> Any:
-    """Return the shortest plain data that `merged` and the defaults of its class complete to a value. value: a Config
-    or plain data."""
+    """Return the shortest plain data that `merged` and the defaults of its class complete to a Config or plain data."""
     if not isinstance(value, Config):
         return value
     plain, fields = dump(value), type(value).model_fields
@@ -185,8 +184,7 @@ def dump(config: Config) -> dict[str, Any]:
 
 
 def differing_keys(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
-    """Return the dotted keys whose values differ, each with both values: "train.optimizer.lr (0.0002 here, 0.0001
-    there)"."""
+    """Return the dotted keys whose values differ, with both: "train.optimizer.lr (0.0002 here, 0.0001 there)"."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [d for key in keys for d in differing_keys(ours.get(key), theirs.get(key), f"{prefix}{key}.")]

@@ -149,8 +149,7 @@ def is_in_future(path: Path) -> bool:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically, unless the file already contains it and its modification time is not in the
-    future."""
+    """Write UTF-8 text atomically, unless the file already contains it and is not from the future."""
     if not path.is_file() or is_in_future(path) or path.read_bytes() != text.encode("utf-8"):
         write_text(path, text)
 
@@ -161,16 +160,14 @@ def to_json(data: Any) -> str:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write plain data as JSON, atomically, with a key "seal": the digest of the other data, which `read_json`
-    verifies."""
+    """Write plain data as JSON, atomically, with a "seal": the digest of the other data, which `read_json` verifies."""
     plain = json.loads(json.dumps(data, allow_nan=False))
     plain.pop("seal", None)
     write_text(path, to_json({**plain, "seal": digest(plain)}))
 
 
 def read_json(path: Path) -> Any:
-    """Return the plain data in a JSON file, without its seal. Raises ValueError that names the file if it is missing or
-    damaged."""
+    """Return the plain data in a JSON file, without its seal. Raises ValueError if it is missing or damaged."""
     try:
         return parse_json(path.read_bytes(), str(path), "Delete it and run the stage again.")
     except FileNotFoundError:
