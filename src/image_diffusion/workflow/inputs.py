@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from image_diffusion.core.files.atomic import digest, sha256_file
+from image_diffusion.core.files.atomic import digest, sha256_once
 from image_diffusion.data.sources.folder import Walk
 from image_diffusion.workflow.plans import CHOSEN, STAGES, STUDIES_FOLDER, STUDY_PAGE, Plan, Plans, Wildcards, has
 
@@ -445,9 +444,4 @@ def _stamps(paths: list[str]) -> list[str]:
 
 def _digests(tables: list[str]) -> list[str]:
     """Return path and sha256 of each existing table. Snakemake asks for each job, so a table is hashed once."""
-    return [f"{path} {_sha256_of(path, stamp)}" for path in tables for stamp in _stamps([path])]
-
-
-@cache
-def _sha256_of(path: str, stamp: str) -> str:
-    return sha256_file(Path(path))
+    return [f"{path} {sha256_once(Path(path))}" for path in tables if Path(path).is_file()]

@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -235,6 +236,16 @@ def sha256_file(path: Path) -> str:
     """Return the sha256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_once(path: Path) -> str:
+    """Return the sha256 of a file, which this process hashes once for each stamp."""
+    return _sha256_of(path, stamp_of(path))
+
+
+@lru_cache(maxsize=4096)
+def _sha256_of(path: Path, stamp: Stamp) -> str:
+    return sha256_file(path)
 
 
 def code_below(folder: Path) -> str:

@@ -128,11 +128,9 @@ def count_out_of_memory(logs: Path, since: float) -> int:
 
 def ran_out_of_memory(attempt: JobOutcome) -> bool:
     """Return True if an attempt ran out of memory, by the stage's record or, if it was killed, by its Slurm log."""
-    return attempt.ending == "memory" or (attempt.ending is None and _was_killed_for_memory(attempt.job))
-
-
-def _was_killed_for_memory(job: str) -> bool:
-    logs = _SLURM_LOGS.rglob(f"{job}.log")
+    if attempt.ending is not None:
+        return attempt.ending == "memory"
+    logs = _SLURM_LOGS.rglob(f"{attempt.job}.log")
     return any(_KILLED_FOR_MEMORY.search(log.read_text(errors="replace")) for log in logs)
 
 
