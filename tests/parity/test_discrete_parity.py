@@ -22,7 +22,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import LossHistory
 from image_diffusion.process.denoiser import NetworkDenoiser
-from image_diffusion.process.discrete import Discrete, DiscreteProcess
+from image_diffusion.process.discrete import Discrete, DiscreteProcess, space_timesteps
 from image_diffusion.process.likelihood import (
     approximate_normal_cdf,
     bits_per_dim,
@@ -31,7 +31,6 @@ from image_diffusion.process.likelihood import (
     prior_bound,
 )
 from image_diffusion.process.parameterization import clamp, log_variance, read_output, split_output, to_x0_and_eps
-from image_diffusion.process.respacing import space_timesteps
 from image_diffusion.process.schedules import Const, Cosine, Jsd, Linear, Quad, Warmup10, Warmup50, checked_betas
 
 SCHEDULES = {"linear": Linear(), "cosine": Cosine(), "squaredcos_cap_v2": Cosine()}

@@ -26,7 +26,7 @@ from image_diffusion.core.journal.writer import Journal
 from image_diffusion.core.process import command
 from image_diffusion.tracking.live import follow, send
 from image_diffusion.tracking.plan import Request
-from image_diffusion.workflow.integrity.damage import Damage
+from image_diffusion.workflow.damage import Damage
 
 pytestmark = pytest.mark.slow
 

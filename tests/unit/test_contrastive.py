@@ -29,7 +29,7 @@ from image_diffusion.text_encoders.learned import FILE, read_text, word_numbers
 from image_diffusion.tracking.plan import _carried
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.session import run
-from image_diffusion.workflow.integrity.damage import Damage
+from image_diffusion.workflow.damage import Damage
 
 CPU = torch.device("cpu")
 SOURCE = PaintedDigits(num_images=300)

@@ -24,7 +24,7 @@ from image_diffusion.core.files.store import Store
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.tools.mirror import prune
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from image_diffusion.workflow.integrity.damage import Damage
+from image_diffusion.workflow.damage import Damage
 from image_diffusion.workflow.mirror import restore
 from image_diffusion.workflow.mirror.lease import Head, Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import MirrorConfig

@@ -24,7 +24,7 @@ from image_diffusion.data.sources.image_tables import HuggingFace
 from image_diffusion.stages import ema
 from image_diffusion.tracking.plan import _carried
 from image_diffusion.training.checkpoint.checkpoint import Damaged, read_checkpoint
-from image_diffusion.workflow.integrity.damage import Damage
+from image_diffusion.workflow.damage import Damage
 from tiny_models import write_model
 
 OUTSIDE = ["/etc/passwd", "../x", "a/../../x", "..", "", ".", "a/..", "x\0y"]

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.process import Process, discrete
-from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.discrete import Discrete, space_timesteps
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.respacing import space_timesteps
 from image_diffusion.process.schedules import Const, Cosine, Jsd, Linear, Quad, Sigmoid, Warmup10, Warmup50
 
 SCHEDULES = [Linear(), Cosine(), Quad(), Quad(scaled=True), Warmup10(), Warmup50(), Const(), Jsd(), Sigmoid()]

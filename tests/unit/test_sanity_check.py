@@ -18,7 +18,7 @@ from image_diffusion.metrics.features.base import Detected
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.metrics.sanity_check import degraded, degraded_half, halves, run_self_test
 from image_diffusion.stages.evaluate import _tracked_metrics
-from image_diffusion.workflow.tables import _line
+from image_diffusion.workflow.terminal import _line
 
 SETTINGS = EvaluateConfig(copies=False)
 

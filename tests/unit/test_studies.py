@@ -15,7 +15,7 @@ from image_diffusion.core.journal.writer import Journal
 from image_diffusion.experiments.experiment import load_experiment
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.study import Expanded, expand, operations_of, schema
-from image_diffusion.workflow.studies import write_partial_pages
+from image_diffusion.workflow.plans import write_partial_pages
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "config" / "experiments"

@@ -12,8 +12,8 @@ import pytest
 from image_diffusion.core.files import checksums
 from image_diffusion.core.files.atomic import sha256_file, write_bytes, write_json, write_page
 from image_diffusion.core.files.checksums import describe, write_checksums, write_listing
-from image_diffusion.workflow.integrity import damage
-from image_diffusion.workflow.integrity.damage import Damage
+from image_diffusion.workflow import damage
+from image_diffusion.workflow.damage import Damage
 
 STORE = "sqlite:///mlflow.db"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from image_diffusion.workflow.tables import request
+from image_diffusion.workflow.terminal import request
 
 
 def job(rule: str, is_local: bool = False, **resources: Any) -> SimpleNamespace:

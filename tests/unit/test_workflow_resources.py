@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from image_diffusion.core.files.atomic import write_json
-from image_diffusion.workflow.gpu_requests import doubt_about
-from image_diffusion.workflow.resources import ALL_CORES, Machine
+from image_diffusion.workflow.resources import ALL_CORES, Machine, doubt_about
 from plans import RESOURCES, a_plan, plans_of
 
 ONE = {"experiment": "one"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.workflow.parts import remove_left_parts
-from image_diffusion.workflow.tables import outcome, places
+from image_diffusion.workflow.terminal import outcome, places
 from plans import a_plan, plans_of
 
 

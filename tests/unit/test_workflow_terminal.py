@@ -18,9 +18,8 @@ import pytest
 from snakemake_interface_logger_plugins.common import LogEvent
 
 from image_diffusion.core.files.atomic import write_json
-from image_diffusion.workflow.studies import StudyPlan
-from image_diffusion.workflow.tables import places
-from image_diffusion.workflow.terminal import VARIABLE, name_runs, use_brief_output
+from image_diffusion.workflow.plans import StudyPlan
+from image_diffusion.workflow.terminal import VARIABLE, name_runs, places, use_brief_output
 from plans import a_plan, plans_of
 
 ROOT = Path(__file__).parents[2]

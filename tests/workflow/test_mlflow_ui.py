@@ -25,7 +25,7 @@ from PIL import Image
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.journal.writer import Journal
 from image_diffusion.data.shards.records import content_digest
-from image_diffusion.tracking import run_table
+from image_diffusion.tracking.connection import LINK
 from image_diffusion.tracking.plan import Request
 from tiny_models import write_model
 
@@ -129,7 +129,7 @@ def test_runs_table(address: str, browser: Browser, shots: Path) -> None:
 
 
 def test_shipped_view_has_column_for_headline_metric(address: str, browser: Browser, shots: Path) -> None:
-    browser.open(f"{address}/#/experiments/1/runs{run_table.LINK}")
+    browser.open(f"{address}/#/experiments/1/runs{LINK}")
     browser.wait_for("shapes", "small", "large", "evaluate/fid", "train.steps", "250", "500")
     browser.screenshot(shots / "1-view.png")
 
@@ -163,7 +163,7 @@ def test_run_page(address: str, browser: Browser, shots: Path) -> None:
 
 def test_best_run_with_its_samples_and_data_is_three_clicks_away(address: str, browser: Browser, shots: Path) -> None:
     """Starting from the link that `make ui` prints. The smaller distance in the table is that of `large`."""
-    browser.open(f"{address}/#/experiments/1/runs{run_table.LINK}")
+    browser.open(f"{address}/#/experiments/1/runs{LINK}")
     seen = browser.wait_for("small", "large", "evaluate/fid", "250", "500", "shapes-64")
     assert seen.index("evaluate/fid") < seen.index("250"), "a column that says which is better"
     browser.click("large")

@@ -5,9 +5,9 @@ from pathlib import Path
 from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.jobs.live_tracking import Following
 from image_diffusion.workflow.parts import remove_left_parts
-from image_diffusion.workflow.studies import write_partial_pages
+from image_diffusion.workflow.plans import write_partial_pages
 from image_diffusion.workflow.jobs.slurm_queue import orphans, report_failed_jobs, settle_orphans, tell_of_unseen_jobs
-from image_diffusion.workflow.tables import outcome, places, request
+from image_diffusion.workflow.terminal import outcome, places, request
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
 

@@ -10,9 +10,9 @@ if not (source / "image_diffusion").is_dir():
 sys.path.insert(0, str(source))
 
 
-from image_diffusion.workflow.integrity.damage import Damage
-from image_diffusion.workflow.integrity.locks import take_over
-from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished
+from image_diffusion.workflow.damage import Damage
+from image_diffusion.workflow.locks import take_over
+from image_diffusion.workflow.snakemake_patches import count_damaged_as_unfinished
 from image_diffusion.workflow.start import start
 from image_diffusion.workflow import terminal
 

@@ -17,8 +17,7 @@ _SEAL_BYTES = len(_MARK) + 2 * hashlib.sha256().digest_size
 
 
 def library_path(module: str, name: str) -> Path | None:
-    """Return the path of the library compiled for a module; None if the module is not a file, as in an exported
-    model."""
+    """Return the path of the library of a module; None if the module is not a file, as in an exported model."""
     path = getattr(sys.modules[module], "__file__", None)
     return Path(path).with_name(name) if path else None
 

@@ -1,4 +1,5 @@
-"""Grids of images, written as PNG."""
+"""Grids of images, and plots, written as PNG. matplotlib is imported only to draw a plot, since its import takes longer
+than many stages."""
 
 from __future__ import annotations
 
@@ -6,12 +7,16 @@ import math
 import textwrap
 from colorsys import hsv_to_rgb
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from image_diffusion.core.files.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SMALLEST = 64  # pixels along an edge of an image in a grid, at least
 _GAP = 2  # pixels between images
@@ -79,3 +84,16 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     """Write a PNG atomically."""
     with atomic_write(path) as file:
         picture.save(file, format="PNG")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure; width and height in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, 100 pixels an inch; the same figure gives the same bytes."""
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from image_diffusion.core.markdown import table, text
+from image_diffusion.core.markup import table, text
 from image_diffusion.core.resolution import size_text
 from image_diffusion.systems.base import Model
 

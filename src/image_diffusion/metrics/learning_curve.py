@@ -11,7 +11,7 @@ import torch
 from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.core.files.checksums import read_listing
 from image_diffusion.core.levels import Levels
-from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.pictures import new_figure, save_figure
 from image_diffusion.metrics.compute import Reference, measure_preview
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.features.base import Detector, detect

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from image_diffusion.core.pictures import as_pictures, image_grid, save_picture
-from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.pictures import as_pictures, image_grid, new_figure, save_figure, save_picture
 from image_diffusion.metrics.features.base import ImageSet
 from image_diffusion.metrics.images.memorization import Copies
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.pictures import new_figure, save_figure
 from image_diffusion.metrics.choice import Rule, choose, reading
 
 _SHOWN = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.respacing import Respacing
+
+Respacing = str | int | Sequence[int]
+"""Timesteps to keep: their number, 250 or "250"; numbers in equal sections, [10, 15, 20] or "10,15,20"; "ddim50" with
+DDIM's integer stride; "" for all."""
 
 
 class NoiseProcess(ABC):
@@ -41,8 +45,7 @@ class NoiseProcess(ABC):
         return network
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Return the position of times [B] on the noise scale; times in [0, 1] are their own position. Float64 [B] in
-        [0, 1)."""
+        """Return the position of times [B] on the noise scale, by default the times. Float64 [B] in [0, 1)."""
         return t.double().clamp(max=1 - 2**-24)
 
     @abstractmethod
@@ -57,8 +60,7 @@ def broadcast(levels: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]
 
 
 def count_steps(num_steps: Respacing, process: str) -> int:
-    """Return the number of steps evenly spaced in time. Raises ValueError for anything else: a real time has no
-    respacing."""
+    """Return the number of steps. Raises ValueError for anything else: a real time has no respacing."""
     text = str(num_steps)
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"The {process} process takes a number of steps, at least 1; got {num_steps!r}. Use 50, say.")

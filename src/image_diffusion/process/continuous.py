@@ -18,9 +18,8 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.process.base import NoiseProcess, count_steps, evenly
+from image_diffusion.process.base import NoiseProcess, Respacing, count_steps, evenly
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.respacing import Respacing
 
 
 class _Gamma(Config):
@@ -139,8 +138,7 @@ class ContinuousProcess(NoiseProcess):
         return t.float()
 
     def network_input(self, x_t: Tensor) -> Tensor:
-        """Return the input of the network for x_t [B, …]: with scale below 1, each sample is divided by its standard
-        deviation."""
+        """Return x_t [B, …], with scale below 1 each sample divided by its standard deviation."""
         if self._config.scale == 1:
             return x_t
         std = x_t.flatten(1).std(1, correction=0).clamp(min=1e-5)

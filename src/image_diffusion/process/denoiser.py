@@ -39,8 +39,7 @@ class NetworkDenoiser:
         self._intervals = None if grid.interval is None else grid.interval.tolist()
 
     def __call__(self, x_t: Tensor, i: int) -> Denoised:
-        """Return the network's prediction for x_t [B, C, …] at point i. Raises ValueError where its channels do not
-        fit."""
+        """Return the prediction for x_t [B, C, …] at point i. Raises ValueError where its channels do not fit."""
         dtype = torch.promote_types(x_t.dtype, torch.float32)  # half precision cannot tell timestep 999 from 1000
         time = torch.full((len(x_t),), self._times[i], dtype=dtype, device=x_t.device)
         interval = {} if self._intervals is None else {"interval": torch.full_like(time, self._intervals[i])}

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.process.base import NoiseProcess, count_steps, karras_sigmas
+from image_diffusion.process.base import NoiseProcess, Respacing, count_steps, karras_sigmas
 from image_diffusion.process.grid import Grid, Steps
-from image_diffusion.process.respacing import Respacing, space_timesteps
 from image_diffusion.process.schedules import BetaSchedule, Linear, checked_betas
 
 
@@ -84,8 +83,7 @@ class DiscreteProcess(NoiseProcess):
         return self._on(device)[0]
 
     def respaced(self, respacing: Respacing) -> DiscreteProcess:
-        """Return the process restricted to other timesteps of the whole schedule. Raises ValueError
-        (`space_timesteps`)."""
+        """Return the process at other timesteps of the whole schedule. Raises ValueError (`space_timesteps`)."""
         timesteps = space_timesteps(len(self._schedule_alpha_bar), respacing)
         return DiscreteProcess(self._schedule_alpha_bar, timesteps, self._rescale_timesteps)
 
@@ -129,3 +127,75 @@ class DiscreteProcess(NoiseProcess):
         if device not in self._steps_on:
             self._steps_on[device] = (self.steps.to(device), self._network_time.to(device))
         return self._steps_on[device]
+
+
+def space_timesteps(num_timesteps: int, respacing: Respacing) -> list[int]:
+    """Return the timesteps kept of 0 … num_timesteps - 1, ascending (Nichol & Dhariwal 2021, section 4).
+
+    Sections are as equal as they can be, the first ones longer; each keeps its first and last timestep and spreads the
+    others evenly. "ddimN" keeps every s-th timestep for the smallest s that leaves N. Raises ValueError when a section
+    has fewer timesteps than requested, when no stride leaves N, or when the text is not a list of counts.
+    """
+    if respacing == "":
+        return list(range(num_timesteps))
+    if isinstance(respacing, str) and respacing.startswith("ddim"):
+        return _strided(num_timesteps, respacing)
+    counts = _counts(respacing)
+    if sum(counts) == 0:
+        raise ValueError(f"Respacing {respacing!r} keeps no timestep. Keep at least 1.")
+
+    timesteps: list[int] = []
+    size, longer = divmod(num_timesteps, len(counts))
+    start = 0
+    for section, count in enumerate(counts):
+        section_size = size + (section < longer)
+        timesteps += [start + offset for offset in _spread(section_size, count, respacing)]
+        start += section_size
+    return timesteps
+
+
+def _spread(size: int, count: int, respacing: Respacing) -> list[int]:
+    """Return `count` of 0 … size - 1, including both ends. The stride is summed in floating point, and halves round to
+    even: published samples depend on this, and i * stride keeps other timesteps for 300 in sections of 10, 15, 20."""
+    if count > size:
+        raise ValueError(
+            f"Respacing {respacing!r} asks for {count} timesteps of a section that has {size}. Use at most {size}."
+        )
+    stride = 1.0 if count <= 1 else (size - 1) / (count - 1)
+    offsets, position = [], 0.0
+    for _ in range(count):
+        offsets.append(round(position))
+        position += stride
+    return offsets
+
+
+def _strided(num_timesteps: int, respacing: str) -> list[int]:
+    count = _integer(respacing.removeprefix("ddim"), respacing)
+    for stride in range(1, num_timesteps):
+        timesteps = list(range(0, num_timesteps, stride))
+        if len(timesteps) == count:
+            return timesteps
+    advice = f'Use "{count}" for uneven strides.' if 0 < count <= num_timesteps else f"Use at most {num_timesteps}."
+    raise ValueError(f"Respacing {respacing!r}: no integer stride keeps {count} of {num_timesteps} timesteps. {advice}")
+
+
+def _counts(respacing: Respacing) -> list[int]:
+    if isinstance(respacing, int):
+        counts = [respacing]
+    elif isinstance(respacing, str):
+        counts = [_integer(part, respacing) for part in respacing.split(",")]
+    else:
+        counts = list(respacing)
+    if not counts or min(counts) < 0:
+        raise ValueError(f'Respacing {respacing!r} is not a list of counts. Use 250, [10, 15, 20] or "ddim50".')
+    return counts
+
+
+def _integer(text: str, respacing: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"Respacing {respacing!r} is not a list of counts: {text!r} is not an integer. "
+            'Use "250", "10,15,20" or "ddim50".'
+        ) from None

@@ -18,9 +18,8 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
-from image_diffusion.process.base import NoiseProcess, count_steps, karras_sigmas
+from image_diffusion.process.base import NoiseProcess, Respacing, count_steps, karras_sigmas
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.respacing import Respacing
 
 
 class Edm(Config):
@@ -103,8 +102,7 @@ class EdmProcess(NoiseProcess):
         return ((t.double().log() - low) / (high - low)).clamp(0, 1 - 2**-24)
 
     def grid(self, num_steps: Respacing) -> Grid:
-        """Return the points in Karras's spacing, from sigma_max to sigma_min. Raises ValueError for anything but a
-        number of steps."""
+        """Return points in Karras's spacing, sigma_max to sigma_min. Raises ValueError for anything but a number."""
         first, last = self._config.sigma_max, self._config.sigma_min
         return self.grid_of(karras_sigmas(first, last, count_steps(num_steps, "edm")))
 

@@ -57,8 +57,7 @@ class Steps:
 
     @classmethod
     def between(cls, alpha: Tensor, sigma: Tensor, next_alpha: Tensor, next_sigma: Tensor) -> Steps:
-        """Return the steps from (alpha, sigma) to (next_alpha, next_sigma), each [N], ordered from most noise to
-        least."""
+        """Return the steps from (alpha, sigma) to (next_alpha, next_sigma), each [N], the most noise first."""
         ratio = alpha / next_alpha  # alpha_{t|s}
         beta = sigma**2 - ratio**2 * next_sigma**2  # sigma^2_{t|s}
         variance = beta * next_sigma**2 / sigma**2
@@ -82,8 +81,7 @@ class Steps:
         return torch.where(self.variance > 0, self.log_beta, self.log_variance)
 
     def at(self, index: int | Tensor, x: Tensor) -> Steps:
-        """Return the step of each sample of x [B, …], broadcastable to it: one for all samples, or int64 [B], one for
-        each."""
+        """Return the steps of x [B, …], broadcastable to it. index: one for all samples, or int64 [B]."""
         shape = (-1,) + (1,) * (x.ndim - 1) if isinstance(index, Tensor) else ()
         return self._map(lambda values: values[index].view(shape).to(x.dtype))
 
@@ -104,8 +102,7 @@ class Steps:
         return self.posterior_mean(denoised.x0, x_t) if denoised.mean is None else denoised.mean
 
     def reverse_log_variance(self, denoised: Denoised, fixed: FixedVariance) -> Tensor:
-        """Return the logarithm of the variance of p(x_s | x_t). fixed: the variance if the network has not learned
-        one."""
+        """Return the log of the variance of p(x_s | x_t). fixed: the variance if the network learned none."""
         if denoised.log_variance is not None:
             return denoised.log_variance
         return self.log_large_variance if fixed == "fixed_large" else self.log_variance

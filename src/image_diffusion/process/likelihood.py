@@ -13,8 +13,7 @@ from image_diffusion.process.grid import Denoiser, FixedVariance, Grid, Steps
 
 
 def approximate_normal_cdf(z: Tensor) -> Tensor:
-    """Return the standard normal's cumulative distribution, to about 1e-3: the approximation of published results (Page
-    1977)."""
+    """Return the standard normal's cumulative distribution, to 1e-3: that of published results (Page 1977)."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
 

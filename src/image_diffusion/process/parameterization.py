@@ -75,8 +75,7 @@ def split_output(output: Tensor, channels: int, variance: Variance) -> tuple[Ten
 
 
 def log_variance(raw: Tensor | None, variance: Variance, step: Steps) -> Tensor:
-    """Return the logarithm of the variance of p(x_s | x_t), broadcastable to x_t. raw: the second half of the
-    output."""
+    """Return the log of the variance of p(x_s | x_t), broadcastable to x_t. raw: second half of the output."""
     match variance:
         case "fixed_small":
             return step.log_variance

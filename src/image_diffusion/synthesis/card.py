@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from image_diffusion.core.markdown import table
-from image_diffusion.core.plain_page import plain_page
+from image_diffusion.core.markup import plain_page, table
 from image_diffusion.synthesis.croissant import DataSetFacts
 from image_diffusion.synthesis.scorecard import Scores
 from image_diffusion.synthesis.scores import SCORES

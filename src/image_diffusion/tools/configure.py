@@ -20,7 +20,7 @@ from image_diffusion.experiments.experiment import schema
 from image_diffusion.experiments.resolve import load_all, replaced, write_stages
 from image_diffusion.experiments.study import expand
 from image_diffusion.experiments.study import schema as study_schema
-from image_diffusion.workflow.studies import study_file
+from image_diffusion.workflow.plans import study_file
 
 
 def main() -> None:

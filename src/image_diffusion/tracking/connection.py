@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 
 from image_diffusion.core.process.out_of_resources import room_at
 from image_diffusion.core.process.secrets import hidden, without_password
-from image_diffusion.tracking import run_table, sent
+from image_diffusion.tracking import sent
 
 # Time limits of requests, unless the user sets them: with MLflow's own, a call may take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {
@@ -55,6 +56,14 @@ Part = Callable[[], AbstractContextManager[None]]
 
 KEY = "image_diffusion.key"  # tag with the key of a run, model or version
 NOTE = "mlflow.note.content"  # tag that MLflow shows as the description
+VIEW = "mlflow.sharedViewState.trainings"
+"""Tag of an experiment that holds, as JSON, a view of its runs with the columns that matter: MLflow's own has no column
+for a metric. (MLflow 3.17; the user interface reads `selectedColumns`, and fills in the rest.)"""
+LINK = "?viewStateShareKey=trainings&workflowType=machine_learning"
+"""Suffix of the address of an experiment's runs. Without the last part MLflow opens its pages for language models."""
+_LAST = "metrics.`validation/loss`"
+EMPTY_VIEW = json.dumps({"selectedColumns": ["tags.`data`", "params.`system.type`", "params.`train.steps`", _LAST]})
+"""View before any metric of `evaluate` is known."""
 _ABOUT = (
     "Trainings of image diffusion models. A run that is called like an experiment is its training: its page opens with "
     "what it is, how good it is and how to make it again; `sample` and `evaluate` are runs below it. Stages of a data "
@@ -102,7 +111,7 @@ class Connection:
         self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.project, self.experiment_id = project, self._experiment_named(project)
         present = self.client.get_experiment(self.experiment_id).tags
-        for tag, value in ((NOTE, _ABOUT), (run_table.TAG, run_table.EMPTY)):
+        for tag, value in ((NOTE, _ABOUT), (VIEW, EMPTY_VIEW)):
             if tag not in present:
                 self.client.set_experiment_tag(self.experiment_id, tag, value)
 
@@ -233,8 +242,7 @@ def deferring_too_large() -> Iterator[Part]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for a file lock and hold it. It is released if the process dies. Never delete the file: others may wait for
-    it."""
+    """Wait for a file lock and hold it; the system releases it. Never delete the file: others may wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -271,6 +279,21 @@ def adopt_files(database: Path, stored: str, location: str) -> None:
                 f"WHERE substr({column}, 1, length(:old)) = :old",
                 {"old": old, "new": new},
             )
+
+
+def view_with_metric(view: str, metric: str) -> str | None:
+    """Return the view with an added column for a metric of `evaluate`; None if it has one, or if a user saved a view of
+    another form. view: the current tag.
+    """
+    column = f"metrics.`evaluate/{metric}`"
+    try:
+        columns = list(json.loads(view)["selectedColumns"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    if column in columns:
+        return None
+    place = columns.index(_LAST) if _LAST in columns else len(columns)
+    return json.dumps({"selectedColumns": [*columns[:place], column, *columns[place:]]})
 
 
 def _is_too_large(error: Exception) -> bool:

@@ -89,8 +89,7 @@ def send(store: str, project: str, requests: Sequence[Request], live: bool) -> N
 
 
 def send_in_subprocess(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
-    """Send in a separate process that ends after sending or with this process: MLflow takes 0.2 GB, a model 0.7 GB.
-    Raises OSError."""
+    """Send in a process of its own, which ends with this one: MLflow takes 0.2 GB, a model 0.7 GB. Raises OSError."""
     apart = get_context("spawn")
     receiver, sender = apart.Pipe(duplex=False)
     process = apart.Process(

@@ -6,7 +6,6 @@ checkpoint they used; stages of a data set are separate runs. This module does n
 
 from __future__ import annotations
 
-import functools
 import getpass
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.config import yaml12
-from image_diffusion.core.files.atomic import digest, read_json, sha256_file
+from image_diffusion.core.files.atomic import digest, read_json, sha256_file, sha256_once
 from image_diffusion.core.journal.reader import (
     Artifact,
     History,
@@ -234,7 +233,7 @@ def _weights(run: PlannedRun, run_id: str, request: Request, folder: Path, name:
         "experiment": request.experiment.name,
         "system": str(content["system"]["type"]),
     }
-    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # such as sample.yaml
+    others = [sha256_once(path) for name, path in files.items() if name not in _WEIGHTS]  # such as sample.yaml
     key = "/".join([run.history.id, tags["sha256"], digest(others)])
     ended = run.history.ended or run.history.starts[0]
     return FinalWeights(key, name, run_id, int(content["step"]), ended, tags, files)
@@ -267,7 +266,7 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
         for history in histories:
             latest = history is histories[-1]
             recorded = history.artifacts
-            intact = [file for file in recorded if file.path.is_file() and _sha256(file.path) == file.sha256]
+            intact = [file for file in recorded if file.path.is_file() and sha256_once(file.path) == file.sha256]
             missing = [file.name for file in recorded if file not in intact]
             files = [*intact, *(_results(folder, history, intact) if latest else ())]
             own = {name: getattr(history, name) for name in ("points", "superseded", "params", "changed")}
@@ -281,17 +280,7 @@ def _results(folder: Path, history: History, intact: Sequence[Artifact]) -> Iter
     for name in (f"config/{history.stage}.yaml", *_RESULTS.get(history.stage, ())):
         path = folder / name
         if path.is_file() and path.resolve() not in listed:
-            yield Artifact(name, path, path.stat().st_size, _sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    status = path.stat()
-    return _sha256_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=4096)
-def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
-    return sha256_file(path)
+            yield Artifact(name, path, path.stat().st_size, sha256_once(path))
 
 
 def data_sets(folder: Path) -> Iterator[DataSet]:

@@ -24,8 +24,7 @@ from PIL import Image as PillowImage
 
 from image_diffusion.core.journal.reader import Image, Point
 from image_diffusion.core.process.errors import log_line_once
-from image_diffusion.tracking import run_table
-from image_diffusion.tracking.connection import KEY, NOTE, Connection
+from image_diffusion.tracking.connection import EMPTY_VIEW, KEY, NOTE, VIEW, Connection, view_with_metric
 from image_diffusion.tracking.plan import TRACE, DataSet
 from image_diffusion.tracking.run_note import Headline
 from image_diffusion.tracking.sent import remove_damaged
@@ -108,9 +107,9 @@ class Runs:
             return
         with self._naming_errors():
             tags = self._client.get_experiment(self._connection.experiment_id).tags
-            view = run_table.with_metric(tags.get(run_table.TAG, run_table.EMPTY), metric)
+            view = view_with_metric(tags.get(VIEW, EMPTY_VIEW), metric)
             if view is not None:
-                self._write(self._client.set_experiment_tag, self._connection.experiment_id, run_table.TAG, view)
+                self._write(self._client.set_experiment_tag, self._connection.experiment_id, VIEW, view)
         self._shown.add(metric)
 
     def headlines(self, group: str, leave_out: str) -> list[tuple[str, Headline]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file
-from image_diffusion.tracking.connection import Connection, Part, deferring_too_large, locked
+from image_diffusion.tracking.connection import LINK, Connection, Part, deferring_too_large, locked
 from image_diffusion.tracking.models import Models
 from image_diffusion.tracking.plan import (
     PARENT,
@@ -32,15 +32,13 @@ from image_diffusion.tracking.plan import (
     used_by,
 )
 from image_diffusion.tracking.run_note import card, headline_of, sentence
-from image_diffusion.tracking.run_table import LINK
 from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
 
 _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
 
 
 class Tracker:
-    """Sends experiments to one MLflow experiment, `project`, of a store. Raises TrackingError, an OSError, if the store
-    refuses."""
+    """Sends experiments to one MLflow experiment of a store. Raises TrackingError, an OSError, if the store refuses."""
 
     def __init__(self, store: str, project: str) -> None:
         self._connection = Connection(store, project)
@@ -66,28 +64,26 @@ class Tracker:
     def send_study(self, folder: Path, results: Path) -> dict[str, Any]:
         """Send the runs of a study with the tags `study`, `variant` and `seed`, and its page, table and numbers as a
         separate run; return the contents of its `tracked.json`. folder: results/studies/<study>."""
-        with deferring_too_large() as part:
-            return self._send_study(folder, results, part)
-
-    def _send_study(self, folder: Path, results: Path, part: Part) -> dict[str, Any]:
         plan, sent = read_json(folder / "plan.json"), list[dict[str, Any]]()
         name = str(plan["study"])
-        for variant in plan["variants"]:
-            for seed, run in zip(plan["seeds"], variant["runs"], strict=True):
-                sent += self._send(request_of(results, run), False, part)["runs"]
-                trained = next(record for record in reversed(sent) if record["stage"] == PARENT)
-                tags = {"study": name, "variant": variant["name"], "seed": str(seed)}
-                self._runs.send_tags(trained["run_id"], tags | {f"study.{name}": variant["name"]})
-        key, made = f"study/{name}/{plan['variants'][0]['runs'][0]}", (folder / "plan.json").stat().st_mtime_ns // 10**6
-        run_id = self._runs.run(key, f"study {name}", made, {"stage": "study", "study": name})
-        wrong = self._runs.remove_damaged(run_id)
-        rule = f"Its runs: `tags.study.{name} != ''`, or group by the tags `study` and `variant`.\n\n"
-        self._runs.send_note(run_id, rule + (folder / "study.md").read_text(encoding="utf-8"))
-        for path in (folder / page for page in ("index.html", "study.csv", "study.md")):
-            with part():
-                self._runs.send_file(run_id, path, path.name, sha256_file(path))
-        self._runs.note_sent(run_id, wrong)
-        self._runs.send_end(run_id, "FINISHED", made)
+        with deferring_too_large() as part:
+            for variant in plan["variants"]:
+                for seed, run in zip(plan["seeds"], variant["runs"], strict=True):
+                    sent += self._send(request_of(results, run), False, part)["runs"]
+                    trained = next(record for record in reversed(sent) if record["stage"] == PARENT)
+                    tags = {"study": name, "variant": variant["name"], "seed": str(seed)}
+                    self._runs.send_tags(trained["run_id"], tags | {f"study.{name}": variant["name"]})
+            made = (folder / "plan.json").stat().st_mtime_ns // 10**6
+            key = f"study/{name}/{plan['variants'][0]['runs'][0]}"
+            run_id = self._runs.run(key, f"study {name}", made, {"stage": "study", "study": name})
+            wrong = self._runs.remove_damaged(run_id)
+            rule = f"Its runs: `tags.study.{name} != ''`, or group by the tags `study` and `variant`.\n\n"
+            self._runs.send_note(run_id, rule + (folder / "study.md").read_text(encoding="utf-8"))
+            for path in (folder / page for page in ("index.html", "study.csv", "study.md")):
+                with part():
+                    self._runs.send_file(run_id, path, path.name, sha256_file(path))
+            self._runs.note_sent(run_id, wrong)
+            self._runs.send_end(run_id, "FINISHED", made)
         return self._describe_runs(list({record["run_id"]: record for record in sent}.values()))
 
     def _describe_runs(self, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

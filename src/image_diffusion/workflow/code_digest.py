@@ -79,8 +79,7 @@ def package_digest(source: Path) -> str:
 
 
 def scripts_digest(folder: Path, source: Path) -> str:
-    """Return the sha256 of the code that the scripts in a folder import from the package. source: as in
-    `stage_digests`."""
+    """Return the digest of the package's code that the scripts in a folder import. source: as in `stage_digests`."""
     scripts = [_read(path, path.read_bytes(), "") for path in sorted(folder.glob("*.py"))]
     return Modules(source).digest([name for script in scripts for name in script.imported])
 
@@ -135,8 +134,7 @@ class Modules:
 
 @dataclass(frozen=True)
 class _Code:
-    """Record of one Python file. tree: its syntax without docstrings. imported: names that it may import from the
-    package."""
+    """One Python file. tree: its syntax without docstrings. imported: names that it may import from the package."""
 
     tree: str
     digest: str
@@ -169,8 +167,7 @@ def _read(path: Path, text: bytes, package: str) -> _Code:
 
 
 def _without_text(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements inside a node, at any depth, and remove docstrings, including those of the fields of a
-    configuration."""
+    """Yield the statements inside a node, at any depth, and remove all docstrings, also those of fields."""
     for block in ("body", "handlers", "orelse", "finalbody", "cases"):
         if isinstance(inside := getattr(node, block, None), list):
             inside[:] = [part for part in inside if not _is_text(part)]

@@ -15,19 +15,6 @@ def package_beside(root: Path) -> Path:
     return root.parents[1] if root.parts[-2:] == SHIPPED.parts else root / "src"
 
 
-def refuse_storage(provider: str | None) -> None:
-    """Exit with a one-line error if Snakemake uses a storage provider.
-
-    No rule declares shards, checkpoints and journals, so a provider would not store them.
-    """
-    if provider:
-        raise SystemExit(
-            f"error: --default-storage-provider {provider} stores only what rules declare: shards, checkpoints and "
-            "journals would be lost. Use a file system that all jobs share, or one machine with --config mirror=… "
-            "(docs/cloud.md)."
-        )
-
-
 def search_path(root: Path, path: str) -> str:
     """Return PATH with the Python that runs Snakemake and `logged` in front, for stages.
 
@@ -38,7 +25,6 @@ def search_path(root: Path, path: str) -> str:
 
 
 def with_package(source: Path) -> dict[str, str]:
-    """Return this process's environment, with Python importing the package from `source`; `logged` does this for the
-    stages of a clone."""
+    """Return this process's environment, with the package imported from `source`, as `logged` does for stages."""
     path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

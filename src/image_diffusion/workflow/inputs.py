@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from image_diffusion.core.files.atomic import digest, sha256_file
+from image_diffusion.core.files.atomic import digest, sha256_once
 from image_diffusion.data.sources.folder import Walk
-from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards, has
-from image_diffusion.workflow.studies import FOLDER, PAGE
+from image_diffusion.workflow.plans import CHOSEN, STAGES, STUDIES_FOLDER, STUDY_PAGE, Plan, Plans, Wildcards, has
 
 WEIGHTS = "weights.safetensors"
 OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
@@ -47,7 +45,7 @@ class Files:
         """Yield the default targets of `snakemake`."""
         if self.plans.studies and not self.plans.requested:
             for name in self.plans.studies:
-                yield from (f"{self.results}/{FOLDER}/{name}/{file}" for file in (PAGE, "tracked.json"))
+                yield from (f"{self.results}/{STUDIES_FOLDER}/{name}/{file}" for file in (STUDY_PAGE, "tracked.json"))
             return
         yield f"{self.results}/summary.html"
         for name in self.plans.by_name:
@@ -97,8 +95,7 @@ class Files:
         return [*manifests, *detector, *self._references(plan)]
 
     def configurations(self, wildcards: Wildcards) -> list[str]:
-        """Return the files an experiment was made from: the configurations of its stages and the manifests of its
-        data."""
+        """Return the files an experiment was made from: configurations of its stages, and manifests of its data."""
         plan = self.plans.plan_for(wildcards)
         return [*plan.configs.values(), *(path for path in self._data(plan) if path.endswith("/manifest.json"))]
 
@@ -156,7 +153,9 @@ class Files:
             "trained_by": Optional("--trained-by", _listed(plan.configs.get("train"))),
             "sample": Optional("--sample", _listed(plan.configs.get("sample"))),
             "samples": Optional(
-                "--samples", outputs_of(sampled, "samples/samples.npz", "samples/samples.json"), _first
+                "--samples",
+                outputs_of(sampled, "samples/samples.npz", "samples/samples.json"),
+                lambda files: files[:1],
             ),
             "grid": Optional("--grid", outputs_of(sampled, "samples/grid.png")),
             "encoded": Optional("--encoded", [self._trained_on(plan)] if plan.judged_on_encoded else [], _folders),
@@ -188,8 +187,7 @@ class Files:
         return [f"{self._dataset(plan)}/references/{name}/reference.json" for name in plan.references]
 
     def made_with(self, wildcards: Wildcards) -> list[str]:
-        """Return the files that `evaluate` reads to generate images that are not stored: the input files of
-        `sample`."""
+        """Return the inputs of `sample`, which `evaluate` reads to generate images that are not stored."""
         plan = self.plans.plan_for(wildcards)
         optional = self._optional(plan)
         names = ("codec", "small_images", "embeddings", "prompts")
@@ -310,8 +308,7 @@ class Files:
         return lambda wildcards: self.plans.plan_for(wildcards).configs[stage]
 
     def configs_before(self, stage: str) -> Callable[[Wildcards], list[str]]:
-        """Return the configurations of the previous stages, so that after a failed stage no later one counts as up to
-        date."""
+        """Return the configurations of earlier stages: after a failed stage, no later one counts as up to date."""
         # A set of pairs depends on no codec: experiments with different codecs share it.
         before = ("crop",) if stage == "embed" else STAGES[: STAGES.index(stage)]
 
@@ -425,10 +422,6 @@ def _listed(path: str | None) -> list[str]:
     return [path] if path else []
 
 
-def _first(paths: list[str]) -> list[str]:
-    return paths[:1]
-
-
 def _folders(paths: list[str]) -> list[str]:
     return [str(Path(path).parent) for path in paths]
 
@@ -451,9 +444,4 @@ def _stamps(paths: list[str]) -> list[str]:
 
 def _digests(tables: list[str]) -> list[str]:
     """Return path and sha256 of each existing table. Snakemake asks for each job, so a table is hashed once."""
-    return [f"{path} {_sha256_of(path, stamp)}" for path in tables for stamp in _stamps([path])]
-
-
-@cache
-def _sha256_of(path: str, stamp: str) -> str:
-    return sha256_file(Path(path))
+    return [f"{path} {sha256_once(Path(path))}" for path in tables if Path(path).is_file()]

@@ -16,8 +16,7 @@ from image_diffusion.core.config.errors import nearest
 from image_diffusion.core.files.atomic import code_below, digest, is_in_future, read_json, sha256_file, write_json
 from image_diffusion.workflow.code_digest import package_digest, scripts_digest, stage_digests
 from image_diffusion.workflow.environment import package_beside, with_package
-from image_diffusion.workflow.plans import Plans, plan_file
-from image_diffusion.workflow.studies import study_file
+from image_diffusion.workflow.plans import Plans, plan_file, study_file
 
 RENAMED = {
     "ledger": "ledger is called study now. Move config/ledgers to config/studies, call the rows of its files variants, "

@@ -1,4 +1,18 @@
-"""Resources to request for each stage, as functions of a job's wildcards."""
+"""Resources to request for each stage, as functions of a job's wildcards; GPUs in the form that each Snakemake executor
+reads.
+
+| Executor     | Resource                           | Read by                                                       |
+| ------------ | ---------------------------------- | ------------------------------------------------------------- |
+| slurm, local | `gres=gpu:a100:2`                  | snakemake-executor-plugin-slurm 2.8, `set_gres_string`        |
+| kubernetes   | `gpu`, `gpu_manufacturer`, `scale` | snakemake-executor-plugin-kubernetes 0.5, `run_job`           |
+| aws-batch    | `_gpus`                            | snakemake-executor-plugin-aws-batch 0.2, `BatchJobBuilder`    |
+| googlebatch  | `nvidia_gpu`                       | snakemake-executor-plugin-googlebatch 0.5, `get_accelerators` |
+
+On Kubernetes, `scale=0` makes the plugin write limits in addition to requests. A pod that requests a GPU without a
+limit is refused (Kubernetes' documentation, "Schedule GPUs").
+
+An executor that is not in the table gets `gpu`, Snakemake's common name, and `gres`; `doubt_about` warns about it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import read_json
-from image_diffusion.workflow.gpu_requests import NAMES, gpu_request, number_of_gpus
 from image_diffusion.workflow.jobs.slurm_queue import count_out_of_memory
 from image_diffusion.workflow.plans import Plan, Plans, Wildcards, has
 
@@ -21,8 +34,7 @@ ALL_CORES = 1024
 """More threads than any machine has: Snakemake gives such a job every core, and so runs it alone."""
 
 SIGNAL_LEAD_S = 120
-"""Seconds between the signal to a training and the end of its job's time, unless the site's slurm_extra sets
---signal."""
+"""Seconds between the signal to a training and the end of its job, unless the site's slurm_extra sets --signal."""
 
 MORE_MEMORY = 1.5
 """Factor of the requested memory after each attempt that ran out of memory."""
@@ -30,6 +42,18 @@ MOST_OUT_OF_MEMORY = 3
 """Maximum number of times that the factor is applied."""
 
 _START_MIN = 10  # of a job, in addition to its work
+
+_BY_EXECUTOR = {
+    "kubernetes": ("gpu", "gpu_manufacturer", "scale"),
+    "aws-batch": ("_gpus",),
+    "googlebatch": ("nvidia_gpu",),
+}
+_READS_GRES = ("slurm", "slurm-jobstep", "local", "dryrun", "touch")
+"""Executors that read `gres` or start no jobs on other machines."""
+_NUMBERS = ("gres", "gpu", "_gpus", "nvidia_gpu")
+_FIXED: dict[str, str | int] = {"gpu_manufacturer": "nvidia", "scale": 0}
+_NAMES = (*_NUMBERS, *_FIXED)
+"""All resources that a rule may set."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +115,8 @@ class Machine:
     def devices_option(self, wildcards: Wildcards, resources: Any) -> list[str]:
         """Return the options of `logged` for the numbers of GPUs that a stage requests and reserves on this machine.
         Snakemake ignores changes of params that are functions of the resources."""
-        gpus, devices = number_of_gpus(resources), resources.get("devices")
-        return [
-            *(["--gpus", str(gpus)] if gpus else []),
-            *(["--devices", str(devices)] if devices else []),
-        ]
+        numbers = {"--gpus": number_of_gpus(resources), "--devices": resources.get("devices")}
+        return [word for option, number in numbers.items() if number for word in (option, str(number))]
 
     def memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
         """Return the memory in MB: one process's share of the training memory of a node."""
@@ -122,12 +143,12 @@ class Machine:
         def request(name: str, wildcards: Wildcards, input: Any) -> str | int | None:
             return None if input.parts else self._gpu_request(name, self.one_gpu, wildcards)
 
-        gpus = {name: partial(request, name) for name in NAMES}
+        gpus = {name: partial(request, name) for name in _NAMES}
         return self.one_process(**gpus, devices=self.one_device_to_begin, **other)
 
     def gpu_resources(self, number: Callable[[Wildcards], int]) -> dict[str, Callable[[Wildcards], str | int | None]]:
         """Return the resources that request GPUs; those that the executor does not read are None. number: of GPUs."""
-        return {name: partial(self._gpu_request, name, number) for name in NAMES}
+        return {name: partial(self._gpu_request, name, number) for name in _NAMES}
 
     def one_core(self) -> dict[str, Any]:
         """Return the resources of a stage that reads and writes weights."""
@@ -171,8 +192,7 @@ class Machine:
         return self.training_cpus(wildcards)
 
     def training_devices(self, wildcards: Wildcards) -> int | None:
-        """Return the number of GPUs that training reserves on this machine, if it has several and training uses any;
-        else None."""
+        """Return the number of GPUs that training reserves if this machine has several; None if it uses none."""
         return self._processes_here(wildcards) if self.devices and self._uses_local_gpu(wildcards) else None
 
     def training_memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
@@ -283,5 +303,37 @@ class Machine:
         return self._requested("gpus_per_node", wildcards) > 0 and not (self.queued or self.remote)
 
     def _gpu_request(self, name: str, number: Callable[[Wildcards], int], wildcards: Wildcards) -> str | int | None:
-        kind = (self.config.get("slurm") or {}).get("gpu_type")
-        return gpu_request(name, self.executor(), number(wildcards), kind)
+        """Return a resource that requests a number of GPUs; None if the executor ignores it, or without GPUs."""
+        executor, count = self.executor(), number(wildcards)
+        names = ("gres",) if executor in _READS_GRES else _BY_EXECUTOR.get(executor, ("gpu", "gres"))
+        if not count or name not in names:
+            return None
+        if name == "gres":
+            kind = (self.config.get("slurm") or {}).get("gpu_type")
+            return ":".join(["gpu", *([kind] if kind else []), str(count)])
+        return _FIXED.get(name, count)
+
+
+def requested_gpus(resources: Mapping[str, Any]) -> str | None:
+    """Return the request of a job in its executor's form, such as "gpu:a100:2" or "2"; None without GPUs.
+
+    resources: of the Snakemake job.
+    """
+    values = (resources.get(name) for name in _NUMBERS)
+    return next((str(value) for value in values if value), None)
+
+
+def number_of_gpus(resources: Mapping[str, Any]) -> int:
+    """Return the number of GPUs that a job requests. A type without a number, as for Google Batch, is one GPU."""
+    number = (requested_gpus(resources) or "0").rpartition(":")[2]
+    return int(number) if number.isdigit() else 1
+
+
+def doubt_about(executor: str) -> str | None:
+    """Return a warning if it is unknown which resource an executor reads to request GPUs; else None."""
+    if executor in _READS_GRES or executor in _BY_EXECUTOR:
+        return None
+    return (
+        f"warning: The executor {executor} is not among those whose request for GPUs is known here. Its jobs have the "
+        "resources gpu=N and gres=gpu:N. If it reads another one, set that: --set-resources train:NAME=N."
+    )

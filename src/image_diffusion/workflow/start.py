@@ -15,16 +15,16 @@ from image_diffusion.core.process.out_of_resources import sentence_on
 from image_diffusion.core.process.parent_watch import end_with_parent
 from image_diffusion.core.process.secrets import variable_of
 from image_diffusion.workflow.code_digest import note_code
-from image_diffusion.workflow.environment import package_beside, refuse_storage, search_path
+from image_diffusion.workflow.environment import package_beside, search_path
 from image_diffusion.workflow.inputs import Files
-from image_diffusion.workflow.integrity.locks import lock_results
-from image_diffusion.workflow.integrity.snakemake_patches import ignore_parts_in_records
 from image_diffusion.workflow.jobs.gpu_locks import VARIABLE, devices_here
+from image_diffusion.workflow.locks import lock_results
 from image_diffusion.workflow.mirror.mirror_process import Mirroring
 from image_diffusion.workflow.parts import Parts, look_at_sources
 from image_diffusion.workflow.plans import Plans
 from image_diffusion.workflow.resolve import requested, resolve, resolved
 from image_diffusion.workflow.resources import Machine
+from image_diffusion.workflow.snakemake_patches import ignore_parts_in_records
 
 _LISTS = {"--list-rules", "--list", "-l", "--list-target-rules", "--lt", "--lint"}
 """Arguments that make Snakemake only list its rules, which are independent of the files of data sets."""
@@ -73,7 +73,12 @@ def start(
     if another Snakemake runs here. provider: Snakemake's storage provider. Processes started on this machine end with
     Snakemake and find the URI of MLflow's store in their environment. On an error, Snakemake exits with one line.
     """
-    refuse_storage(provider)
+    if provider:  # no rule declares shards, checkpoints and journals
+        raise SystemExit(
+            f"error: --default-storage-provider {provider} stores only what rules declare: shards, checkpoints and "
+            "journals would be lost. Use a file system that all jobs share, or one machine with --config mirror=… "
+            "(docs/cloud.md)."
+        )
     ignore_parts_in_records()
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     end_with_parent(os.environ, queued=remote)
@@ -109,6 +114,8 @@ def start(
     if machine.uses_gpus and len(devices := devices_here(os.environ)) > 1:
         os.environ[VARIABLE] = ",".join(devices)
         machine = replace(machine, devices=devices, limit=limit)
+    folders = (root / "workflow" / "pages", root / "workflow" / "scripts")
+    pages = digest({path.name: sha256_file(path) for folder in folders for path in folder.iterdir() if path.is_file()})
     return WorkflowContext(
         results=results,
         plans=plans,
@@ -116,11 +123,6 @@ def start(
         parts=Parts(results, plans, machine.jobs_at_once),
         machine=machine,
         code=code,
-        pages=digest([_digest_of_pages(root / "workflow"), code["pages"]]),
+        pages=digest([pages, code["pages"]]),
         lock=lock,
     )
-
-
-def _digest_of_pages(workflow: Path) -> str:
-    folders = (workflow / "pages", workflow / "scripts")
-    return digest({path.name: sha256_file(path) for folder in folders for path in folder.iterdir() if path.is_file()})

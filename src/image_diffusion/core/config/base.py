@@ -13,13 +13,16 @@ import typing
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Discriminator,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
+    Tag,
     TypeAdapter,
     ValidationError,
     model_serializer,
@@ -95,8 +98,7 @@ def merged(default: Any, written: Any) -> Any:
 
 
 def shortest(value: Any, default: Any = None) -> Any:
-    """Return the shortest plain data that `merged` and the defaults of its class complete to a value. value: a Config
-    or plain data."""
+    """Return the shortest plain data that `merged` and the defaults of its class complete to a Config or plain data."""
     if not isinstance(value, Config):
         return value
     plain, fields = dump(value), type(value).model_fields
@@ -182,8 +184,7 @@ def dump(config: Config) -> dict[str, Any]:
 
 
 def differing_keys(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
-    """Return the dotted keys whose values differ, each with both values: "train.optimizer.lr (0.0002 here, 0.0001
-    there)"."""
+    """Return the dotted keys whose values differ, with both: "train.optimizer.lr (0.0002 here, 0.0001 there)"."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [d for key in keys for d in differing_keys(ours.get(key), theirs.get(key), f"{prefix}{key}.")]
@@ -275,3 +276,26 @@ def read_inherited(path: Path) -> tuple[Any, list[Path]]:
     for written in reversed(levels):
         data = merged_over(data, written)
     return data, files
+
+
+def _form(value: Any) -> str:
+    """Return the tag of a value: "(several)" of a list, "(one)" of anything else."""
+    return "(several)" if isinstance(value, list | tuple) else "(one)"
+
+
+OneOrSeveral = Annotated[Annotated[T, Tag("(one)")] | Annotated[tuple[T, ...], Tag("(several)")], Discriminator(_form)]
+"""A value, or a list of values."""
+
+
+def single_value(example: str) -> BeforeValidator:
+    """Return a validator that replaces a list of one value by the value, and rejects an empty list. example: a value
+    for the message."""
+
+    def validated(value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) < 2:
+            if not value:
+                raise ValueError(f"the list is empty. Name {example}, or leave the key out.")
+            return value[0]
+        return value
+
+    return BeforeValidator(validated)

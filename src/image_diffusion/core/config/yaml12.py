@@ -37,8 +37,7 @@ def from_text(text: str) -> Any:
 
 
 def to_text(data: Any) -> str:
-    """Return plain data as YAML that both versions read equally, with keys in their given order. Equal data give equal
-    bytes."""
+    """Return plain data as YAML that both versions read equally, with keys in order. Equal data give equal bytes."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 

@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -37,31 +38,27 @@ def atomic_write(path: Path, check_owner: Callable[[], None] | None = None) -> I
     renaming; raises an exception if the file must not be written.
     """
     with writing(path):
-        yield from _atomic_write(path, check_owner)
-
-
-def _atomic_write(path: Path, check_owner: Callable[[], None] | None) -> Iterator[BinaryIO]:
-    make_folder(path.parent)
-    remove_unfinished(path.parent, glob.escape(path.name))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    held = os.dup(descriptor)  # and with it the lock, until the file is renamed
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield cast("BinaryIO", file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        if check_owner is not None:
-            check_owner()
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(held)
-    sync_folder(path.parent)
+        make_folder(path.parent)
+        remove_unfinished(path.parent, glob.escape(path.name))
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = os.dup(descriptor)  # and with it the lock, until the file is renamed
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield cast("BinaryIO", file)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o666 & ~_umask())
+            if check_owner is not None:
+                check_owner()
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(held)
+        sync_folder(path.parent)
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:
@@ -153,8 +150,7 @@ def is_in_future(path: Path) -> bool:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically, unless the file already contains it and its modification time is not in the
-    future."""
+    """Write UTF-8 text atomically, unless the file already contains it and is not from the future."""
     if not path.is_file() or is_in_future(path) or path.read_bytes() != text.encode("utf-8"):
         write_text(path, text)
 
@@ -165,16 +161,14 @@ def to_json(data: Any) -> str:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write plain data as JSON, atomically, with a key "seal": the digest of the other data, which `read_json`
-    verifies."""
+    """Write plain data as JSON, atomically, with a "seal": the digest of the other data, which `read_json` verifies."""
     plain = json.loads(json.dumps(data, allow_nan=False))
     plain.pop("seal", None)
     write_text(path, to_json({**plain, "seal": digest(plain)}))
 
 
 def read_json(path: Path) -> Any:
-    """Return the plain data in a JSON file, without its seal. Raises ValueError that names the file if it is missing or
-    damaged."""
+    """Return the plain data in a JSON file, without its seal. Raises ValueError if it is missing or damaged."""
     try:
         return parse_json(path.read_bytes(), str(path), "Delete it and run the stage again.")
     except FileNotFoundError:
@@ -242,6 +236,16 @@ def sha256_file(path: Path) -> str:
     """Return the sha256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_once(path: Path) -> str:
+    """Return the sha256 of a file, which this process hashes once for each stamp."""
+    return _sha256_of(path, stamp_of(path))
+
+
+@lru_cache(maxsize=4096)
+def _sha256_of(path: Path, stamp: Stamp) -> str:
+    return sha256_file(path)
 
 
 def code_below(folder: Path) -> str:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files.atomic import Stamp, atomic_write, folder_lock, stamp_of, write_bytes
+from image_diffusion.core.files.atomic import Stamp, atomic_write, folder_lock, stamp_of, write_bytes, write_text
 from image_diffusion.core.files.store import Store
 from image_diffusion.core.process.errors import log_line
 
@@ -100,8 +100,7 @@ def read_chunk(store: Store, chunk: str) -> bytes:
 def write_absent(path: Path, url: str, files: Mapping[str, MirroredFile]) -> None:
     """Write the list of files that are only in the mirror, by their absolute paths."""
     text = json.dumps({"url": url, "files": {name: file.plain() for name, file in sorted(files.items())}})
-    with atomic_write(path) as written:
-        written.write(text.encode())
+    write_text(path, text)
 
 
 def is_mirrored(path: Path, sha256: str) -> bool:

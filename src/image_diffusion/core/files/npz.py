@@ -24,8 +24,7 @@ def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
 
 
 def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Tensor | None) -> None:
-    """Write `count` images from batches [B, C, H, W], with the same bytes as `save_samples`. Vectors [B, dim] are
-    written unchanged."""
+    """Write `count` images from batches [B, C, H, W], or vectors [B, dim], with the same bytes as `save_samples`."""
     with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
         written = 0
         with _member(archive, "arr_0") as member:

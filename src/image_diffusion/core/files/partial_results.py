@@ -49,8 +49,7 @@ def rows_of_part(num_rows: int, at_once: int, part: tuple[int, int]) -> list[sli
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all processes, with tensors on the CPU, in the order of the processes; the same list in
-    all."""
+    """Return the values of all processes, with tensors on the CPU, in their order; the same list in all."""
     if not dist.is_initialized():
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()

@@ -59,8 +59,7 @@ def read_model(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the model.json of a weights folder. Raises ValueError if the files do not belong
-    together."""
+    """Return the tensors and the model.json of a weights folder. Raises ValueError if they do not fit together."""
     model = read_model(folder)
     path = folder / "weights.safetensors"
     if not path.is_file():

@@ -171,8 +171,7 @@ def has_resumed(folder: Path) -> bool:
 
 @dataclass
 class _AttemptRecord:
-    """An attempt. num_lines: lines of its file, including unreadable ones. expected: number of records in its
-    receipt."""
+    """An attempt. num_lines: lines of its file, also unreadable ones. expected: number of records in its receipt."""
 
     header: dict[str, Any]
     alive: bool
@@ -193,8 +192,7 @@ class _AttemptRecord:
 
     @property
     def after(self) -> dict[str, int]:
-        """Return the attempts that led to this attempt's first checkpoint, each with its number of records at that
-        time."""
+        """Return the attempts that led to this one's first checkpoint, with their numbers of records then."""
         previous = self.header.get("after", ())  # old journals have no counts of records
         return previous if isinstance(previous, dict) else dict.fromkeys(previous, 0)
 
@@ -373,8 +371,7 @@ def _warn_of_loss(stage: str, attempt: str, lost: int, records: int) -> None:
 
 
 def _split_superseded(attempts: list[list[Entry]], limits: list[float]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries of the attempts with each (key, step) once, from the last attempt valid at this step, and the
-    rest."""
+    """Return the entries with each (key, step) once, from the last attempt that is valid there, and the rest."""
     latest: dict[tuple[str, int], Entry] = {}
     superseded: list[Entry] = []
     for entries, limit in zip(attempts, limits, strict=True):

@@ -101,8 +101,7 @@ class Journal:
 
     @property
     def attempts(self) -> dict[str, int]:
-        """Return the attempts that led to a checkpoint made now: the argument `after` of an attempt that resumes from
-        it."""
+        """Return the attempts that led to a checkpoint made now: `after` of an attempt that resumes from it."""
         return {**self._after, self.id: self._num_records}
 
     def params(self, values: Mapping[str, Any]) -> None:
@@ -120,8 +119,7 @@ class Journal:
         self._append(record)
 
     def image(self, key: str, path: Path, step: int) -> None:
-        """Record an image at a step. The journal stores a copy, since outputs of a stage may be deleted and made
-        again."""
+        """Record an image at a step. The journal stores a copy, since a stage's outputs may be made again."""
         name = f"{uuid.uuid5(uuid.NAMESPACE_OID, key).hex}-{step}{path.suffix}"
         copy = self.path.parent / "images" / self.path.stem / name
         try:
@@ -279,8 +277,7 @@ def open_journal(
 
 
 def receipts_of(folder: Path) -> Path:
-    """Return the folder of the receipts that belong to the journal of a stage,
-    `results/<experiment>/journal/<stage>`."""
+    """Return the folder of the receipts of a stage's journal, `results/<experiment>/journal/<stage>`."""
     journals = folder.absolute().parent
     return journals.with_name(f".{journals.name}") / folder.name
 

@@ -33,7 +33,7 @@ def end_with(marks: Sequence[str]) -> None:
     """Send this process SIGTERM when one of these processes has ended, and SIGKILL if it does not end. Processes of
     other machines are ignored: a job of a queue does not depend on the process that submitted it.
     """
-    watched = [parent for parent in map(_Mark, marks) if parent.machine == _machine()]
+    watched = [mark for mark in marks if mark.split(":")[0] == _machine()]
     if watched:
         threading.Thread(target=_wait, args=(watched,), daemon=True, name="lifeline").start()
 
@@ -44,27 +44,21 @@ def process_identifier() -> str:
     return f"{machine}:{os.getpid()}:{_started(os.getpid())}" if machine else ""
 
 
-class _Mark:
-    """A parsed identifier of a process."""
-
-    def __init__(self, text: str) -> None:
-        self.machine, pid, self.started = text.split(":")
-        self.pid = int(pid)
-
-    def open(self) -> int | None:
-        """Return a descriptor that becomes readable when the process ends; None when it has ended."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except OSError:
-            return None
-        if _started(self.pid) == self.started:
-            return descriptor
-        os.close(descriptor)  # the number was reused by another process
+def _descriptor_of(mark: str) -> int | None:
+    """Return a descriptor that becomes readable when a process ends; None when it has ended. mark: its identifier."""
+    _, pid, started = mark.split(":")
+    try:
+        descriptor = os.pidfd_open(int(pid))
+    except OSError:
         return None
+    if _started(int(pid)) == started:
+        return descriptor
+    os.close(descriptor)  # the number was reused by another process
+    return None
 
 
-def _wait(watched: list[_Mark]) -> None:
-    descriptors = [descriptor for parent in watched if (descriptor := parent.open()) is not None]
+def _wait(watched: list[str]) -> None:
+    descriptors = [descriptor for mark in watched if (descriptor := _descriptor_of(mark)) is not None]
     if len(descriptors) == len(watched):
         poll = select.poll()
         for descriptor in descriptors:

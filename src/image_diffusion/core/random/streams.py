@@ -105,8 +105,7 @@ def _by_compiled() -> Callable[..., Tensor]:
 
 @cache
 def _by_kernel() -> Callable[..., Tensor]:
-    """Draw identical numbers by one kernel. If Triton is missing or finds no compiler, prints a message and draws with
-    PyTorch."""
+    """Draw identical numbers by one kernel; by PyTorch, with a message, if Triton is missing or finds no compiler."""
     try:
         from image_diffusion.core.random.philox_gpu import draw
 

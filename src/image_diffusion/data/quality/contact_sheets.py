@@ -14,8 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from image_diffusion.core.files.atomic import atomic_write, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.levels import Levels
-from image_diffusion.core.pictures import as_pictures
-from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.pictures import as_pictures, new_figure, save_figure
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.data.shards.records import ShardRecord
 

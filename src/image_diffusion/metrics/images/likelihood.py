@@ -20,7 +20,7 @@ from torch import Tensor
 from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.partial_results import Arrays, batches
-from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.pictures import new_figure, save_figure
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.features.base import ImageSet

@@ -14,8 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec, from_uint8, to_uint8
-from image_diffusion.core.pictures import image_grid, save_picture
-from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.pictures import image_grid, new_figure, save_figure, save_picture
 from image_diffusion.core.types import DataSpec
 from image_diffusion.metrics.images.reconstruction import codebook_use, psnr, ssim
 from image_diffusion.networks.autoencoder import Autoencoder

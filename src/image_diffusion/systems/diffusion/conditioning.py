@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from image_diffusion.core.config.several import OneOrSeveral, single_value
+from image_diffusion.core.config.base import OneOrSeveral, single_value
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig

@@ -17,8 +17,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.core.config.base import dump
-from image_diffusion.core.config.several import OneOrSeveral, single_value
+from image_diffusion.core.config.base import OneOrSeveral, dump, single_value
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
 from image_diffusion.data.encoded.pairs import TOKENS, PairSet, Splits

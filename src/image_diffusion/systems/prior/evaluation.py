@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.files.partial_results import Arrays, batches, gathered, share
-from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.pictures import new_figure, save_figure
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Objective

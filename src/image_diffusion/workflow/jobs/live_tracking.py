@@ -33,8 +33,7 @@ class Following:
     _lock: TextIO | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start the process, unless another Snakemake in this folder runs one. It ends when the pipe to it is closed,
-        so also if this process is killed."""
+        """Start the process, unless another Snakemake here runs one. It ends with this process, by its pipe."""
         if not self.tracking.get("every_s"):
             return
         LOCK.parent.mkdir(exist_ok=True)

@@ -112,7 +112,7 @@ def tell_of_unseen_jobs(logs: Iterable[str | Path]) -> None:
 SLURM_ANSWERS_S = 10.0
 """Timeout in seconds of a query to Slurm, after all jobs have ended."""
 
-_SLURM_LOGS = Path(".snakemake", "slurm_logs")
+_STAGE_LOGS, _SLURM_LOGS = Path("logs"), Path(".snakemake", "slurm_logs")
 _KILLED_FOR_MEMORY = re.compile(r"oom[-_ ]?kill|exceeded memory limit|out.of.memory", re.IGNORECASE)
 
 
@@ -128,29 +128,26 @@ def count_out_of_memory(logs: Path, since: float) -> int:
 
 def ran_out_of_memory(attempt: JobOutcome) -> bool:
     """Return True if an attempt ran out of memory, by the stage's record or, if it was killed, by its Slurm log."""
-    return attempt.ending == "memory" or (attempt.ending is None and _was_killed_for_memory(attempt.job))
-
-
-def _was_killed_for_memory(job: str) -> bool:
-    logs = _SLURM_LOGS.rglob(f"{job}.log")
+    if attempt.ending is not None:
+        return attempt.ending == "memory"
+    logs = _SLURM_LOGS.rglob(f"{attempt.job}.log")
     return any(_KILLED_FOR_MEMORY.search(log.read_text(errors="replace")) for log in logs)
 
 
-def report_failed_jobs(logs: Iterable[str | Path], since: float, stage_logs: Path = Path("logs")) -> None:
+def report_failed_jobs(logs: Iterable[str | Path], since: float) -> None:
     """Print a line for each stage whose last job failed, with its ending and Slurm's facts about the job.
 
     A stage that recorded its ending has failed, even in a job shared by several stages, whose number Snakemake does not
     log. A killed stage recorded nothing; its job is named as failed in Snakemake's log.
 
     logs: the files that Snakemake logs to. since: seconds since 1970; attempts that began before do not count.
-    stage_logs: the folder of the stages' logs.
     """
     failed = set(re.findall(r"SLURM-job '(\d+)' failed", "".join(Path(log).read_text() for log in logs)))
-    last = {note: attempts[-1] for note in sorted(stage_logs.rglob("*.attempt")) if (attempts := read_attempts(note))}
+    last = {note: attempts[-1] for note in sorted(_STAGE_LOGS.rglob("*.attempt")) if (attempts := read_attempts(note))}
     stages_of_jobs: dict[str, list[tuple[str, JobOutcome]]] = defaultdict(list)
     for note, attempt in last.items():
         if attempt.job in failed or (attempt.ending is not None and attempt.began >= since):
-            stage = str(note.relative_to(stage_logs)).removesuffix(".log.attempt")
+            stage = str(note.relative_to(_STAGE_LOGS)).removesuffix(".log.attempt")
             stages_of_jobs[attempt.job].append((stage, attempt))
     states = ask_slurm(stages_of_jobs) if stages_of_jobs else {}
     for job, stages in stages_of_jobs.items():

@@ -7,7 +7,6 @@ the next number, and the first one notices when its own is refused. Clocks of ma
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -54,7 +53,7 @@ class Head:
 
     def sealed(self, number: int) -> bytes:
         """Return the bytes of an object that holds the head."""
-        plain = json.loads(json.dumps({**asdict(self), "number": number}))
+        plain = {**asdict(self), "number": number}
         return to_json({**plain, "seal": digest(plain)}).encode()
 
 

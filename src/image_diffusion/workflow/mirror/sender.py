@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -56,7 +56,9 @@ class Sender:
                 self._lease.renew()
                 self._remove()
             return False
-        chunks = [self._put(data) for data in list_in_chunks(files)]
+        plain = {name: file.plain() for name, file in sorted(files.items())}
+        listed = gzip.compress(json.dumps(plain, separators=(",", ":")).encode(), mtime=0)
+        chunks = [self._put(listed[begin : begin + CHUNK]) for begin in range(0, len(listed), CHUNK)]
         before = {*self._lease.snapshot, *(chunk for file in self.files.values() for chunk in file.chunks)}
         self._lease.renew(tuple(chunks))
         self._remove()
@@ -139,10 +141,3 @@ def descriptions(project: Project, names: Iterable[str]) -> dict[str, str | None
             texts[folder] = texts[folder] if folder.is_dir() else ""
         by_name[name] = texts[folder]
     return by_name
-
-
-def list_in_chunks(files: Mapping[str, MirroredFile]) -> Iterator[bytes]:
-    """Return the list of files of a snapshot, compressed, in chunks."""
-    plain = {name: file.plain() for name, file in sorted(files.items())}
-    data = gzip.compress(json.dumps(plain, separators=(",", ":")).encode(), mtime=0)
-    return (data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK))

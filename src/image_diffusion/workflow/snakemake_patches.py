@@ -33,8 +33,7 @@ def count_damaged_as_unfinished(damaged: Callable[[Iterable[str]], bool]) -> Non
 
 
 def ignore_parts_in_records() -> None:
-    """Keep a result that was made in parts if the number of parts changes: parts are ignored in the inputs that
-    Snakemake recorded."""
+    """Keep a result if the number of its parts changes: parts are ignored in the inputs that Snakemake recorded."""
     persistence = _persistence_class()
     changed = persistence._input_changed
 

@@ -1,1 +1,0 @@
-"""Damage, locks, and Snakemake's records."""
