@@ -27,13 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
-from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import set_num_maps
+from image_diffusion.nn.conditioning import add_numbers, with_added
 from image_diffusion.nn.embedders import ImageEmbedder, LabelEmbedder, PatchEmbedder, TextEmbedder, TimeEmbedder
-from image_diffusion.nn.image_input import input_channels, with_image
-from image_diffusion.nn.inputs import check_inputs, grid_of, unpatchify
+from image_diffusion.nn.inputs import check_inputs, grid_of, input_channels, unpatchify, with_image
 from image_diffusion.nn.linear import Linear
-from image_diffusion.nn.numbers import add_numbers, with_numbers
 from image_diffusion.nn.positions import check_rope, grid_positions, rotary_angles
 from image_diffusion.nn.transformer import Mlp, SelfAttention, SwiGlu
 
@@ -246,7 +244,7 @@ class DiT(nn.Module):
                 mask = F.pad(mask, (of_image.shape[1], 0), value=True)  # [B, M + L + N]
             both = [some for some in (of_image, words) if some is not None]
             words = torch.cat(both, 1) if both else None  # [B, M + L, D]
-        c = with_augmentation(self, with_numbers(self, c, numbers), augment)
+        c = with_added(self, c, numbers, augment)
         angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         num_class_tokens = self.config.class_tokens

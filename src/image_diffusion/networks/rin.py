@@ -19,11 +19,9 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import DataSpec
-from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import set_num_maps
-from image_diffusion.nn.image_input import input_channels, with_image
-from image_diffusion.nn.inputs import check_inputs, grid_of
-from image_diffusion.nn.numbers import add_numbers, with_numbers
+from image_diffusion.nn.conditioning import add_numbers, with_added
+from image_diffusion.nn.inputs import check_inputs, grid_of, input_channels, with_image
 
 
 class RinConfig(Config):
@@ -135,7 +133,7 @@ class Rin(nn.Module):
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
         if label is not None:
             condition = condition + self.label_embedding(label)  # [B, E]
-        condition = with_augmentation(self, with_numbers(self, condition, numbers), augment)
+        condition = with_added(self, condition, numbers, augment)
 
         earlier = torch.zeros_like(x) if self_cond is None else self_cond
         cut = F.pixel_unshuffle(torch.cat([earlier, with_image(x, image)], dim=1), self.config.patch)

@@ -17,11 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import divided, size_text
 from image_diffusion.core.types import DataSpec
-from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import set_num_maps
-from image_diffusion.nn.image_input import input_channels, with_image
-from image_diffusion.nn.inputs import check_inputs
-from image_diffusion.nn.numbers import add_numbers, with_numbers
+from image_diffusion.nn.conditioning import add_numbers, with_added
+from image_diffusion.nn.inputs import check_inputs, input_channels, with_image
 from image_diffusion.nn.positions import sinusoid
 
 GROUPS = 32
@@ -229,7 +227,7 @@ class UNet(nn.Module):
         emb = self.time_embed(sinusoid(t, self.config.channels).to(x.dtype))  # [B, E]
         if label is not None:
             emb = emb + self.label_emb(label)  # [B, E]
-        emb = with_augmentation(self, with_numbers(self, emb, numbers), augment)
+        emb = with_added(self, emb, numbers, augment)
         x = with_image(x, image)  # [B, C + C', H, W]
         skips = []
         for block in self.input_blocks:

@@ -16,8 +16,7 @@ from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
 from image_diffusion.samplers.sde import Sde
-from image_diffusion.samplers.tokens.autoregressive import Autoregressive
-from image_diffusion.samplers.tokens.maskgit import Masked
+from image_diffusion.samplers.tokens import Autoregressive, Masked
 
 Sampler = Annotated[Ddpm | Ddim | Euler | Heun | DpmSolver | UniPc | Sde | FlowMap, Field(discriminator="type")]
 

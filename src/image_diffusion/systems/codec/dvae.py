@@ -17,7 +17,7 @@ from pydantic import model_validator
 from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
-from image_diffusion.objectives.codec.discrete import DiscreteAutoencodingConfig
+from image_diffusion.objectives.autoencoding import DiscreteAutoencodingConfig
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.codec.base import CodecSystem
 from image_diffusion.systems.interface import Section

@@ -18,8 +18,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.precision import computes_in
 from image_diffusion.samplers import Autoregressive, Masked, OfTokens
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.samplers.tokens.base import Predictor
-from image_diffusion.samplers.tokens.maskgit import hidden_counts
+from image_diffusion.samplers.tokens import Predictor, hidden_counts
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, ten_of
 
 _GREY = 128

@@ -23,7 +23,7 @@ from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.networks.token_transformer import TokenTransformer, TokenTransformerConfig
 from image_diffusion.objectives import TokenObjective
-from image_diffusion.objectives.tokens.masked import MaskedTokens
+from image_diffusion.objectives.tokens import MaskedTokens
 from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.diffusion.checks import check_kept, check_negative_prompt, check_pairs
 from image_diffusion.systems.diffusion.conditioning import Conditions
