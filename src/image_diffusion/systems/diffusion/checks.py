@@ -24,7 +24,7 @@ from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
-from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance, chosen_classes
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance, check_labels, chosen_classes
 from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.interface import TrainSettings
@@ -217,12 +217,7 @@ def check_settings(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
             f"out. Use 1{', or set sample.weaker_weights' if section == 'sample' else ''}."
         )
-    if classes is not None and not classes and settings.labels == "random":
-        raise ValueError(f"{section}.labels is random, but the data have no classes. Leave it out.")
-    if classes is not None and not isinstance(settings.labels, str):
-        if not classes:
-            raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
-        chosen_classes(f"{section}.labels", settings.labels, list(classes))
+    check_labels(section, settings.labels, classes)
 
 
 def _check_first_point(section: str, settings: SampleConfig, reading: Reading, grid: Grid, bounded: bool) -> None:

@@ -323,6 +323,18 @@ def requested_labels(
     return torch.tensor(chosen)[turns % len(chosen)]
 
 
+def check_labels(section: str, labels: str | Sequence[ClassLabel], classes: Sequence[str] | None) -> None:
+    """Raise ValueError for labels of a section that the data do not have. classes: of the data; None if unknown or
+    unused."""
+    if classes is None or labels == "balanced":
+        return
+    if not classes:
+        mistake, lack = ("is random", "no classes") if labels == "random" else ("names classes", "none")
+        raise ValueError(f"{section}.labels {mistake}, but the data have {lack}. Leave it out.")
+    if not isinstance(labels, str):
+        chosen_classes(f"{section}.labels", labels, list(classes))
+
+
 def chosen_classes(key: str, labels: Sequence[ClassLabel], classes: list[str]) -> list[int]:
     """Return the numbers of classes that are given by name or number. key: their configuration key, for the message.
 

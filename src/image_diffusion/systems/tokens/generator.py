@@ -1,11 +1,11 @@
-"""Images from a system of tokens: seeds and labels -> tokens -> pixels."""
+"""Images from a system of tokens: seeds and labels -> tokens -> pixels, and sweeps of their settings."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -19,7 +19,8 @@ from image_diffusion.nn.precision import computes_in
 from image_diffusion.samplers import Autoregressive, Masked, OfTokens
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.samplers.tokens import Predictor, hidden_counts
-from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, ten_of
+from image_diffusion.systems.diffusion.generator import SampleConfig, ten_of
+from image_diffusion.systems.diffusion.sweep import SweepConfig
 
 _GREY = 128
 
@@ -71,25 +72,11 @@ def fitted(settings: TokenSampleConfig, causal: bool) -> TokenSampleConfig:
     return settings.model_copy(update={"sampler": sampler})
 
 
-def check_settings(
-    section: str, settings: TokenSampleConfig, reading: TokenReading, classes: list[str] | None, spec: DataSpec
-) -> None:
-    """Raise ValueError if the sampler, the guidance or the labels of a section do not fit. classes: of the data; None
-    if unknown or unused.
-    """
-    check_made(section, settings, reading, classes, spec)
-    if classes is not None and not classes and settings.labels == "random":
-        raise ValueError(f"{section}.labels is random, but the data have no classes. Leave it out.")
-    if classes is not None and not isinstance(settings.labels, str):
-        if not classes:
-            raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
-        chosen_classes(f"{section}.labels", settings.labels, classes)
-
-
 def check_made(
     section: str, settings: TokenSampleConfig, reading: TokenReading, classes: list[str] | None, spec: DataSpec
 ) -> None:
-    """Raise ValueError if the sampler or the guidance do not fit."""
+    """Raise ValueError if the sampler or the guidance of a section do not fit. classes: of the data; None if unknown or
+    unused."""
     try:
         sampler = fitted(settings, reading.causal).sampler
         if isinstance(sampler, Masked):
@@ -177,3 +164,22 @@ class TokenGenerator:
         images = self._decode(tokens.masked_fill(hidden, 0))
         gaps = F.interpolate(hidden.view(-1, 1, *self._spec.size).float(), size=images.shape[2:]).bool().cpu()
         return torch.where(gaps, images.new_full((), _GREY), images)
+
+
+class TokenSweepConfig(SweepConfig):
+    """Settings to vary for images made from tokens, one at a time; all others are those of `sample`."""
+
+    temperature: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Temperatures by which the logits are divided."""
+
+    def points(self) -> dict[str, tuple[float | int | str, ...]]:
+        return super().points() | {"temperature": self.temperature}
+
+    def samples(self, axis: str, value: str, base: SampleConfig) -> SampleConfig:
+        if axis in ("temperature", "num_steps") and base.sampler is None:
+            raise ValueError(f"sweep.{axis} varies a key of sample.sampler, which is missing. Write it with its type.")
+        return super().samples(axis, value, base)
+
+
+SWEPT = frozenset({"guidance_scale", "num_steps", "temperature", "checkpoint", "ema", "num_samples", "choose"})
+"""Keys of the section that have an effect."""
