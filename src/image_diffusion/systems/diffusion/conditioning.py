@@ -16,7 +16,13 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ServedModel, check_unused
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    SamplingRequest,
+    ServedModel,
+    check_unused,
+    joined,
+)
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
@@ -25,7 +31,6 @@ from image_diffusion.systems.diffusion.conditions.paired_image import PairedImag
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, read_rows
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest, joined
 from image_diffusion.systems.sampling import Column
 
 AnyImage = Annotated[ImageCondition | PairedImageCondition, Field(discriminator="source")]

@@ -29,12 +29,17 @@ from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource, ServedModel
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    ConditionPart,
+    ImageSource,
+    SamplingRequest,
+    ServedModel,
+    rows_of,
+)
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
-from image_diffusion.systems.diffusion.conditions.image_embeddings import rows_of
 from image_diffusion.systems.diffusion.conditions.rows import images_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.pairs.images import ImageCropper
 from image_diffusion.systems.sampling import Column
 
