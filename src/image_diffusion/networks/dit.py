@@ -339,8 +339,7 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Tokens [B, N, D], condition [B, D] -> [B, N, out_features]."""
         shift, scale = self.adaLN_modulation(c)[:, None, :].chunk(2, dim=2)  # each [B, 1, D]
-        out: Tensor = self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
-        return out
+        return self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
 
 
 def present(text: Tensor, num_patches: int) -> Tensor:

@@ -168,7 +168,7 @@ class Rin(nn.Module):
         options: Any = {"device": self.latents.device, "dtype": self.latents.dtype}
         lines = (torch.linspace(0, 1, side, **options)[:, None] for side in self.grid_size)
         rows, columns = self.axial_pos_emb_height_mlp(next(lines)), self.axial_pos_emb_width_mlp(next(lines))
-        return cast("Tensor", (rows[:, None] + columns[None, :]).flatten(0, 1))
+        return (rows[:, None] + columns[None, :]).flatten(0, 1)
 
 
 class Block(nn.Module):
@@ -250,7 +250,7 @@ class Attention(nn.Module):
         q = _heads(self.to_q(x), self.num_heads)  # [B, heads, N, d]
         k, v = (_heads(part, self.num_heads) for part in self.to_kv(source).chunk(2, dim=-1))  # [B, heads, M, d]
         out = F.scaled_dot_product_attention(self.q_norm(q).to(v), self.k_norm(k).to(v), v)  # [B, heads, N, d]
-        return cast("Tensor", self.to_out(out.transpose(1, 2).flatten(2)))
+        return self.to_out(out.transpose(1, 2).flatten(2))
 
 
 class LinearAttention(nn.Module):
@@ -276,7 +276,7 @@ class LinearAttention(nn.Module):
         q = self.q_norm(q).softmax(dim=-1) * self.scale
         k = self.k_norm(k).softmax(dim=-2)
         out = q @ (k.transpose(-1, -2) @ v)  # [B, heads, N, d]
-        return cast("Tensor", self.to_out(out.transpose(1, 2).flatten(2)))
+        return self.to_out(out.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -289,7 +289,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        return cast("Tensor", self.net(self.norm(x)))
+        return self.net(self.norm(x))
 
 
 class DepthwiseConv(nn.Module):

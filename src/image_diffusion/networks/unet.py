@@ -236,8 +236,7 @@ class UNet(nn.Module):
         x = self._run(self.middle_block, x, emb)
         for block in self.output_blocks:
             x = self._run(block, torch.cat([x, skips.pop()], dim=1), emb)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
     @property
     def condition_width(self) -> int:
@@ -246,12 +245,8 @@ class UNet(nn.Module):
 
     def _run(self, block: nn.Module, x: Tensor, emb: Tensor) -> Tensor:
         if self.config.gradient_checkpointing and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(
-                block, x, emb, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
-            )
-            return recomputed
-        out: Tensor = block(x, emb)
-        return out
+            return checkpoint(block, x, emb, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+        return block(x, emb)
 
 
 class Stage(nn.Sequential):
@@ -298,8 +293,7 @@ class ResidualBlock(nn.Module):
             h = norm(h) * (1 + scale) + shift
         else:
             h = norm(h + modulation)
-        out: Tensor = self.skip_connection(self.resample(x)) + convolution(dropout(activation(h)))
-        return out
+        return self.skip_connection(self.resample(x)) + convolution(dropout(activation(h)))
 
 
 class Attention(nn.Module):
@@ -338,8 +332,7 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H / 2, W / 2]."""
-        out: Tensor = self.op(x)
-        return out
+        return self.op(x)
 
 
 class Double(nn.Module):
@@ -351,8 +344,7 @@ class Double(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, 2H, 2W]."""
-        out: Tensor = self.conv(F.interpolate(x, scale_factor=2))
-        return out
+        return self.conv(F.interpolate(x, scale_factor=2))
 
 
 def zero(module: nn.Module) -> nn.Module:

@@ -40,8 +40,7 @@ class NumberEmbedder(nn.Module):
         octaves = torch.arange(_FREQUENCIES, device=numbers.device, dtype=numbers.dtype).exp2()
         angle = math.pi / 2 * value * octaves  # [B, C, F]: the first one is monotone over [-1, 1]
         features = torch.cat([torch.ones_like(value), value, angle.sin(), angle.cos()], dim=2)
-        embedding: Tensor = self.mlp((features * exists).flatten(1))
-        return embedding
+        return self.mlp((features * exists).flatten(1))
 
 
 class ZeroLinear(Linear):

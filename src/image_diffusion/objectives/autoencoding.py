@@ -104,10 +104,6 @@ class DiscreteAutoencodingConfig(Config):
                 "system.network.vector_quantiser, or leave it out."
             )
 
-    def for_deterministic_tokens(self, commits: bool) -> QuantisedAutoencoding:
-        """Return the objective for deterministic tokens. commits: True to add the commitment loss."""
-        return QuantisedAutoencoding(self.reconstruction, self.commitment_weight if commits else None)
-
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 

@@ -142,5 +142,4 @@ class PatchDiscriminator(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 4, padding=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.layers(x)
-        return logits
+        return self.layers(x)

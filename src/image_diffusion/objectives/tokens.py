@@ -88,8 +88,7 @@ class MaskedTokensObjective(Objective):
 def hide(streams: Streams, count: Tensor, places: int) -> Tensor:
     """Draw the masked tokens of each image uniformly: `count` tokens, int64 [B], at least 1. Bool [B, places]."""
     rank = streams.uniform("mask_order", (places,)).argsort(dim=1, stable=True).argsort(dim=1)
-    hidden: Tensor = rank < count.clamp(1, places)[:, None]
-    return hidden
+    return rank < count.clamp(1, places)[:, None]
 
 
 def hidden_bits(network: Any, tokens: Tensor, hidden: Tensor, cond: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -139,19 +139,9 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a model folder of diffusers, by name. Raises ValueError for a folder without tensors."""
-    files = next(
-        (
-            files
-            for pattern in (
-                f"{_WEIGHTS_FILE}.safetensors",
-                f"{_WEIGHTS_FILE}-*-of-*.safetensors",
-                f"{_WEIGHTS_FILE}.bin",
-            )
-            if (files := sorted(folder.glob(pattern)))
-        ),
-        None,
-    )
-    if files is None:
+    patterns = (f"{_WEIGHTS_FILE}.safetensors", f"{_WEIGHTS_FILE}-*-of-*.safetensors", f"{_WEIGHTS_FILE}.bin")
+    files = next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), [])
+    if not files:
         raise ValueError(f"{folder} has no {_WEIGHTS_FILE}.safetensors. Use a folder that diffusers wrote.")
     return without_wrappers({name: tensor for file in files for name, tensor in _content(file).items()}, folder)
 
@@ -341,5 +331,4 @@ def _first(rows: Tensor, channels: int, halved: bool) -> Tensor:
     halved."""
     if not halved:
         return rows
-    own: Tensor = rows.unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)
-    return own
+    return rows.unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)

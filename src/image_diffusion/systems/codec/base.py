@@ -88,8 +88,7 @@ class CodecSystem(System):
 
     @property
     def latents(self) -> LatentShape:
-        network: LatentShape = getattr(self, "network")  # noqa: B009 - each system has one of its own type
-        return network
+        return getattr(self, "network")  # noqa: B009 - each system has one of its own type
 
     def sampling(self) -> CodecSampling:
         return CodecSampling(self.decoded)

@@ -90,8 +90,7 @@ class SweepConfig(Config):
         elif axis == "sampler" and value != base.sampler.type:
             shared = ("num_steps", "clip_denoised", "shift")
             plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}
-        settings: SampleConfig = parse(type(base), plain, f"sweep.{axis} {value}")
-        return settings
+        return parse(type(base), plain, f"sweep.{axis} {value}")
 
 
 def checked_points(

@@ -147,8 +147,7 @@ class PriorSystem(System):
         return self.image_scale or math.sqrt(spec.channels)
 
     def build_network(self, spec: DataSpec) -> nn.Module:
-        network: nn.Module = self.network.build(spec)
-        return network
+        return self.network.build(spec)
 
     def build_objective(self, spec: DataSpec) -> EmbeddingObjective:
         return self.objective.build(self.process.build(), self.scale(spec), self.network.self_cond)
