@@ -25,7 +25,6 @@ from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
 from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance, check_labels, chosen_classes
-from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pairs.inputs import sets_of
@@ -106,6 +105,16 @@ def check_sections(process: Process, image: ImagePart | None, experiment: Sectio
         check_likelihood(process, experiment.codec, likelihood)
     _check_against(experiment, others)
     check_kept(experiment, others)
+
+
+def check_judged(experiment: Sections) -> None:
+    """Raise ValueError if the evaluation compares images with prompts, but the samples have none."""
+    sample = experiment.section("sample")
+    if experiment.section("evaluate").prompts is not None and sample.prompts is None and sample.embeddings is None:
+        raise ValueError(
+            "evaluate.prompts is set, but the samples have no prompts. Leave it out, set sample.prompts, or set "
+            "sample.embeddings to a prior's."
+        )
 
 
 def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:

@@ -25,9 +25,8 @@ from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, SamplingRequest, ServedModel
-from image_diffusion.systems.diffusion.conditions.rows import read_rows
+from image_diffusion.systems.diffusion.conditions.rows import classes_named, read_prompts, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
-from image_diffusion.systems.diffusion.prompts import classes_named, read_prompts
 from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.pairs.numbers import LABEL
 from image_diffusion.systems.pictures import Pictures, listed, read_pictures

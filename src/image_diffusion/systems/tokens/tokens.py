@@ -25,13 +25,12 @@ from image_diffusion.networks.token_transformer import TokenTransformer, TokenTr
 from image_diffusion.objectives import TokenObjective
 from image_diffusion.objectives.tokens import MaskedTokens
 from image_diffusion.systems.base import Others, Sections, System, spec_of
-from image_diffusion.systems.diffusion.checks import check_kept, check_negative_prompt, check_pairs
+from image_diffusion.systems.diffusion.checks import check_judged, check_kept, check_negative_prompt, check_pairs
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig, check_labels
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
-from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.sweep import checked_points
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.captions import CaptionPairs

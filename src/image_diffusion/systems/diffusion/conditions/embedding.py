@@ -26,8 +26,8 @@ from image_diffusion.systems.diffusion.conditions.base import (
     held_out,
     rows_of,
 )
+from image_diffusion.systems.diffusion.conditions.rows import EXAMPLE_PROMPTS
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS
 from image_diffusion.systems.sampling import Column
 
 _DESCRIBED = "embeddings.json"

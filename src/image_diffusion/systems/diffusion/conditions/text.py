@@ -19,8 +19,8 @@ from image_diffusion.systems.diffusion.conditions.base import (
     SamplingRequest,
     ServedModel,
 )
+from image_diffusion.systems.diffusion.conditions.rows import EXAMPLE_PROMPTS, read_prompts
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS, read_prompts
 from image_diffusion.systems.sampling import Column
 from image_diffusion.text_encoders import encoder_of
 from image_diffusion.text_encoders.base import encode_captions
