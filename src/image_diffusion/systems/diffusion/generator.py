@@ -206,12 +206,7 @@ class Generator:
         self._tiles, self._pictures = settings.tiles or Tiles(), pictures
 
     @torch.no_grad()
-    def __call__(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return images [N, C, H, W], of the data's type, of these seeds, int64 [N], and labels, int64 [N].
 
         conditions: the other conditions of each image, by name.
@@ -226,10 +221,7 @@ class Generator:
 
     @torch.no_grad()
     def trajectory(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
+        self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
         """Return the noise as images [N, C, H, W], then the prediction of each step, from the first to the last. Never
         compiled."""

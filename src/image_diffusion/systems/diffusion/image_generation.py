@@ -54,20 +54,12 @@ class ImageGenerator(Protocol):
     @property
     def settings(self) -> SampleConfig: ...
 
-    def __call__(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return images [N, C, H, W] of the data's type."""
         ...
 
     def trajectory(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
+        self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
         """Return the images after each step."""
         ...

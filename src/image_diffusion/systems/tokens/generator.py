@@ -125,12 +125,7 @@ class TokenGenerator:
         self._nothing = {name: tensor.to(self._device) for name, tensor in nothing.items()}
 
     @torch.no_grad()
-    def __call__(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
 
         conditions: the other conditions of each image, by name.
@@ -139,10 +134,7 @@ class TokenGenerator:
 
     @torch.no_grad()
     def trajectory(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
+        self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
         """Return the images after up to ten of the steps, grey where tokens are still hidden."""
         return [self._with_gaps(tokens) for tokens in ten_of(list(self._steps(seeds, labels, conditions or {})))]

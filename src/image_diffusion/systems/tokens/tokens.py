@@ -99,7 +99,7 @@ class TokensSystem(System):
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips", "likelihood")),
     }
     recipe: ClassVar[Mapping[str, Any]] = {
-        "optimizer": {"type": "adamw", "lr": 1e-4, "betas": (0.9, 0.96), "weight_decay": 0.0},
+        "optimizer": {"type": "adamw", "lr": 1e-4, "betas": (0.9, 0.96), "weight_decay": 0.0}
     }
     reads: ClassVar = ("tokens",)
     warm_start: ClassVar = WarmStart(class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",))
