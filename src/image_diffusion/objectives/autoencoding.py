@@ -24,13 +24,10 @@ class AutoencodingConfig(Config):
     """Weight of the KL divergence (mean over the latent's elements) relative to the mean squared error of the
     pixels."""
 
-    def build(self, latent_shape: tuple[int, int, int]) -> Autoencoding:
-        """Return the objective for latents [c, h, w]."""
-        return Autoencoding(self.kl_weight, latent_shape)
-
 
 class Autoencoding(Objective):
-    """Mean squared error plus weighted divergence, both per example and independent of the image's size."""
+    """Mean squared error plus weighted divergence, both per example and independent of the image's size. latent_shape:
+    [c, h, w]."""
 
     def __init__(self, kl_weight: float, latent_shape: tuple[int, int, int]) -> None:
         self._kl_weight, self._latent_shape = kl_weight, latent_shape

@@ -29,4 +29,4 @@ class AutoencoderSystem(CodecSystem):
         return self.network.build(spec)
 
     def build_own_objective(self, spec: DataSpec) -> Autoencoding:
-        return self.objective.build(self.network.latent_shape(spec))
+        return Autoencoding(self.objective.kl_weight, self.network.latent_shape(spec))

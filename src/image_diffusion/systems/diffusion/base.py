@@ -74,7 +74,7 @@ class DiffusionSampling(ImageSampling):
         null: Mapping[str, Tensor] | None = None,
         pictures: Pictures | None = None,
     ) -> Generator:
-        check_tiles("sample", settings, self.condition.image)
+        check_tiles(settings, self.condition.image)
         return Generator(network, self.reading, spec, codec, settings, weaker, null, pictures)
 
     def num_evaluations(self, settings: SampleConfig) -> int:
@@ -211,8 +211,9 @@ class DiffusionSystem(System):
         cond = {"label": label} if spec.num_classes else {}
         if self.conditioning.image is not None:
             cond |= self.conditioning.image.degraded(x, streams)
-        cond |= self.conditioning.training_conditions(joined_sets or {}, streams, spec)
-        return Batch(x, cond, streams)
+        joined_sets = joined_sets or {}
+        cond |= self.conditioning.training_conditions(joined_sets, streams, spec)
+        return Batch(x, cond, streams, features=joined_sets.get("features"))
 
     def sampling(self) -> DiffusionSampling:
         return DiffusionSampling(condition=self.conditioning, reading=self.reading)

@@ -19,7 +19,7 @@ from image_diffusion.nn.precision import computes_in
 from image_diffusion.samplers import OfTokens
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.samplers.tokens import Autoregressive, Masked, Predictor, hidden_counts
-from image_diffusion.systems.diffusion.generator import SampleConfig, ten_of
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_scale, null_conditions, ten_of
 from image_diffusion.systems.diffusion.sweep import SweepConfig
 
 _GREY = 128
@@ -83,21 +83,7 @@ def check_made(
             hidden_counts(math.prod(spec.size), sampler.num_steps)
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
-    _check_guidance(section, settings, reading.drops_labels, classes != [])
-
-
-def _check_guidance(section: str, settings: TokenSampleConfig, drops_labels: bool, tells: bool) -> None:
-    scale = settings.guidance.guidance_scale
-    if scale != 1 and not drops_labels:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
-            f"1, or train with system.objective.label_drop_probability above 0."
-        )
-    if scale != 1 and not tells:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
-            f"out. Use 1."
-        )
+    check_scale(section, settings.guidance.guidance_scale, reading.drops_labels, classes != [])
 
 
 class TokenGenerator:
@@ -116,13 +102,12 @@ class TokenGenerator:
         settings: TokenSampleConfig,
         null: Mapping[str, Tensor] | None = None,
     ) -> None:
-        _check_guidance("sample", settings, reading.drops_labels, bool(spec.num_classes or spec.conditions))
+        has_classes = bool(spec.num_classes or spec.conditions)
+        check_scale("sample", settings.guidance.guidance_scale, reading.drops_labels, has_classes)
         self.settings = fitted(settings, reading.causal)
         self._network, self._spec, self._codec = network, spec, codec
         self._device = next(network.parameters()).device
-        nothing = {"label": torch.tensor(spec.num_classes)} if spec.num_classes else {}
-        nothing |= {name: torch.zeros(shape) for name, shape in spec.conditions.items()} | dict(null or {})
-        self._nothing = {name: tensor.to(self._device) for name, tensor in nothing.items()}
+        self._nothing = null_conditions(spec, null, self._device)
 
     @torch.no_grad()
     def __call__(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
