@@ -31,9 +31,8 @@ from image_diffusion.samplers.dalle2_ddim import LegacyDdim
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, pair_batch
 from image_diffusion.systems.prior.prior import PriorSystem
-from image_diffusion.systems.prior.reading import pair_batch
 
 CLOSE = {"rtol": 1e-3, "atol": 5e-5}
 NETS = ["net_a", "net_normformer_selfcond", "net_continuous_time"]

@@ -232,8 +232,7 @@ class DiT(nn.Module):
         if label is not None:
             y = self.y_embedder(label)  # [B, D]
             c = c + y
-        words: Tensor | None = None
-        mask: Tensor | None = None
+        words, mask = None, None
         if text is not None:
             caption, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
             c, mask = c + caption, present(text, tokens.shape[1])
@@ -254,11 +253,10 @@ class DiT(nn.Module):
                 angles = None if angles is None else F.pad(angles, (0, 0, num_class_tokens, 0))  # these are not rotated
                 mask = None if mask is None else F.pad(mask, (0, num_class_tokens), value=True)
             inputs = (words, mask, angles)
-            tokens = (
-                checkpoint(block, tokens, c, *inputs, use_reentrant=False, preserve_rng_state=False)
-                if recompute
-                else block(tokens, c, *inputs)
-            )  # [B, M + N, D]
+            if recompute:
+                tokens = checkpoint(block, tokens, c, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                tokens = block(tokens, c, *inputs)  # [B, M + N, D]
             if number + 1 == tokens_of:
                 patch_tokens = tokens[:, -self.pos_embed.shape[1] :]
         patches = self.final_layer(tokens[:, num_class_tokens:], c)  # [B, N, p · p · C_out]

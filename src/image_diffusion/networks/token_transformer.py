@@ -70,7 +70,7 @@ class Past:
 class TokenTransformer(nn.Module):
     """Tokens [B, N], row by row, and label or caption -> logits [B, N, K]. `hidden`, K, is the mask token."""
 
-    def __init__(self, config: TokenTransformerConfig, spec: DataSpec, causal: bool = False) -> None:
+    def __init__(self, config: TokenTransformerConfig, spec: DataSpec, causal: bool) -> None:
         super().__init__()
         width = config.width
         self.config, self.spec, self.causal = config, spec, causal

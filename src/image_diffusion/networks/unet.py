@@ -159,9 +159,7 @@ class UNet(nn.Module):
 
     ends = ("input_blocks.0",)
 
-    def __init__(
-        self, config: UNetConfig, spec: DataSpec, learned_variance: bool = False, null_label: bool = False
-    ) -> None:
+    def __init__(self, config: UNetConfig, spec: DataSpec, learned_variance: bool, null_label: bool) -> None:
         super().__init__()
         levels = config.levels(spec)
         self.config, self.spec = config, spec

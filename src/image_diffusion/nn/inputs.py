@@ -6,6 +6,7 @@ Saharia et al. 2021, "Image super-resolution via iterative refinement"; Palette:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -31,19 +32,15 @@ def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: 
             f"{'without' if label is None else 'with'} labels. "
             f"{'Pass label, int64 [B].' if label is None else 'Leave them out.'}"
         )
-
-    expected, shapes = (
-        dict(spec.conditions),
-        {name: tuple(tensor.shape[1:]) for name, tensor in conditions.items() if tensor is not None},
-    )
-    if shapes != expected:
+    shapes = {name: tuple(tensor.shape[1:]) for name, tensor in conditions.items() if tensor is not None}
+    if shapes != dict(spec.conditions):
         raise ValueError(
-            f"The network was built for the conditions {_shapes_in_words(expected)}, but was called with "
+            f"The network was built for the conditions {_shapes_in_words(spec.conditions)}, but was called with "
             f"{_shapes_in_words(shapes)}. Use those it was trained with."
         )
 
 
-def _shapes_in_words(shapes: dict[str, tuple[int, ...]]) -> str:
+def _shapes_in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return " and ".join(f"{name} of {size_of(shape)}" for name, shape in sorted(shapes.items())) or "none"
 
 

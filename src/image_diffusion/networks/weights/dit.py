@@ -298,24 +298,16 @@ def _heads_of(arguments: Any) -> int | None:
     return size.num_heads if size else None
 
 
-_TIME, _OUT = "t_embedder.mlp.0.weight", "final_layer.linear"
+_TIME = "t_embedder.mlp.0.weight"
 
 
 def as_flow(weights: DiTWeights) -> DiTWeights:
     """Return the network that gives -v(x, 1 - t) where the SiT gives v(x, t)."""
-    tensors, channels = weights.tensors, weights.spec.channels
-    return replace(
-        weights,
-        learned_variance=False,
-        tensors={
-            **tensors,
-            _TIME: _reversed(tensors[_TIME], endpoint=weights.config.time_frequencies == "diffusers"),
-            **{
-                name: -_first(tensors[name], channels, weights.learned_variance)
-                for name in (f"{_OUT}.weight", f"{_OUT}.bias")
-            },
-        },
-    )
+    tensors, channels = dict(weights.tensors), weights.spec.channels
+    tensors[_TIME] = _reversed(tensors[_TIME], endpoint=weights.config.time_frequencies == "diffusers")
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        tensors[name] = -_first(tensors[name], channels, weights.learned_variance)
+    return replace(weights, learned_variance=False, tensors=tensors)
 
 
 def _reversed(weight: Tensor, endpoint: bool) -> Tensor:

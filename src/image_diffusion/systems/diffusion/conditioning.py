@@ -188,11 +188,11 @@ class Conditions:
             inputs = replace(inputs, rows=rows)
         classes = labels_of(inputs.rows or [], inputs.key)
         self._check_classes("sample", settings, bool(classes))
-        seen = (
-            replace(inputs, settings=self._settings_for_part(part, settings), pairs=pairs)
+        requests = [
+            part.sampling_request(replace(inputs, settings=self._settings_for_part(part, settings), pairs=pairs))
             for part, pairs in zip(self.parts, described, strict=True)
-        )
-        request = joined(part.sampling_request(of_part) for part, of_part in zip(self.parts, seen, strict=True))
+        ]
+        request = joined(requests)
         if not classes:
             return request
         return replace(request, classes=[classes[i % len(classes)] for i in range(len(inputs.seeds))], labels=None)

@@ -28,8 +28,13 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditions.rows import read_prompts
 from image_diffusion.systems.interface import TrainedNetwork
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, check_guided
-from image_diffusion.systems.prior.reading import EmbeddingReading, caption_inputs
+from image_diffusion.systems.prior.generator import (
+    EmbeddingGenerator,
+    EmbeddingReading,
+    EmbeddingSampling,
+    caption_inputs,
+    check_guided,
+)
 from image_diffusion.systems.sampling import SampleFiles, SamplesToWrite, Sampling, SamplingInputs
 from image_diffusion.text_encoders.base import TextEncoder, encode_captions
 from image_diffusion.text_encoders.clip import ClipConfig

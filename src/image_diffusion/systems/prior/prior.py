@@ -32,7 +32,7 @@ from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import EmbeddingPairs, FilePairs
 from image_diffusion.systems.prior.evaluation import PredictionConfig, PriorEvaluation
 from image_diffusion.systems.prior.generation import PriorSampleConfig, PriorSampling, check_sample
-from image_diffusion.systems.prior.reading import EmbeddingReading, ImageStatistics, Scaling, pair_batch
+from image_diffusion.systems.prior.generator import EmbeddingReading, ImageStatistics, Scaling, pair_batch
 from image_diffusion.systems.warm_start import WarmStart
 
 

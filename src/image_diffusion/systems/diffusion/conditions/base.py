@@ -4,7 +4,7 @@ images that they share."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -82,9 +82,8 @@ class SamplingRequest:
         return {name: tensor[rows % len(tensor)] for name, tensor in self.conditions.items()}
 
 
-def joined(requests: Iterable[SamplingRequest]) -> SamplingRequest:
+def joined(parts: Sequence[SamplingRequest]) -> SamplingRequest:
     """Return one request with the conditions of several requests."""
-    parts = list(requests)
     return SamplingRequest(
         titles=[", ".join(of_image) for of_image in zip(*(part.titles for part in parts if part.titles), strict=True)],
         conditions={name: tensor for part in parts for name, tensor in part.conditions.items()},
