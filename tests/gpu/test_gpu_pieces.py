@@ -27,7 +27,7 @@ from image_diffusion.nn.transformer import Mlp
 from image_diffusion.systems.diffusion.conditions.degradations import Edges, Gray, Hole, Small
 from image_diffusion.systems.diffusion.conditions.paired_image import as_condition
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
-from image_diffusion.systems.prior.reading import ImageStatistics, Scaling
+from image_diffusion.systems.prior.generator import ImageStatistics, Scaling
 
 CUDA = torch.device("cuda", 0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
-from image_diffusion.objectives.codec.discrete import DiscreteAutoencoding, DiscreteAutoencodingConfig
+from image_diffusion.objectives.autoencoding import DiscreteAutoencoding, DiscreteAutoencodingConfig
 
 CASES = ["a", "noresnet_rgba", "smoothl1"]
 ESTIMATORS = {"soft": "gumbel_softmax", "st": "straight_through", "st_reinmax": "reinmax"}

@@ -31,8 +31,7 @@ from image_diffusion.samplers.dalle2_ddim import LegacyDdim
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.prior.inputs import pair_batch
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, pair_batch
 from image_diffusion.systems.prior.prior import PriorSystem
 
 CLOSE = {"rtol": 1e-3, "atol": 5e-5}

@@ -20,8 +20,7 @@ from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.objectives.embedding import EmbeddingDenoising
 from image_diffusion.stages.export import read_foreign
 from image_diffusion.systems.base import Model
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.prior.inputs import caption_inputs
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, caption_inputs
 from image_diffusion.systems.prior.prior import PriorSystem
 from image_diffusion.systems.warm_start import Trained, fitted
 from image_diffusion.training.load_model import load_model

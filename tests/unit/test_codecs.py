@@ -20,7 +20,7 @@ from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.autoencoder import AutoencoderConfig
-from image_diffusion.objectives.codec.kl import Autoencoding
+from image_diffusion.objectives.autoencoding import Autoencoding
 from image_diffusion.stages import encode as encoding
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 

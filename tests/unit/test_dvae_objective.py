@@ -12,7 +12,7 @@ from torch import Tensor
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.objectives.codec.discrete import DiscreteAutoencodingConfig, token_use
+from image_diffusion.objectives.autoencoding import DiscreteAutoencodingConfig, token_use
 from image_diffusion.systems.codec.dvae import DVAESystem
 
 SYSTEM = DVAESystem.model_validate(

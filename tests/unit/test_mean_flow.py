@@ -19,7 +19,8 @@ from image_diffusion.objectives.mean_flow import MeanFlow
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.samplers import FlowMap, image_streams, initial_noise
+from image_diffusion.samplers.flow_map import FlowMap
+from image_diffusion.samplers.image_noise import image_streams, initial_noise
 
 MEAN, STD = 0.7, 0.5
 SPEC = DataSpec(channels=1, resolution=2, num_classes=3)

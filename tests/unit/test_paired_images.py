@@ -26,7 +26,7 @@ from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources.scikit_digits import GROUNDS, INKS, attributes_of, painted
 from image_diffusion.experiments.resolve import embed_stage, load_all
-from image_diffusion.nn.image_input import with_image
+from image_diffusion.nn.inputs import with_image
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.conditions.paired_image import as_condition, mask_picture

@@ -28,10 +28,8 @@ from image_diffusion.samplers.dalle2_ddim import LegacyDdim
 from image_diffusion.stages.export import read_foreign
 from image_diffusion.systems.prior.evaluation import EvaluatedPrior, PredictionConfig, evaluate_prior
 from image_diffusion.systems.prior.generation import EmbeddingMaker, PriorSampleConfig
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.prior.inputs import pair_batch
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, Scaling, pair_batch
 from image_diffusion.systems.prior.prior import PriorSystem
-from image_diffusion.systems.prior.reading import Scaling
 from image_diffusion.training.load_model import load_model
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,13 @@ from image_diffusion.objectives.timestep_sampling import LossSecondMoment
 from image_diffusion.process.base import broadcast
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.parameterization import target, to_x0_and_eps
-from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Guidance, Heun, UniPc
+from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.euler import Euler
+from image_diffusion.samplers.guidance import Guidance
+from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
+from image_diffusion.samplers.multistep import DpmSolver, UniPc
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.rin import RinSystem

@@ -18,12 +18,9 @@ from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.study import operations_of
 from image_diffusion.networks.dit import TEXT
 from image_diffusion.networks.token_transformer import TokenTransformer, TokenTransformerConfig
-from image_diffusion.objectives.tokens.masked import MaskedTokens, hide
-from image_diffusion.objectives.tokens.next_token import NextToken
-from image_diffusion.samplers import Autoregressive, Masked, image_streams
-from image_diffusion.samplers.image_noise import at_step
-from image_diffusion.samplers.tokens.base import Predictor, cut, drawn
-from image_diffusion.samplers.tokens.maskgit import hidden_counts
+from image_diffusion.objectives.tokens import MaskedTokens, NextToken, hide
+from image_diffusion.samplers.image_noise import at_step, image_streams
+from image_diffusion.samplers.tokens import Autoregressive, Masked, Predictor, cut, drawn, hidden_counts
 from image_diffusion.systems.tokens.evaluation import _bound
 from image_diffusion.systems.tokens.generator import TokenGenerator, TokenSampleConfig
 from image_diffusion.systems.tokens.tokens import TokensSystem

@@ -18,7 +18,7 @@ from image_diffusion.core.levels import Levels
 from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.networks.weights.unet_diffusers import to_diffusers_unet
+from image_diffusion.networks.weights.unet import to_diffusers_unet
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine, Linear

@@ -9,9 +9,13 @@ import torch
 from image_diffusion.codecs.base import Codec
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.unet import UNet
-from image_diffusion.networks.weights import unet_diffusers
 from image_diffusion.networks.weights.dit_diffusers import prediction_type
-from image_diffusion.networks.weights.unet_diffusers import ddpm_scheduler, to_diffusers_unet, write_ddpm_pipeline
+from image_diffusion.networks.weights.unet import (
+    check_diffusers_unet,
+    ddpm_scheduler,
+    to_diffusers_unet,
+    write_ddpm_pipeline,
+)
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import Others, Sections, spec_of
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
@@ -29,7 +33,7 @@ def check_unet(system: IddpmSystem, experiment: Sections, others: Others) -> Non
     _process_of(system, experiment.codec.type)
     spec = spec_of(experiment, others.codec)
     conditions = {*spec.conditions, *system.conditioning.reads}
-    unet_diffusers.check_unet(system.network, spec, len(classes), conditions, experiment.data.dtype is not None)
+    check_diffusers_unet(system.network, spec, len(classes), conditions, experiment.data.dtype is not None)
 
 
 def write_unet(system: IddpmSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:

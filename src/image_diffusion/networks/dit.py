@@ -27,13 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
-from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import set_num_maps
+from image_diffusion.nn.conditioning import add_numbers, with_added
 from image_diffusion.nn.embedders import ImageEmbedder, LabelEmbedder, PatchEmbedder, TextEmbedder, TimeEmbedder
-from image_diffusion.nn.image_input import input_channels, with_image
-from image_diffusion.nn.inputs import check_inputs, grid_of, unpatchify
+from image_diffusion.nn.inputs import check_inputs, grid_of, input_channels, unpatchify, with_image
 from image_diffusion.nn.linear import Linear
-from image_diffusion.nn.numbers import add_numbers, with_numbers
 from image_diffusion.nn.positions import check_rope, grid_positions, rotary_angles
 from image_diffusion.nn.transformer import Mlp, SelfAttention, SwiGlu
 
@@ -234,8 +232,7 @@ class DiT(nn.Module):
         if label is not None:
             y = self.y_embedder(label)  # [B, D]
             c = c + y
-        words: Tensor | None = None
-        mask: Tensor | None = None
+        words, mask = None, None
         if text is not None:
             caption, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
             c, mask = c + caption, present(text, tokens.shape[1])
@@ -246,7 +243,7 @@ class DiT(nn.Module):
                 mask = F.pad(mask, (of_image.shape[1], 0), value=True)  # [B, M + L + N]
             both = [some for some in (of_image, words) if some is not None]
             words = torch.cat(both, 1) if both else None  # [B, M + L, D]
-        c = with_augmentation(self, with_numbers(self, c, numbers), augment)
+        c = with_added(self, c, numbers, augment)
         angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         num_class_tokens = self.config.class_tokens
@@ -256,11 +253,10 @@ class DiT(nn.Module):
                 angles = None if angles is None else F.pad(angles, (0, 0, num_class_tokens, 0))  # these are not rotated
                 mask = None if mask is None else F.pad(mask, (0, num_class_tokens), value=True)
             inputs = (words, mask, angles)
-            tokens = (
-                checkpoint(block, tokens, c, *inputs, use_reentrant=False, preserve_rng_state=False)
-                if recompute
-                else block(tokens, c, *inputs)
-            )  # [B, M + N, D]
+            if recompute:
+                tokens = checkpoint(block, tokens, c, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                tokens = block(tokens, c, *inputs)  # [B, M + N, D]
             if number + 1 == tokens_of:
                 patch_tokens = tokens[:, -self.pos_embed.shape[1] :]
         patches = self.final_layer(tokens[:, num_class_tokens:], c)  # [B, N, p · p · C_out]
@@ -341,8 +337,7 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Tokens [B, N, D], condition [B, D] -> [B, N, out_features]."""
         shift, scale = self.adaLN_modulation(c)[:, None, :].chunk(2, dim=2)  # each [B, 1, D]
-        out: Tensor = self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
-        return out
+        return self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
 
 
 def present(text: Tensor, num_patches: int) -> Tensor:

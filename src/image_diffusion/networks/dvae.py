@@ -115,7 +115,7 @@ class DVAEConfig(Config):
                 )
         if self.std is not None and min(self.std) <= 0:
             raise ValueError(f"Every std must be above 0; got {list(self.std)}.")
-        kinds = {None: DVAE, "levels": FiniteDVAE, "vector_quantiser": VectorDVAE}
+        kinds = {None: DVAE, "levels": QuantisedDVAE, "vector_quantiser": VectorDVAE}
         return kinds[self.deterministic_key](self, spec)
 
     def logits_shape(self, spec: DataSpec) -> tuple[int, int, int]:
@@ -228,8 +228,7 @@ class DVAE(nn.Module):
                 f"Images have shape {list(x.shape[1:])} but the network was built for {list(self.image_shape)}. "
                 f"Set data.channels and data.resolution to what it was trained with."
             )
-        encoded: Tensor = self.encoder(self.normalise(x)).float()
-        return encoded
+        return self.encoder(self.normalise(x)).float()
 
     def embedding(self, one_hot: Tensor) -> Tensor:
         """Return the mean embedding [B, D, h, w] of tokens weighed by [B, N, h, w]."""
@@ -248,8 +247,7 @@ class DVAE(nn.Module):
 
     def hard_latent(self, indices: Tensor) -> Tensor:
         """Return the embeddings [B, D, h, w] of tokens [B, h, w]."""
-        latent: Tensor = self.codebook(indices).movedim(-1, 1)
-        return latent
+        return self.codebook(indices).movedim(-1, 1)
 
     def decode(self, latent: Tensor) -> Tensor:
         """Decode a latent [B, D, h, w] to images [B, C, H, W], nominally in [-1, 1]."""
@@ -273,13 +271,18 @@ class DVAE(nn.Module):
 
 
 class QuantisedDVAE(DVAE):
-    """Discrete VAE with deterministic tokens, which follow from the encoder's number for each channel of the latent."""
+    """Discrete VAE with deterministic tokens, which follow from the encoder's number for each channel of the latent: by
+    finite scalar quantisation, tokens are combinations of levels."""
 
     codebook: FiniteScalars | VectorQuantiser
 
     @property
     def encoded_channels(self) -> int:
         return self.config.codebook_dim
+
+    def build_codebook(self) -> FiniteScalars | VectorQuantiser:
+        assert self.config.levels is not None
+        return FiniteScalars(self.config.levels)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]  # no noise
         """Return the reconstruction and its target, both normalised, [B, C, H, W], the tokens [B, h, w], and the output
@@ -300,16 +303,6 @@ class QuantisedDVAE(DVAE):
         [B, h, w]."""
         tokens = self.indices(x)
         return {"hard": self.decode(self.hard_latent(tokens))}, tokens
-
-
-class FiniteDVAE(QuantisedDVAE):
-    """Discrete VAE with finite scalar quantisation: tokens are combinations of levels."""
-
-    codebook: FiniteScalars
-
-    def build_codebook(self) -> FiniteScalars:
-        assert self.config.levels is not None
-        return FiniteScalars(self.config.levels)
 
 
 class VectorDVAE(QuantisedDVAE):
@@ -343,7 +336,7 @@ class ResBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.net(x)  # type: ignore[no-any-return]
+        return x + self.net(x)
 
 
 def relaxed_one_hot(logits: Tensor, gumbel: Tensor, temperature: Tensor, estimator: Estimator) -> Tensor:

@@ -110,7 +110,9 @@ class Prior(nn.Module):
         dim]: an earlier estimate; default: zeros. Raises ValueError if shapes do not fit the network.
         """
         B, dim = len(x), self.spec.channels
-        self._check(x, text_embed, text_encodings, self_cond)
+        check_dimensions(dim, x, text_embed, text_encodings)
+        if self_cond is not None and not self.config.self_cond:
+            raise ValueError("The network was built without self-conditioning. Set network.self_cond to true.")
         yes = torch.ones(B, dtype=torch.bool, device=x.device)
         text_keep = (yes if text_keep is None else text_keep)[:, None, None]
         image_keep = (yes if image_keep is None else image_keep)[:, None, None]
@@ -134,19 +136,17 @@ class Prior(nn.Module):
         if self.config.self_cond:
             tokens.append((torch.zeros_like(x) if self_cond is None else self_cond)[:, None])  # [B, 1, dim]
         tokens.append(self.learned_query.expand(B, 1, -1))
-        out: Tensor = self.causal_transformer(torch.cat(tokens, dim=1))[:, -1]
-        return out
+        return self.causal_transformer(torch.cat(tokens, dim=1))[:, -1]
 
-    def _check(self, x: Tensor, text_embed: Tensor, encodings: Tensor | None, self_cond: Tensor | None) -> None:
-        dim = self.spec.channels
-        for name, tensor in (("Image", x), ("Text", text_embed), ("Token", encodings)):
-            if tensor is not None and tensor.shape[-1] != dim:
-                raise ValueError(
-                    f"{name} embeddings have {tensor.shape[-1]} dimensions but the network was built for {dim}. "
-                    f"Use embeddings of one model."
-                )
-        if self_cond is not None and not self.config.self_cond:
-            raise ValueError("The network was built without self-conditioning. Set network.self_cond to true.")
+
+def check_dimensions(dim: int, image: Tensor, text: Tensor, tokens: Tensor | None) -> None:
+    """Raise ValueError for embeddings whose dimension differs from that of the network."""
+    for name, tensor in (("Image", image), ("Text", text), ("Token", tokens)):
+        if tensor is not None and tensor.shape[-1] != dim:
+            raise ValueError(
+                f"{name} embeddings have {tensor.shape[-1]} dimensions but the network was built for {dim}. "
+                f"Use embeddings of one model."
+            )
 
 
 class CausalTransformer(nn.Module):
@@ -184,8 +184,7 @@ class CausalTransformer(nn.Module):
         for attention, feed_forward in cast("list[tuple[nn.Module, nn.Module]]", self.layers):
             x = x + attention(x, bias)
             x = x + feed_forward(x)
-        out: Tensor = self.project_out(self.norm(x))
-        return out
+        return self.project_out(self.norm(x))
 
 
 class MultiQueryAttention(nn.Module):
@@ -217,8 +216,7 @@ class MultiQueryAttention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k.expand(every), v.expand(every), bias.to(q.dtype), dropout, scale=_COSINE_SCALE
         )
-        projected: Tensor = self.to_out(out.transpose(1, 2).reshape(B, N, -1))
-        return projected
+        return self.to_out(out.transpose(1, 2).reshape(B, N, -1))
 
 
 class Norm(nn.Module):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.prior import check_dimensions
 from image_diffusion.nn.positions import sinusoid
 
 _BESIDE = 4  # further tokens: the caption's embedding, the time, the image, and the token that becomes the prediction
@@ -99,12 +100,7 @@ class PriorTransformer(nn.Module):
         """
         B, dim, places = len(x), self.spec.channels, self.config.max_text_len
         encodings = x.new_zeros(B, places, dim) if text_encodings is None else text_encodings
-        for name, tensor in (("Image", x), ("Text", text_embed), ("Token", encodings)):
-            if tensor.shape[-1] != dim:
-                raise ValueError(
-                    f"{name} embeddings have {tensor.shape[-1]} dimensions but the network was built for {dim}. "
-                    f"Use embeddings of one model."
-                )
+        check_dimensions(dim, x, text_embed, encodings)
         encodings = F.pad(encodings, (0, 0, 0, places - encodings.shape[1]))  # a negative room cuts
         if text_keep is not None:
             encodings = encodings * text_keep[:, None, None]
@@ -128,8 +124,7 @@ class PriorTransformer(nn.Module):
         tokens = self.norm_in(tokens + self.positional_embedding)
         for block in self.transformer_blocks:
             tokens = block(tokens, bias)
-        out: Tensor = self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])
-        return out
+        return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])
 
 
 class _Block(nn.Module):
@@ -142,8 +137,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         x = x + self.attn1(self.norm1(x), bias)
-        out: Tensor = x + self.ff(self.norm3(x))
-        return out
+        return x + self.ff(self.norm3(x))
 
 
 class _Attention(nn.Module):
@@ -158,8 +152,7 @@ class _Attention(nn.Module):
         layers = (self.to_q, self.to_k, self.to_v)
         q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in layers)
         out = F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype)).transpose(1, 2).flatten(2)
-        projected: Tensor = self.to_out(out)
-        return projected
+        return self.to_out(out)
 
 
 def _feed_forward(width: int, dropout: float) -> nn.Sequential:

@@ -19,11 +19,9 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import DataSpec
-from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import set_num_maps
-from image_diffusion.nn.image_input import input_channels, with_image
-from image_diffusion.nn.inputs import check_inputs, grid_of
-from image_diffusion.nn.numbers import add_numbers, with_numbers
+from image_diffusion.nn.conditioning import add_numbers, with_added
+from image_diffusion.nn.inputs import check_inputs, grid_of, input_channels, with_image
 
 
 class RinConfig(Config):
@@ -135,7 +133,7 @@ class Rin(nn.Module):
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
         if label is not None:
             condition = condition + self.label_embedding(label)  # [B, E]
-        condition = with_augmentation(self, with_numbers(self, condition, numbers), augment)
+        condition = with_added(self, condition, numbers, augment)
 
         earlier = torch.zeros_like(x) if self_cond is None else self_cond
         cut = F.pixel_unshuffle(torch.cat([earlier, with_image(x, image)], dim=1), self.config.patch)
@@ -170,7 +168,7 @@ class Rin(nn.Module):
         options: Any = {"device": self.latents.device, "dtype": self.latents.dtype}
         lines = (torch.linspace(0, 1, side, **options)[:, None] for side in self.grid_size)
         rows, columns = self.axial_pos_emb_height_mlp(next(lines)), self.axial_pos_emb_width_mlp(next(lines))
-        return cast("Tensor", (rows[:, None] + columns[None, :]).flatten(0, 1))
+        return (rows[:, None] + columns[None, :]).flatten(0, 1)
 
 
 class Block(nn.Module):
@@ -252,7 +250,7 @@ class Attention(nn.Module):
         q = _heads(self.to_q(x), self.num_heads)  # [B, heads, N, d]
         k, v = (_heads(part, self.num_heads) for part in self.to_kv(source).chunk(2, dim=-1))  # [B, heads, M, d]
         out = F.scaled_dot_product_attention(self.q_norm(q).to(v), self.k_norm(k).to(v), v)  # [B, heads, N, d]
-        return cast("Tensor", self.to_out(out.transpose(1, 2).flatten(2)))
+        return self.to_out(out.transpose(1, 2).flatten(2))
 
 
 class LinearAttention(nn.Module):
@@ -278,7 +276,7 @@ class LinearAttention(nn.Module):
         q = self.q_norm(q).softmax(dim=-1) * self.scale
         k = self.k_norm(k).softmax(dim=-2)
         out = q @ (k.transpose(-1, -2) @ v)  # [B, heads, N, d]
-        return cast("Tensor", self.to_out(out.transpose(1, 2).flatten(2)))
+        return self.to_out(out.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -291,7 +289,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        return cast("Tensor", self.net(self.norm(x)))
+        return self.net(self.norm(x))
 
 
 class DepthwiseConv(nn.Module):

@@ -1,6 +1,7 @@
-"""Transformer over the tokens of a discrete codec, with the condition as a prefix of tokens.
+"""Transformers over tokens: those of a discrete codec, with the condition as a prefix of tokens; and the words of a
+caption, for the text tower of a small CLIP.
 
-With causal attention it is the second stage of DALL-E (Ramesh et al. 2021, arXiv:2102.12092, section 2.2): the
+With causal attention the first is the second stage of DALL-E (Ramesh et al. 2021, arXiv:2102.12092, section 2.2): the
 prediction of a token depends on the tokens before it, row by row. Without it, every token attends to every other, and
 tokens may be masked: MaskGIT (Chang et al. 2022, arXiv:2202.04200, section 3.1). The default size is MaskGIT's. Norms
 precede attention and MLP, as in DALL-E. The last layer is initialised with zeros, so that all tokens are equally
@@ -69,7 +70,7 @@ class Past:
 class TokenTransformer(nn.Module):
     """Tokens [B, N], row by row, and label or caption -> logits [B, N, K]. `hidden`, K, is the mask token."""
 
-    def __init__(self, config: TokenTransformerConfig, spec: DataSpec, causal: bool = False) -> None:
+    def __init__(self, config: TokenTransformerConfig, spec: DataSpec, causal: bool) -> None:
         super().__init__()
         width = config.width
         self.config, self.spec, self.causal = config, spec, causal
@@ -162,8 +163,7 @@ class TokenTransformer(nn.Module):
         return F.pad(all_[first:end], (0, 0, prefix, 0))
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
     def _initialise(self) -> None:
         """Initialise every matrix and embedding by N(0, 0.02), biases and the last layer by zero."""
@@ -197,5 +197,34 @@ class Block(nn.Module):
     ) -> Tensor:
         """[B, M, D] -> [B, M, D]. mask, angles, cache: of `SelfAttention`."""
         x = x + self.dropout(self.attn(self.norm1(x), mask=mask, angles=angles, cache=cache))
-        out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
-        return out
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+_DEPTH, _HEADS, _RATIO = 2, 4, 2  # of a text tower
+
+
+class TextTower(nn.Module):
+    """Words int64 [B, L], 1 … num_words, at least one, padded with 0 -> a caption's embedding [B, dim], and the
+    encodings of its words [B, L, dim], padded with zeros. length: the largest L. dim: divisible by 4.
+
+    As in Radford et al. 2021 (arXiv:2103.00020, section 2.4), the output is normalised and projected linearly into the
+    space that images share. Unlike in CLIP, tokens are whole words, each attends to all others, and their mean is
+    projected."""
+
+    def __init__(self, num_words: int, length: int, dim: int) -> None:
+        super().__init__()
+        self.length = length
+        self.words = nn.Embedding(num_words + 1, dim)
+        self.places = nn.Parameter(0.02 * torch.randn(length, dim))
+        self.blocks = nn.ModuleList(Block(dim, _HEADS, _RATIO * dim, dropout=0.0) for _ in range(_DEPTH))
+        self.norm = nn.LayerNorm(dim)
+        self.projection = nn.Linear(dim, dim, bias=False)
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        said = words > 0  # [B, L]
+        x = self.words(words) + self.places[: words.shape[1]]
+        for block in self.blocks:
+            x = block(x, said)
+        x = self.norm(x) * said[..., None]
+        return self.projection(x.sum(1) / said.sum(1, keepdim=True)), x

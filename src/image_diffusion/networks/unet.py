@@ -17,11 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import divided, size_text
 from image_diffusion.core.types import DataSpec
-from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import set_num_maps
-from image_diffusion.nn.image_input import input_channels, with_image
-from image_diffusion.nn.inputs import check_inputs
-from image_diffusion.nn.numbers import add_numbers, with_numbers
+from image_diffusion.nn.conditioning import add_numbers, with_added
+from image_diffusion.nn.inputs import check_inputs, input_channels, with_image
 from image_diffusion.nn.positions import sinusoid
 
 GROUPS = 32
@@ -161,9 +159,7 @@ class UNet(nn.Module):
 
     ends = ("input_blocks.0",)
 
-    def __init__(
-        self, config: UNetConfig, spec: DataSpec, learned_variance: bool = False, null_label: bool = False
-    ) -> None:
+    def __init__(self, config: UNetConfig, spec: DataSpec, learned_variance: bool, null_label: bool) -> None:
         super().__init__()
         levels = config.levels(spec)
         self.config, self.spec = config, spec
@@ -229,7 +225,7 @@ class UNet(nn.Module):
         emb = self.time_embed(sinusoid(t, self.config.channels).to(x.dtype))  # [B, E]
         if label is not None:
             emb = emb + self.label_emb(label)  # [B, E]
-        emb = with_augmentation(self, with_numbers(self, emb, numbers), augment)
+        emb = with_added(self, emb, numbers, augment)
         x = with_image(x, image)  # [B, C + C', H, W]
         skips = []
         for block in self.input_blocks:
@@ -238,8 +234,7 @@ class UNet(nn.Module):
         x = self._run(self.middle_block, x, emb)
         for block in self.output_blocks:
             x = self._run(block, torch.cat([x, skips.pop()], dim=1), emb)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
     @property
     def condition_width(self) -> int:
@@ -248,12 +243,8 @@ class UNet(nn.Module):
 
     def _run(self, block: nn.Module, x: Tensor, emb: Tensor) -> Tensor:
         if self.config.gradient_checkpointing and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(
-                block, x, emb, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
-            )
-            return recomputed
-        out: Tensor = block(x, emb)
-        return out
+            return checkpoint(block, x, emb, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+        return block(x, emb)
 
 
 class Stage(nn.Sequential):
@@ -300,8 +291,7 @@ class ResidualBlock(nn.Module):
             h = norm(h) * (1 + scale) + shift
         else:
             h = norm(h + modulation)
-        out: Tensor = self.skip_connection(self.resample(x)) + convolution(dropout(activation(h)))
-        return out
+        return self.skip_connection(self.resample(x)) + convolution(dropout(activation(h)))
 
 
 class Attention(nn.Module):
@@ -340,8 +330,7 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H / 2, W / 2]."""
-        out: Tensor = self.op(x)
-        return out
+        return self.op(x)
 
 
 class Double(nn.Module):
@@ -353,8 +342,7 @@ class Double(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, 2H, 2W]."""
-        out: Tensor = self.conv(F.interpolate(x, scale_factor=2))
-        return out
+        return self.conv(F.interpolate(x, scale_factor=2))
 
 
 def zero(module: nn.Module) -> nn.Module:

@@ -29,8 +29,7 @@ class PatchEmbedder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, N, D]. A matrix product: unlike a convolution's, its gradient is reproducible."""
         weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # [D, p · p · C]
-        tokens: Tensor = self.expand(linear(patchify(x, self.patch), weight, self.proj.bias))
-        return tokens
+        return self.expand(linear(patchify(x, self.patch), weight, self.proj.bias))
 
 
 class TimeEmbedder(nn.Module):
@@ -44,8 +43,7 @@ class TimeEmbedder(nn.Module):
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """[B] -> [B, D] of the given type. The sines are computed in float32 whatever the precision of the weights."""
         waves = sinusoid(t, TIME_CHANNELS, endpoint=self.endpoint)  # [B, 256]
-        out: Tensor = self.mlp(waves.to(dtype))
-        return out
+        return self.mlp(waves.to(dtype))
 
 
 class LabelEmbedder(nn.Module):
@@ -57,8 +55,7 @@ class LabelEmbedder(nn.Module):
 
     def forward(self, label: Tensor) -> Tensor:
         """[B] -> [B, D]."""
-        row: Tensor = self.embedding_table(label)
-        return row
+        return self.embedding_table(label)
 
 
 class TextEmbedder(nn.Module):

@@ -1,15 +1,19 @@
-"""Checks of the inputs of image networks, and conversion between images and sequences of square patches. A patch is
-flattened as (row, column, channel).
-"""
+"""Inputs of image networks: checks, conversion between images and sequences of square patches, flattened as (row,
+column, channel), and conditioning on another image by additional input channels (Nichol and Dhariwal 2021, section 6;
+Saharia et al. 2021, "Image super-resolution via iterative refinement"; Palette: Saharia et al. 2022), also of latents
+(Rombach et al. 2022, section 4.3.2, where downsampled semantic maps follow the channels of the latent)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from image_diffusion.core.resolution import Size, divided, size_text
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import IMAGE, DataSpec
 
 
 def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: Tensor | None) -> None:
@@ -28,19 +32,15 @@ def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: 
             f"{'without' if label is None else 'with'} labels. "
             f"{'Pass label, int64 [B].' if label is None else 'Leave them out.'}"
         )
-
-    expected, shapes = (
-        dict(spec.conditions),
-        {name: tuple(tensor.shape[1:]) for name, tensor in conditions.items() if tensor is not None},
-    )
-    if shapes != expected:
+    shapes = {name: tuple(tensor.shape[1:]) for name, tensor in conditions.items() if tensor is not None}
+    if shapes != dict(spec.conditions):
         raise ValueError(
-            f"The network was built for the conditions {_shapes_in_words(expected)}, but was called with "
+            f"The network was built for the conditions {_shapes_in_words(spec.conditions)}, but was called with "
             f"{_shapes_in_words(shapes)}. Use those it was trained with."
         )
 
 
-def _shapes_in_words(shapes: dict[str, tuple[int, ...]]) -> str:
+def _shapes_in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return " and ".join(f"{name} of {size_of(shape)}" for name, shape in sorted(shapes.items())) or "none"
 
 
@@ -75,3 +75,19 @@ def unpatchify(tokens: Tensor, patch: int, height: int, width: int) -> Tensor:
     x = tokens.reshape(B, height // patch, width // patch, patch, patch, -1)
     x = x.permute(0, 5, 1, 3, 2, 4)  # [B, C, H/p, p, W/p, p]
     return x.reshape(B, -1, height, width)
+
+
+def input_channels(spec: DataSpec) -> int:
+    """Return the number of input channels of a network: those of x, and those of its condition's image."""
+    return spec.channels + (spec.conditions[IMAGE][0] if IMAGE in spec.conditions else 0)
+
+
+def with_image(x: Tensor, image: Tensor | None) -> Tensor:
+    """Return the input x [B, C, H, W] concatenated with the image [B, C', h, w] of the condition, resized to H x W: [B,
+    C + C', H, W]; without an image, x. A smaller image is enlarged bilinearly. A larger image is averaged over areas,
+    so that a label's mask becomes its share of each area."""
+    if image is None:
+        return x
+    mode = "area" if image.shape[2] > x.shape[2] or image.shape[3] > x.shape[3] else "bilinear"
+    scaled = F.interpolate(image, x.shape[2:], mode=mode)  # [B, C', H, W]
+    return torch.cat([x, scaled.to(x.dtype)], dim=1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _row_by_row(x, weight, bias)
     if x.numel() * len(weight) < _WORTH_IT or _mkl_is_faster():
         return F.linear(x, weight, bias)
-    return cast(Tensor, _Product.apply(x, weight, bias))
+    return _Product.apply(x, weight, bias)
 
 
 def writes_gelu(x: Tensor) -> bool:
@@ -92,7 +92,7 @@ def _is_float32_on_cpu(x: Tensor) -> bool:
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product; x and weight may have any strides."""
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -79,8 +79,7 @@ class SelfAttention(nn.Module):
         if mask is not None:
             mask = mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
         out = F.scaled_dot_product_attention(q, k, v, mask)  # [B, heads, N, d]
-        projected: Tensor = self.proj(out.transpose(1, 2).reshape(B, N, width))  # [B, N, width]
-        return projected
+        return self.proj(out.transpose(1, 2).reshape(B, N, width))  # [B, N, width]
 
 
 _LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -123,8 +122,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        out: Tensor = self.fc2(gelu_of_product(self.fc1, x))
-        return out
+        return self.fc2(gelu_of_product(self.fc1, x))
 
 
 class SwiGlu(nn.Module):
@@ -138,5 +136,4 @@ class SwiGlu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         gate, value = self.w12(x).chunk(2, dim=-1)  # each [..., hidden]
-        out: Tensor = self.w3(F.silu(gate) * value)
-        return out
+        return self.w3(F.silu(gate) * value)

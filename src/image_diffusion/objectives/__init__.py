@@ -8,8 +8,7 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.edm import EdmDenoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.objectives.mean_flow import MeanFlow
-from image_diffusion.objectives.tokens.masked import MaskedTokens
-from image_diffusion.objectives.tokens.next_token import NextToken
+from image_diffusion.objectives.tokens import MaskedTokens, NextToken
 
 Objective = Annotated[Denoising | FlowMatching | MeanFlow | EdmDenoising, Field(discriminator="type")]
 """Training objective of a system that predicts noise, on a `NoiseProcess`."""

@@ -10,7 +10,7 @@ teacher in every step; here the features are encoded once, and come with the bat
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class Aligned(Objective):
         def watched(x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
             output, features = network(x, t, **cond, tokens_of=config.block)
             tokens.append(features)
-            return cast("Tensor", output)
+            return output
 
         losses = self._objective(watched, batch)
         grid = network.grid_size
@@ -114,8 +114,8 @@ class Projector(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Project the tokens, as the class describes."""
         if not self._is_conv:
-            return cast("Tensor", self.layers(tokens))
-        return cast("Tensor", self.layers(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+            return self.layers(tokens)
+        return self.layers(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 def target(features: Tensor, grid: Size, spatial_norm: float | None) -> Tensor:

@@ -71,10 +71,7 @@ class P2Weighting(Config):
         return (self.k + _snr(alpha, sigma)) ** -self.gamma
 
 
-Weighting = Annotated[
-    UniformWeighting | SnrWeighting | MinSnrWeighting | P2Weighting,
-    Field(discriminator="type"),
-]
+Weighting = Annotated[UniformWeighting | SnrWeighting | MinSnrWeighting | P2Weighting, Field(discriminator="type")]
 
 
 def _snr(alpha: Tensor, sigma: Tensor) -> Tensor:

@@ -142,9 +142,8 @@ class TimeDifferenceSampler(SamplerConfig):
                 f"time_difference is {self.time_difference:g}, but in the process {process.type} time is not "
                 f"continuous. Leave it out."
             )
-        continuous = self.shifted(process)
-        assert isinstance(continuous, Continuous)
-        return continuous.build().grid(self.num_steps, self.time_difference)
+        self.shifted(process)  # raises for a shift
+        return process.build().grid(self.num_steps, self.time_difference)
 
 
 class SpacedByNoise(SamplerConfig):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.files.atomic import sha256_file, write_bytes
-from image_diffusion.networks.text_tower import TextTower
+from image_diffusion.networks.token_transformer import TextTower
 from image_diffusion.text_encoders.hashing import words_of
 
 FILE = "text.safetensors"

@@ -20,8 +20,8 @@ from image_diffusion.core.types import Batch, Losses, Network, Objective
 from image_diffusion.data.augment.operations import NUM_LABELS, Augment, augmented
 from image_diffusion.data.shards.loader import Batches, Examples
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.nn.augmentation import add_augmentation
 from image_diffusion.nn.blocks import compile_by_block
+from image_diffusion.nn.conditioning import add_augmentation
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint
 from image_diffusion.training.checkpoint.state_dict import Groups, StateDict, Stateful, add_tensors, load_in_place
 from image_diffusion.training.config import TrainConfig

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.export.bundle.base import ExportedModel
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.prior.reading import EmbeddingReading
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingReading, EmbeddingSampling
 
 
 class ExportedPrior(ExportedModel):

@@ -139,19 +139,9 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a model folder of diffusers, by name. Raises ValueError for a folder without tensors."""
-    files = next(
-        (
-            files
-            for pattern in (
-                f"{_WEIGHTS_FILE}.safetensors",
-                f"{_WEIGHTS_FILE}-*-of-*.safetensors",
-                f"{_WEIGHTS_FILE}.bin",
-            )
-            if (files := sorted(folder.glob(pattern)))
-        ),
-        None,
-    )
-    if files is None:
+    patterns = (f"{_WEIGHTS_FILE}.safetensors", f"{_WEIGHTS_FILE}-*-of-*.safetensors", f"{_WEIGHTS_FILE}.bin")
+    files = next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), [])
+    if not files:
         raise ValueError(f"{folder} has no {_WEIGHTS_FILE}.safetensors. Use a folder that diffusers wrote.")
     return without_wrappers({name: tensor for file in files for name, tensor in _content(file).items()}, folder)
 
@@ -308,24 +298,16 @@ def _heads_of(arguments: Any) -> int | None:
     return size.num_heads if size else None
 
 
-_TIME, _OUT = "t_embedder.mlp.0.weight", "final_layer.linear"
+_TIME = "t_embedder.mlp.0.weight"
 
 
 def as_flow(weights: DiTWeights) -> DiTWeights:
     """Return the network that gives -v(x, 1 - t) where the SiT gives v(x, t)."""
-    tensors, channels = weights.tensors, weights.spec.channels
-    return replace(
-        weights,
-        learned_variance=False,
-        tensors={
-            **tensors,
-            _TIME: _reversed(tensors[_TIME], endpoint=weights.config.time_frequencies == "diffusers"),
-            **{
-                name: -_first(tensors[name], channels, weights.learned_variance)
-                for name in (f"{_OUT}.weight", f"{_OUT}.bias")
-            },
-        },
-    )
+    tensors, channels = dict(weights.tensors), weights.spec.channels
+    tensors[_TIME] = _reversed(tensors[_TIME], endpoint=weights.config.time_frequencies == "diffusers")
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        tensors[name] = -_first(tensors[name], channels, weights.learned_variance)
+    return replace(weights, learned_variance=False, tensors=tensors)
 
 
 def _reversed(weight: Tensor, endpoint: bool) -> Tensor:
@@ -341,5 +323,4 @@ def _first(rows: Tensor, channels: int, halved: bool) -> Tensor:
     halved."""
     if not halved:
         return rows
-    own: Tensor = rows.unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)
-    return own
+    return rows.unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)

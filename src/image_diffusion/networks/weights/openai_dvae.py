@@ -65,8 +65,7 @@ class _Block(nn.Module):
         self.res_path, self.gain = nn.Sequential(path), gain
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.id_path(x) + self.gain * self.res_path(x)
-        return out
+        return self.id_path(x) + self.gain * self.res_path(x)
 
 
 class _Means(nn.Module):

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.autoencoder import Autoencoder, AutoencoderConfig
-from image_diffusion.objectives.codec.kl import Autoencoding, AutoencodingConfig
+from image_diffusion.objectives.autoencoding import Autoencoding, AutoencodingConfig
 from image_diffusion.systems.codec.base import CodecSystem
 
 
@@ -29,4 +29,4 @@ class AutoencoderSystem(CodecSystem):
         return self.network.build(spec)
 
     def build_own_objective(self, spec: DataSpec) -> Autoencoding:
-        return self.objective.build(self.network.latent_shape(spec))
+        return Autoencoding(self.objective.kl_weight, self.network.latent_shape(spec))

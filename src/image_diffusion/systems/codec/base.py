@@ -15,8 +15,7 @@ from image_diffusion.codecs.base import LatentShape
 from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.images.lpips import LpipsConfig
-from image_diffusion.objectives.codec.adversarial import Adversarial, Discriminated
-from image_diffusion.objectives.codec.perceptual import Perceptual
+from image_diffusion.objectives.codec_terms import Adversarial, Discriminated, Perceptual
 from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.codec.evaluation import CodecEvaluation
 from image_diffusion.systems.codec.reconstruction import CodecSampling
@@ -89,8 +88,7 @@ class CodecSystem(System):
 
     @property
     def latents(self) -> LatentShape:
-        network: LatentShape = getattr(self, "network")  # noqa: B009 - each system has one of its own type
-        return network
+        return getattr(self, "network")  # noqa: B009 - each system has one of its own type
 
     def sampling(self) -> CodecSampling:
         return CodecSampling(self.decoded)

@@ -17,7 +17,7 @@ from pydantic import model_validator
 from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
-from image_diffusion.objectives.codec.discrete import DiscreteAutoencodingConfig
+from image_diffusion.objectives.autoencoding import DiscreteAutoencodingConfig, QuantisedAutoencoding
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.codec.base import CodecSystem
 from image_diffusion.systems.interface import Section
@@ -66,5 +66,6 @@ class DVAESystem(CodecSystem):
 
     def build_own_objective(self, spec: DataSpec) -> Objective:
         if self.network.deterministic_key is not None:
-            return self.objective.for_deterministic_tokens(commits=self.network.vector_quantiser is not None)
+            weight = None if self.network.vector_quantiser is None else self.objective.commitment_weight
+            return QuantisedAutoencoding(self.objective.reconstruction, weight)
         return self.objective.build(self.network.logits_shape(spec))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
 from image_diffusion.systems.diffusion.reading import Reading
-from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
+from image_diffusion.systems.diffusion.sweep import SweepConfig, checked_points
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.config import SeveralVectorPairs
 from image_diffusion.systems.pairs.inputs import sets_of
@@ -75,7 +74,7 @@ class DiffusionSampling(ImageSampling):
         null: Mapping[str, Tensor] | None = None,
         pictures: Pictures | None = None,
     ) -> Generator:
-        check_tiles("sample", settings, self.condition.image)
+        check_tiles(settings, self.condition.image)
         return Generator(network, self.reading, spec, codec, settings, weaker, null, pictures)
 
     def num_evaluations(self, settings: SampleConfig) -> int:
@@ -174,7 +173,11 @@ class DiffusionSystem(System):
                 "Remove it."
             )
         sample, sweep = experiment.section("sample"), experiment.section("sweep")
-        check_sweep(sweep, sample, partial(check_sampling, "sample"), train)
+        for key, point in checked_points(sweep, sample, train):
+            try:
+                check_sampling("sample", point)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from None
         check_sections(self.process, condition.image, experiment, others)
         if condition.image is not None and train.augment is not None:
             raise ValueError(
@@ -208,8 +211,9 @@ class DiffusionSystem(System):
         cond = {"label": label} if spec.num_classes else {}
         if self.conditioning.image is not None:
             cond |= self.conditioning.image.degraded(x, streams)
-        cond |= self.conditioning.training_conditions(joined_sets or {}, streams, spec)
-        return Batch(x, cond, streams)
+        joined_sets = joined_sets or {}
+        cond |= self.conditioning.training_conditions(joined_sets, streams, spec)
+        return Batch(x, cond, streams, features=joined_sets.get("features"))
 
     def sampling(self) -> DiffusionSampling:
         return DiffusionSampling(condition=self.conditioning, reading=self.reading)

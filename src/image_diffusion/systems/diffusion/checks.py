@@ -24,8 +24,13 @@ from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
-from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance, chosen_classes
-from image_diffusion.systems.diffusion.prompts import check_judged
+from image_diffusion.systems.diffusion.generator import (
+    SampleConfig,
+    check_guidance,
+    check_labels,
+    check_scale,
+    chosen_classes,
+)
 from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pairs.inputs import sets_of
@@ -108,6 +113,16 @@ def check_sections(process: Process, image: ImagePart | None, experiment: Sectio
     check_kept(experiment, others)
 
 
+def check_judged(experiment: Sections) -> None:
+    """Raise ValueError if the evaluation compares images with prompts, but the samples have none."""
+    sample = experiment.section("sample")
+    if experiment.section("evaluate").prompts is not None and sample.prompts is None and sample.embeddings is None:
+        raise ValueError(
+            "evaluate.prompts is set, but the samples have no prompts. Leave it out, set sample.prompts, or set "
+            "sample.embeddings to a prior's."
+        )
+
+
 def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
     """Raise ValueError if the images are arrays, for sections that support only pictures of 8 bits."""
     if experiment.data.dtype is None:
@@ -140,7 +155,7 @@ def _check_pictures(experiment: Sections, image: ImagePart | None) -> None:
             )
         check_crop(experiment.data)
         listed(sample.given, sample.start)
-    check_tiles("sample", sample, image)
+    check_tiles(sample, image)
     if sample.tiles is not None and sample.tiles.number > 1:
         raise ValueError(
             "sample.tiles makes pictures larger than the real images that evaluate compares them with. Leave it out, "
@@ -148,11 +163,11 @@ def _check_pictures(experiment: Sections, image: ImagePart | None) -> None:
         )
 
 
-def check_tiles(section: str, settings: SampleConfig, image: ImagePart | None) -> None:
+def check_tiles(settings: SampleConfig, image: ImagePart | None) -> None:
     """Raise ValueError for tiles of a network that is conditioned on images, which would have to be cut into tiles,
     too."""
     if settings.tiles is not None and image is not None:
-        raise ValueError(f"{section}.tiles is set, but the network is conditioned on an image. Leave it out.")
+        raise ValueError("sample.tiles is set, but the network is conditioned on an image. Leave it out.")
 
 
 def check_kept(experiment: Sections, others: Others) -> None:
@@ -198,31 +213,18 @@ def check_settings(
     if isinstance(reading.process, Discrete):
         _warn_of_times(f"{section}.sampler", grid, reading.process)
     _check_first_point(section, settings, reading, grid, isinstance(codec, Rgb))
-    scale = settings.guidance.guidance_scale
     if settings.sampler.needs_average_velocity and not learns_intervals:
         raise ValueError(
             f"{section}.sampler.type is {settings.sampler.type}, but the network learns no average velocities. Set "
             "system.objective.type to mean_flow, or take another sampler."
         )
     check_guidance(section, settings, reading)
-    if scale != 1 and not reading.drops_labels and settings.weaker_weights is None:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
-            f"1, or train with system.objective.label_drop_probability above 0."
-        )
+    if settings.weaker_weights is None:
+        alternative = ", or set sample.weaker_weights" if section == "sample" else ""
+        check_scale(section, settings.guidance.guidance_scale, reading.drops_labels, classes != [], alternative)
     if settings.decoder is not None:
         codec.check_decoder(f"{section}.decoder", settings.decoder)
-    if scale != 1 and classes is not None and not classes and settings.weaker_weights is None:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
-            f"out. Use 1{', or set sample.weaker_weights' if section == 'sample' else ''}."
-        )
-    if classes is not None and not classes and settings.labels == "random":
-        raise ValueError(f"{section}.labels is random, but the data have no classes. Leave it out.")
-    if classes is not None and not isinstance(settings.labels, str):
-        if not classes:
-            raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
-        chosen_classes(f"{section}.labels", settings.labels, list(classes))
+    check_labels(section, settings.labels, classes)
 
 
 def _check_first_point(section: str, settings: SampleConfig, reading: Reading, grid: Grid, bounded: bool) -> None:

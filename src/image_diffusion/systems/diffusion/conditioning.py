@@ -16,7 +16,13 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ServedModel, check_unused
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    SamplingRequest,
+    ServedModel,
+    check_unused,
+    joined,
+)
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
@@ -25,7 +31,6 @@ from image_diffusion.systems.diffusion.conditions.paired_image import PairedImag
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, read_rows
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest, joined
 from image_diffusion.systems.sampling import Column
 
 AnyImage = Annotated[ImageCondition | PairedImageCondition, Field(discriminator="source")]
@@ -183,11 +188,11 @@ class Conditions:
             inputs = replace(inputs, rows=rows)
         classes = labels_of(inputs.rows or [], inputs.key)
         self._check_classes("sample", settings, bool(classes))
-        seen = (
-            replace(inputs, settings=self._settings_for_part(part, settings), pairs=pairs)
+        requests = [
+            part.sampling_request(replace(inputs, settings=self._settings_for_part(part, settings), pairs=pairs))
             for part, pairs in zip(self.parts, described, strict=True)
-        )
-        request = joined(part.sampling_request(of_part) for part, of_part in zip(self.parts, seen, strict=True))
+        ]
+        request = joined(requests)
         if not classes:
             return request
         return replace(request, classes=[classes[i % len(classes)] for i in range(len(inputs.seeds))], labels=None)

@@ -11,14 +11,9 @@ Defaults that differ from those of facebookresearch/DiT (docs/systems.md has all
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
-from image_diffusion.codecs.base import Codec
-from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import DataSpec
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.networks.dit import DiT, DiTConfig
@@ -110,18 +105,6 @@ class DiTSystem(DiffusionSystem):
         if self.alignment is None:
             return spec
         return spec.model_copy(update={"features": data.joined_sets["features"].shape})
-
-    def batch(
-        self,
-        stored: Tensor,
-        label: Tensor,
-        streams: Streams,
-        spec: DataSpec,
-        codec: Codec,
-        joined_sets: Mapping[str, Tensor] | None = None,
-    ) -> Batch:
-        batch = super().batch(stored, label, streams, spec, codec, joined_sets)
-        return replace(batch, features=(joined_sets or {}).get("features"))
 
     @property
     def build_options(self) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.precision import Precision, computing_in, tf32
 from image_diffusion.process.grid import Denoiser
 from image_diffusion.process.tiles import Tiles
-from image_diffusion.samplers import Sampler, SamplerConfig
+from image_diffusion.samplers import Sampler
+from image_diffusion.samplers.base import SamplerConfig
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
 from image_diffusion.samplers.guidance import Guidance
@@ -172,8 +173,8 @@ class Generator:
         pictures: Pictures | None = None,
     ) -> None:
         check_guidance("sample", settings, reading)
-        scale, labelled, conditions = settings.guidance.guidance_scale, spec.num_classes > 0, spec.conditions
-        if scale != 1 and (labelled or conditions) and weaker is None and not reading.drops_labels:
+        scale = settings.guidance.guidance_scale
+        if scale != 1 and (spec.num_classes or spec.conditions) and weaker is None and not reading.drops_labels:
             raise ValueError(
                 f"sample.guidance.guidance_scale is {scale}, but no labels were dropped in training. Use 1, or "
                 f"train with system.objective.label_drop_probability above 0."
@@ -188,11 +189,7 @@ class Generator:
         # compiled code is specialised to a batch size, so smaller batches are padded to it (`_rows`)
         self._precision, self._whole_batch = settings.precision, settings.batch_size if settings.compile else 0
         self._grid = self._sampler.grid(reading.process)
-        nothing: dict[str, Tensor] = {}
-        if weaker is None:
-            nothing = {"label": torch.tensor(spec.num_classes)} if labelled else {}
-            nothing |= {name: torch.zeros(shape) for name, shape in conditions.items()} | dict(null or {})
-        nothing = {name: tensor.to(self._device) for name, tensor in nothing.items()}
+        nothing = null_conditions(spec, null, self._device) if weaker is None else {}
         for module in (network, weaker):
             if module is not None and settings.compile:
                 compile_by_block(module)
@@ -205,12 +202,7 @@ class Generator:
         self._tiles, self._pictures = settings.tiles or Tiles(), pictures
 
     @torch.no_grad()
-    def __call__(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return images [N, C, H, W], of the data's type, of these seeds, int64 [N], and labels, int64 [N].
 
         conditions: the other conditions of each image, by name.
@@ -225,10 +217,7 @@ class Generator:
 
     @torch.no_grad()
     def trajectory(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
+        self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
         """Return the noise as images [N, C, H, W], then the prediction of each step, from the first to the last. Never
         compiled."""
@@ -267,6 +256,13 @@ class Generator:
             self._reading.denoiser(self._network, self._grid, cond, self._guide) for _ in range(self._tiles.number)
         ]
         return self._tiles.joined(denoisers, size), noise, streams
+
+
+def null_conditions(spec: DataSpec, null: Mapping[str, Tensor] | None, device: torch.device) -> dict[str, Tensor]:
+    """Return the condition that guidance leads away from, by name: that of `null`, or the null label and zeros."""
+    nothing = {"label": torch.tensor(spec.num_classes)} if spec.num_classes else {}
+    nothing |= {name: torch.zeros(shape) for name, shape in spec.conditions.items()} | dict(null or {})
+    return {name: tensor.to(device) for name, tensor in nothing.items()}
 
 
 def check_guidance(section: str, settings: SampleConfig, reading: Reading) -> None:
@@ -321,6 +317,33 @@ def requested_labels(
     chosen = trained if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
     turns = torch.arange(len(seeds)) if first_seed is None else seeds - first_seed
     return torch.tensor(chosen)[turns % len(chosen)]
+
+
+def check_scale(section: str, scale: float, drops_labels: bool, has_classes: bool, alternative: str = "") -> None:
+    """Raise ValueError for guidance of a network that was never trained without a class, or of data without classes.
+    alternative: to a scale of 1, for the message."""
+    if scale != 1 and not drops_labels:
+        raise ValueError(
+            f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
+            f"1, or train with system.objective.label_drop_probability above 0."
+        )
+    if scale != 1 and not has_classes:
+        raise ValueError(
+            f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
+            f"out. Use 1{alternative}."
+        )
+
+
+def check_labels(section: str, labels: str | Sequence[ClassLabel], classes: Sequence[str] | None) -> None:
+    """Raise ValueError for labels of a section that the data do not have. classes: of the data; None if unknown or
+    unused."""
+    if classes is None or labels == "balanced":
+        return
+    if not classes:
+        mistake, lack = ("is random", "no classes") if labels == "random" else ("names classes", "none")
+        raise ValueError(f"{section}.labels {mistake}, but the data have {lack}. Leave it out.")
+    if not isinstance(labels, str):
+        chosen_classes(f"{section}.labels", labels, list(classes))
 
 
 def chosen_classes(key: str, labels: Sequence[ClassLabel], classes: list[str]) -> list[int]:

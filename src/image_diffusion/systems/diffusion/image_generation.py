@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from image_diffusion.codecs.base import Codec, to_uint8
+from image_diffusion.codecs.base import Codec
 from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.npz import save_samples
@@ -24,11 +23,10 @@ from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import Conditions
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, ServedModel
-from image_diffusion.systems.diffusion.conditions.rows import read_rows
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, SamplingRequest, ServedModel
+from image_diffusion.systems.diffusion.conditions.image import condition_pictures
+from image_diffusion.systems.diffusion.conditions.rows import classes_named, read_prompts, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
-from image_diffusion.systems.diffusion.prompts import classes_named, read_prompts
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.pairs.numbers import LABEL
 from image_diffusion.systems.pictures import Pictures, listed, read_pictures
@@ -56,20 +54,12 @@ class ImageGenerator(Protocol):
     @property
     def settings(self) -> SampleConfig: ...
 
-    def __call__(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return images [N, C, H, W] of the data's type."""
         ...
 
     def trajectory(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
+        self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
         """Return the images after each step."""
         ...
@@ -293,11 +283,8 @@ def _titles(request: SamplingRequest, labels: Tensor | None, classes: list[str])
 
 def beside_conditions(images: Tensor, conditions: Tensor) -> Image.Image:
     """Draw images, uint8 [N, C, H, W], below their conditions, float32 [P, C', h, w] in [-1, 1]."""
-    count, channels, *size = images.shape
-    seen = conditions[torch.arange(count) % len(conditions)]
-    seen = seen[:, : channels if seen.shape[1] >= channels else 1]
-    above = to_uint8(F.interpolate(seen, size, mode="nearest")).expand(-1, channels, -1, -1)
-    return image_grid(torch.cat([above, images]), columns=count)
+    above = condition_pictures(conditions[torch.arange(len(images)) % len(conditions)], images)
+    return image_grid(torch.cat([above, images]), columns=len(images))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from image_diffusion.codecs.base import to_uint8
 from image_diffusion.core.config.base import parse
@@ -24,7 +23,7 @@ from image_diffusion.metrics.images.segmentation import evaluate_masks
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.conditioning import AnyImage
-from image_diffusion.systems.diffusion.conditions.image import ImagePart
+from image_diffusion.systems.diffusion.conditions.image import ImagePart, condition_pictures
 from image_diffusion.systems.diffusion.conditions.paired_image import mask_picture
 
 _SHOWN = 10
@@ -87,9 +86,7 @@ def evaluate_paired(
         for name, value in values.items():
             parts.setdefault(name, []).append(value)
         if shown is None:
-            channels = original.shape[1]
-            drawn_as = mask_picture(made) if labels else made[:, : channels if made.shape[1] >= channels else 1]
-            seen = to_uint8(F.interpolate(drawn_as, size, mode="nearest")).expand(-1, channels, -1, -1)
+            seen = condition_pictures(mask_picture(made) if labels else made, original)
             first = drawn[torch.tensor([int((image == i).nonzero()[0]) for i in range(min(_SHOWN, len(chosen)))])]
             columns = [seen, *guesses.values(), first, *([mean] if several else []), original]
             shown = torch.cat([column[:_SHOWN] for column in columns])

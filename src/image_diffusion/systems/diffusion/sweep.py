@@ -3,7 +3,7 @@ same settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
@@ -90,30 +90,16 @@ class SweepConfig(Config):
         elif axis == "sampler" and value != base.sampler.type:
             shared = ("num_steps", "clip_denoised", "shift")
             plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}
-        settings: SampleConfig = parse(type(base), plain, f"sweep.{axis} {value}")
-        return settings
+        return parse(type(base), plain, f"sweep.{axis} {value}")
 
 
-def check_sweep(
-    sweep: SweepConfig, sample: SampleConfig, check: Callable[[SampleConfig], None], train: TrainSettings
-) -> None:
-    """Raise ValueError, before any work, for a point that cannot be sampled.
-
-    check: raises ValueError for settings of `sample` that do not fit the experiment. train: the section whose
-    checkpoints and averages are sampled.
+def checked_points(
+    sweep: SweepConfig, sample: SampleConfig, train: TrainSettings
+) -> Iterator[tuple[str, SampleConfig]]:
+    """Yield the name and the settings of each point. Raises ValueError, before any work, for a value that is named
+    twice, for weights that are not kept, and where `SweepConfig.samples` does. train: the section whose checkpoints and
+    averages are sampled.
     """
-    check_values(sweep, train)
-    for axis, values in sweep.values.items():
-        for value in values:
-            point = sweep.samples(axis, value, sample)
-            try:
-                check(point)
-            except ValueError as error:
-                raise ValueError(f"sweep.{axis} {value}: {error}") from None
-
-
-def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
-    """Raise ValueError for a value that is named twice, and for weights that are not kept."""
     for axis, values in sweep.values.items():
         if len(set(values)) < len(values):
             raise ValueError(f"sweep.{axis} names a value twice. Give each once.")
@@ -141,6 +127,9 @@ def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
             train.check_average(average)
         except ValueError as error:
             raise ValueError(f"sweep.ema names {_written(average)}, but {error}") from None
+    for axis, values in sweep.values.items():
+        for value in values:
+            yield f"sweep.{axis} {value}", sweep.samples(axis, value, sample)
 
 
 def _written(value: float | str) -> str:

@@ -250,8 +250,7 @@ class CropPairs(MadeOfCrops):
         crops = self._crops.shard(shard)
         texts, tokens = self._texts([captions[0] for captions in crops.captions[start:stop]])
         images = self._images.images(self._crops.images(crops.rows[start:stop]))
-        rows: NDArray[np.float32] = torch.cat([images.cpu()[:, None], texts[:, None], tokens], 1).numpy()
-        return rows
+        return torch.cat([images.cpu()[:, None], texts[:, None], tokens], 1).numpy()
 
 
 class StoredPairs(PairSet):

@@ -156,8 +156,7 @@ class Numbers(PairSet):
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
         """Return the numbers of some crops, float32 [n, columns, 2]."""
-        numbers: NDArray[np.float32] = self._columns.scaled(self._rows[shard][start:stop]).numpy()
-        return numbers
+        return self._columns.scaled(self._rows[shard][start:stop]).numpy()
 
 
 def _numbers(cells: Mapping[str, Any], names: tuple[str, ...], image: str) -> Row:

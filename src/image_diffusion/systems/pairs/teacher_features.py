@@ -100,11 +100,9 @@ class TeacherFeatures(PairSet):
 
     def made_from(self, shard: int) -> str:
         """Return the digest of the crops."""
-        digest: str = self._crops.manifest["shards"][shard]["sha256"]
-        return digest
+        return self._crops.manifest["shards"][shard]["sha256"]
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
         images = self._crops.gather(np.arange(start, stop) + self._first[shard])
         features = torch.stack([self._teacher.maps(images), self._teacher.maps(images.flip(-1))], 1)
-        rows: NDArray[np.float32] = features.float().numpy()
-        return rows
+        return features.float().numpy()

@@ -36,9 +36,14 @@ from image_diffusion.metrics.images.retrieval import retrieval, same_rows, sprea
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, check_guided
-from image_diffusion.systems.prior.inputs import caption_inputs, pair_batch
-from image_diffusion.systems.prior.reading import EmbeddingReading
+from image_diffusion.systems.prior.generator import (
+    EmbeddingGenerator,
+    EmbeddingReading,
+    EmbeddingSampling,
+    caption_inputs,
+    check_guided,
+    pair_batch,
+)
 
 _EPOCH = 2**31 - 1  # an epoch number that training never reaches
 _KNOWN = 100_000  # maximum number of training pairs in the search for the nearest caption

@@ -26,11 +26,15 @@ from image_diffusion.data.encoded.pairs import TEXT
 from image_diffusion.data.sources.embeddings import write_columns
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import on_best_device
-from image_diffusion.systems.diffusion.prompts import read_prompts
+from image_diffusion.systems.diffusion.conditions.rows import read_prompts
 from image_diffusion.systems.interface import TrainedNetwork
-from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, check_guided
-from image_diffusion.systems.prior.inputs import caption_inputs
-from image_diffusion.systems.prior.reading import EmbeddingReading
+from image_diffusion.systems.prior.generator import (
+    EmbeddingGenerator,
+    EmbeddingReading,
+    EmbeddingSampling,
+    caption_inputs,
+    check_guided,
+)
 from image_diffusion.systems.sampling import SampleFiles, SamplesToWrite, Sampling, SamplingInputs
 from image_diffusion.text_encoders.base import TextEncoder, encode_captions
 from image_diffusion.text_encoders.clip import ClipConfig

@@ -32,8 +32,7 @@ from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import EmbeddingPairs, FilePairs
 from image_diffusion.systems.prior.evaluation import PredictionConfig, PriorEvaluation
 from image_diffusion.systems.prior.generation import PriorSampleConfig, PriorSampling, check_sample
-from image_diffusion.systems.prior.inputs import pair_batch
-from image_diffusion.systems.prior.reading import EmbeddingReading, ImageStatistics, Scaling
+from image_diffusion.systems.prior.generator import EmbeddingReading, ImageStatistics, Scaling, pair_batch
 from image_diffusion.systems.warm_start import WarmStart
 
 
@@ -148,8 +147,7 @@ class PriorSystem(System):
         return self.image_scale or math.sqrt(spec.channels)
 
     def build_network(self, spec: DataSpec) -> nn.Module:
-        network: nn.Module = self.network.build(spec)
-        return network
+        return self.network.build(spec)
 
     def build_objective(self, spec: DataSpec) -> EmbeddingObjective:
         return self.objective.build(self.process.build(), self.scale(spec), self.network.self_cond)

@@ -18,8 +18,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.features.base import padded_batches, storage_groups
-from image_diffusion.objectives.tokens.masked import hidden_bits, hide
-from image_diffusion.objectives.tokens.next_token import bits_of
+from image_diffusion.objectives.tokens import bits_of, hidden_bits, hide
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.evaluation import EvaluationInputs

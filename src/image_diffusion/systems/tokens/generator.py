@@ -1,11 +1,11 @@
-"""Images from a system of tokens: seeds and labels -> tokens -> pixels."""
+"""Images from a system of tokens: seeds and labels -> tokens -> pixels, and sweeps of their settings."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -16,11 +16,11 @@ from image_diffusion.codecs.base import Codec
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.precision import computes_in
-from image_diffusion.samplers import Autoregressive, Masked, OfTokens
+from image_diffusion.samplers import OfTokens
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.samplers.tokens.base import Predictor
-from image_diffusion.samplers.tokens.maskgit import hidden_counts
-from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, ten_of
+from image_diffusion.samplers.tokens import Autoregressive, Masked, Predictor, hidden_counts
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_scale, null_conditions, ten_of
+from image_diffusion.systems.diffusion.sweep import SweepConfig
 
 _GREY = 128
 
@@ -72,46 +72,18 @@ def fitted(settings: TokenSampleConfig, causal: bool) -> TokenSampleConfig:
     return settings.model_copy(update={"sampler": sampler})
 
 
-def check_settings(
-    section: str, settings: TokenSampleConfig, reading: TokenReading, classes: list[str] | None, spec: DataSpec
-) -> None:
-    """Raise ValueError if the sampler, the guidance or the labels of a section do not fit. classes: of the data; None
-    if unknown or unused.
-    """
-    check_made(section, settings, reading, classes, spec)
-    if classes is not None and not classes and settings.labels == "random":
-        raise ValueError(f"{section}.labels is random, but the data have no classes. Leave it out.")
-    if classes is not None and not isinstance(settings.labels, str):
-        if not classes:
-            raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
-        chosen_classes(f"{section}.labels", settings.labels, classes)
-
-
 def check_made(
     section: str, settings: TokenSampleConfig, reading: TokenReading, classes: list[str] | None, spec: DataSpec
 ) -> None:
-    """Raise ValueError if the sampler or the guidance do not fit."""
+    """Raise ValueError if the sampler or the guidance of a section do not fit. classes: of the data; None if unknown or
+    unused."""
     try:
         sampler = fitted(settings, reading.causal).sampler
         if isinstance(sampler, Masked):
             hidden_counts(math.prod(spec.size), sampler.num_steps)
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
-    _check_guidance(section, settings, reading.drops_labels, classes != [])
-
-
-def _check_guidance(section: str, settings: TokenSampleConfig, drops_labels: bool, tells: bool) -> None:
-    scale = settings.guidance.guidance_scale
-    if scale != 1 and not drops_labels:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
-            f"1, or train with system.objective.label_drop_probability above 0."
-        )
-    if scale != 1 and not tells:
-        raise ValueError(
-            f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
-            f"out. Use 1."
-        )
+    check_scale(section, settings.guidance.guidance_scale, reading.drops_labels, classes != [])
 
 
 class TokenGenerator:
@@ -130,21 +102,15 @@ class TokenGenerator:
         settings: TokenSampleConfig,
         null: Mapping[str, Tensor] | None = None,
     ) -> None:
-        _check_guidance("sample", settings, reading.drops_labels, bool(spec.num_classes or spec.conditions))
+        has_classes = bool(spec.num_classes or spec.conditions)
+        check_scale("sample", settings.guidance.guidance_scale, reading.drops_labels, has_classes)
         self.settings = fitted(settings, reading.causal)
         self._network, self._spec, self._codec = network, spec, codec
         self._device = next(network.parameters()).device
-        nothing = {"label": torch.tensor(spec.num_classes)} if spec.num_classes else {}
-        nothing |= {name: torch.zeros(shape) for name, shape in spec.conditions.items()} | dict(null or {})
-        self._nothing = {name: tensor.to(self._device) for name, tensor in nothing.items()}
+        self._nothing = null_conditions(spec, null, self._device)
 
     @torch.no_grad()
-    def __call__(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def __call__(self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
 
         conditions: the other conditions of each image, by name.
@@ -153,10 +119,7 @@ class TokenGenerator:
 
     @torch.no_grad()
     def trajectory(
-        self,
-        seeds: Tensor,
-        labels: Tensor | None,
-        conditions: Mapping[str, Tensor] | None = None,
+        self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor] | None = None
     ) -> list[Tensor]:
         """Return the images after up to ten of the steps, grey where tokens are still hidden."""
         return [self._with_gaps(tokens) for tokens in ten_of(list(self._steps(seeds, labels, conditions or {})))]
@@ -178,3 +141,22 @@ class TokenGenerator:
         images = self._decode(tokens.masked_fill(hidden, 0))
         gaps = F.interpolate(hidden.view(-1, 1, *self._spec.size).float(), size=images.shape[2:]).bool().cpu()
         return torch.where(gaps, images.new_full((), _GREY), images)
+
+
+class TokenSweepConfig(SweepConfig):
+    """Settings to vary for images made from tokens, one at a time; all others are those of `sample`."""
+
+    temperature: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Temperatures by which the logits are divided."""
+
+    def points(self) -> dict[str, tuple[float | int | str, ...]]:
+        return super().points() | {"temperature": self.temperature}
+
+    def samples(self, axis: str, value: str, base: SampleConfig) -> SampleConfig:
+        if axis in ("temperature", "num_steps") and base.sampler is None:
+            raise ValueError(f"sweep.{axis} varies a key of sample.sampler, which is missing. Write it with its type.")
+        return super().samples(axis, value, base)
+
+
+SWEPT = frozenset({"guidance_scale", "num_steps", "temperature", "checkpoint", "ema", "num_samples", "choose"})
+"""Keys of the section that have an effect."""

@@ -23,29 +23,29 @@ from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.networks.token_transformer import TokenTransformer, TokenTransformerConfig
 from image_diffusion.objectives import TokenObjective
-from image_diffusion.objectives.tokens.masked import MaskedTokens
+from image_diffusion.objectives.tokens import MaskedTokens
 from image_diffusion.systems.base import Others, Sections, System, spec_of
-from image_diffusion.systems.diffusion.checks import check_kept, check_negative_prompt, check_pairs
+from image_diffusion.systems.diffusion.checks import check_judged, check_kept, check_negative_prompt, check_pairs
 from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
-from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_labels
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
-from image_diffusion.systems.diffusion.prompts import check_judged
+from image_diffusion.systems.diffusion.sweep import checked_points
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.captions import CaptionPairs
 from image_diffusion.systems.pictures import Pictures
 from image_diffusion.systems.tokens.evaluation import TokenEvaluation
 from image_diffusion.systems.tokens.generator import (
     KEYS,
+    SWEPT,
     TokenGenerator,
     TokenReading,
     TokenSampleConfig,
-    check_settings,
+    TokenSweepConfig,
+    check_made,
     fitted,
 )
-from image_diffusion.systems.tokens.sweep import KEYS as SWEPT
-from image_diffusion.systems.tokens.sweep import TokenSweepConfig, check_sweep
 from image_diffusion.systems.warm_start import WarmStart
 
 
@@ -99,7 +99,7 @@ class TokensSystem(System):
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips", "likelihood")),
     }
     recipe: ClassVar[Mapping[str, Any]] = {
-        "optimizer": {"type": "adamw", "lr": 1e-4, "betas": (0.9, 0.96), "weight_decay": 0.0},
+        "optimizer": {"type": "adamw", "lr": 1e-4, "betas": (0.9, 0.96), "weight_decay": 0.0}
     }
     reads: ClassVar = ("tokens",)
     warm_start: ClassVar = WarmStart(class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",))
@@ -128,10 +128,13 @@ class TokensSystem(System):
         classes = experiment.data.source.known_classes() if self.condition.reads is None else None
         for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
             settings: TokenSampleConfig = experiment.section(section)
-            check_settings(section, settings, reading, classes, spec)
+            check_made(section, settings, reading, classes, spec)
+            check_labels(section, settings.labels, classes)
             self.condition.check(section, settings)
             check_negative_prompt(section, settings)
-        check_sweep(experiment.section("sweep"), experiment.section("sample"), reading, classes, spec, train)
+        for key, point in checked_points(experiment.section("sweep"), experiment.section("sample"), train):
+            assert isinstance(point, TokenSampleConfig)
+            check_made(key, point, reading, classes, spec)
 
     def spec(self, data: Shards) -> DataSpec:
         """Return the shapes that the data fix: tokens are stored as [h, w]; the number of channels is the size of the

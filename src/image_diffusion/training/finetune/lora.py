@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.process.errors import package
-from image_diffusion.nn.augmentation import AUGMENTATION
+from image_diffusion.nn.conditioning import AUGMENTATION
 from image_diffusion.objectives.alignment import PROJECTOR
-from image_diffusion.objectives.codec.adversarial import DISCRIMINATOR
+from image_diffusion.objectives.codec_terms import DISCRIMINATOR
 from image_diffusion.training.finetune.name_patterns import matching
 
 _ADDED = f"{PROJECTOR}.", f"{DISCRIMINATOR}.", f"{AUGMENTATION}."

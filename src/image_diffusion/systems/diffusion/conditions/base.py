@@ -1,23 +1,27 @@
-"""Interface of the parts of a condition, and checks that they share."""
+"""Interface of the parts of a condition: their inputs, the request for images that they return, and checks and held-out
+images that they share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.shards.reader import Shards
+from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.systems.diffusion.conditions.rows import Row
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column, Embed
 
 
@@ -51,6 +55,43 @@ class ConditionInputs:
     key: str = "sample.conditions"
     is_request: bool = False
     embed: Embed | None = None
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """Conditions of a request for images.
+
+    titles: the title of each image in grids, such as its prompt; empty: none. conditions: the network's conditions by
+    name, [P, …]; image i takes row i modulo P. null: the condition that guidance leads away from, by name, unless it is
+    zeros. labels: the class that each image should show, int64 [N], if the conditions determine it. classes: the name
+    of each image's class, for its title; empty: none. described: entries of samples.json: "prompts" of each image,
+    "embeddings" with their origin, and so on. drawn: pictures shown above the images, such as masks, float32 [P, C, H,
+    W] in [-1, 1]; None: none.
+    """
+
+    titles: list[str] = field(default_factory=list)
+    conditions: dict[str, Tensor] = field(default_factory=dict)
+    null: dict[str, Tensor] = field(default_factory=dict)
+    labels: Tensor | None = None
+    classes: list[ClassLabel] = field(default_factory=list)
+    described: dict[str, Any] = field(default_factory=dict)
+    drawn: Tensor | None = None
+
+    def select(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the conditions of some of the images, by their numbers."""
+        return {name: tensor[rows % len(tensor)] for name, tensor in self.conditions.items()}
+
+
+def joined(parts: Sequence[SamplingRequest]) -> SamplingRequest:
+    """Return one request with the conditions of several requests."""
+    return SamplingRequest(
+        titles=[", ".join(of_image) for of_image in zip(*(part.titles for part in parts if part.titles), strict=True)],
+        conditions={name: tensor for part in parts for name, tensor in part.conditions.items()},
+        null={name: tensor for part in parts for name, tensor in part.null.items()},
+        labels=next((part.labels for part in parts if part.labels is not None), None),
+        described={key: value for part in parts for key, value in part.described.items()},
+        drawn=next((part.drawn for part in parts if part.drawn is not None), None),
+    )
 
 
 @dataclass(frozen=True)
@@ -139,3 +180,32 @@ def check_unused(section: str, settings: SampleConfig, keys: Container[str]) -> 
     for key, advice in _UNUSED.items():
         if key not in keys and getattr(settings, key, None) not in (None, ""):
             raise ValueError(f"{section}.{key} is set, but the network takes no {advice}.")
+
+
+def held_out(folders: Shards | Sequence[Path], key: str = "embeddings") -> Shards:
+    """Return held-out images with their additional sets. folders: of each additional set, and last that of the crops;
+    or the images themselves. key: the unset key of the section sample. Raises ValueError for too few folders, and
+    without held-out images."""
+    if isinstance(folders, Shards):
+        return folders
+    if len(folders) < 2:
+        raise ValueError(
+            f"sample.{key} is not set, so held-out images provide the {key}. Name the folders of their pairs and of "
+            f"their crops: --embeddings PAIRS CROPS."
+        )
+    crops = open_shards(folders[-1], "validation")
+    if not crops.num_samples:
+        raise ValueError(
+            f"{folders[-1]} has no held-out images to provide the {key}. Set data.validation_fraction, or sample.{key}."
+        )
+    for folder in folders[:-1]:
+        crops.join(open_shards(folder, "all"))
+    return crops
+
+
+def rows_of(images: Shards, seeds: Tensor) -> tuple[NDArray[np.int64], Tensor | None, dict[str, Any]]:
+    """Return the rows of held-out images for some seeds, int64 [N]: seed s takes image s modulo their number. Also
+    their classes, if the data have any, and the description of their origin for samples.json."""
+    rows = (seeds % images.num_samples).numpy()
+    labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
+    return rows, labels, {"split": "validation", "data": images.digest}

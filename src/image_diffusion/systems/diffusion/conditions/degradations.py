@@ -102,9 +102,7 @@ class Hole(Config, Degradation):
             share = self.low + (self.high - self.low) * streams.uniform(f"hole/{name}/share")  # [B]
             length = (share * side).round().clamp(min=1)
             start = (streams.uniform(f"hole/{name}/start") * (side - length + 1)).floor()
-            place = (
-                torch.arange(side, device=x.device).view(-1, 1) if axis == 1 else torch.arange(side, device=x.device)
-            )
+            place = torch.arange(side, device=x.device).view((-1, 1) if axis == 1 else (-1,))
             first, end = start.view(-1, 1, 1), (start + length).view(-1, 1, 1)
             inside &= (place >= first) & (place < end)
         hidden = inside[:, None].to(x.dtype)

@@ -1,22 +1,36 @@
-"""Condition on the embedding of an image, which the stage `embed` has computed."""
+"""Condition on the embedding of an image, which the stage `embed` has computed. Sampling uses those of held-out images,
+or those that a prior has sampled from captions (unCLIP)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from image_diffusion.core.files.atomic import read_json, sha256_file
+from image_diffusion.core.files.checksums import check_files
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
-from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, of_folder, of_held_out
+from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    ConditionPart,
+    SamplingRequest,
+    ServedModel,
+    held_out,
+    rows_of,
+)
+from image_diffusion.systems.diffusion.conditions.rows import EXAMPLE_PROMPTS
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
+
+_DESCRIBED = "embeddings.json"
 
 
 class EmbeddingCondition(ConditionPart):
@@ -75,3 +89,60 @@ class EmbeddingCondition(ConditionPart):
                 "sample.embeddings names another experiment. Name the folder of its samples: --embeddings."
             )
         return of_folder(source[0], inputs.pairs, seeds)
+
+
+def of_held_out(images: Shards, seeds: Tensor) -> SamplingRequest:
+    """Return the embeddings of held-out images for some seeds, int64 [N]."""
+    rows, labels, origin = rows_of(images, seeds)
+    image = images.gather_of("pairs", rows)[:, IMAGE].float()
+    return SamplingRequest(conditions={EMBEDDING: image}, labels=labels, described={"embeddings": origin})
+
+
+def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> SamplingRequest:
+    """Read embeddings written by a prior's `sample` or by clip-retrieval, for seeds int64 [N]: seed s uses row s modulo
+    their number, and its caption.
+
+    pairs: the manifest's description of the pairs that the network was trained on. Raises ValueError for files that
+    cannot be read or are damaged, and for embeddings by another encoder.
+    """
+    source, described = Embeddings(path=str(folder), texts=None), folder / _DESCRIBED
+    origin: dict[str, Any] = {}
+    if described.is_file():
+        origin = {"sha256": sha256_file(described)}
+        said = read_json(described)
+        check_files(folder, said["files"], "Run the stage that writes it again.")
+        prior_encoder, own_encoder = (_encoder(described_pairs) for described_pairs in (said["pairs"], pairs))
+        if None not in (prior_encoder, own_encoder) and prior_encoder != own_encoder:
+            raise ValueError(
+                f"sample.embeddings: the prior of {folder} predicts embeddings of {prior_encoder}, but the network "
+                f"was trained on those of {own_encoder}. Train both on the same pairs."
+            )
+    try:
+        parts = source.parts()
+        embeddings, captions = _rows(source, parts, (seeds % sum(part.num_rows for part in parts)).numpy())
+    except ValueError as error:
+        raise ValueError(f"sample.embeddings: {str(error).removeprefix('data.source.path: ')}") from None
+    sources: dict[str, Any] = {"prompts": captions} | ({"embeddings": origin} if origin else {})
+    return SamplingRequest(captions, {EMBEDDING: embeddings}, described=sources)
+
+
+def _encoder(pairs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the encoder that embedded the images of pairs, without the number of caption tokens; None if it is not
+    recorded."""
+    encoder = {name: value for name, value in (pairs or {}).get("image", {}).items() if name != "num_tokens"}
+    return encoder if encoder.get("type", "files") != "files" else None
+
+
+def _rows(source: Embeddings, parts: Sequence[Part], numbers: np.ndarray[Any, Any]) -> tuple[Tensor, list[str]]:
+    """Return rows by number, over all parts: float32 [N, dim], and their captions."""
+    starts = np.cumsum([0, *(part.num_rows for part in parts)])
+    embeddings, captions = torch.zeros(len(numbers), parts[0].dim), [""] * len(numbers)
+    for part, start, stop in zip(parts, starts[:-1], starts[1:], strict=True):
+        inside = np.flatnonzero((numbers >= start) & (numbers < stop))
+        embeddings[inside] = torch.from_numpy(
+            np.asarray(open_rows(part.image)[numbers[inside] - start], dtype=np.float32)
+        )
+        texts = source.captions(part)
+        for row in inside:
+            captions[row] = texts[numbers[row] - start]
+    return embeddings, captions

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
+from torch.nn import functional as F
 
 from image_diffusion.codecs import CodecConfig
-from image_diffusion.codecs.base import from_uint8
+from image_diffusion.codecs.base import from_uint8, to_uint8
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.files.npz import read_arrays
@@ -29,12 +30,17 @@ from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource, ServedModel
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    ConditionPart,
+    ImageSource,
+    SamplingRequest,
+    ServedModel,
+    rows_of,
+)
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
-from image_diffusion.systems.diffusion.conditions.image_embeddings import rows_of
 from image_diffusion.systems.diffusion.conditions.rows import images_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.pairs.images import ImageCropper
 from image_diffusion.systems.sampling import Column
 
@@ -274,6 +280,14 @@ def read_images(path: Path, spec: DataSpec, seeds: Tensor) -> tuple[Tensor, Tens
         )
     rows = seeds % len(images)
     return from_uint8(images[rows].permute(0, 3, 1, 2)), None if labels is None else labels[rows]
+
+
+def condition_pictures(conditions: Tensor, images: Tensor) -> Tensor:
+    """Return conditions, float32 [N, C', h, w] in [-1, 1], as pictures of the size of images [..., C, H, W], uint8 [N,
+    C, H, W]: their first channels, or the first one alone if they have fewer."""
+    channels, *size = images.shape[1:]
+    first = conditions[:, : channels if conditions.shape[1] >= channels else 1]
+    return to_uint8(F.interpolate(first, size, mode="nearest")).expand(-1, channels, -1, -1)
 
 
 def _files_of_rows(settings: SampleConfig, key: str) -> list[Path]:

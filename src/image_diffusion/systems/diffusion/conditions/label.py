@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    ConditionPart,
+    SamplingRequest,
+    ServedModel,
+)
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
 
 

@@ -13,11 +13,16 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
-from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, rows_of
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    ConditionPart,
+    SamplingRequest,
+    ServedModel,
+    held_out,
+    rows_of,
+)
 from image_diffusion.systems.diffusion.conditions.rows import read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
 
 

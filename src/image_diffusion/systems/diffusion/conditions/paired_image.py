@@ -22,11 +22,9 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.data.sources.folder import files_in
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, SamplingRequest, held_out, rows_of
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
-from image_diffusion.systems.diffusion.conditions.image_embeddings import held_out, rows_of
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.pairs.images import ImageCropper
 
 _KEY = "sample.small_images"

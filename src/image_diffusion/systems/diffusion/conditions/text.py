@@ -13,10 +13,14 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedModel
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    ConditionPart,
+    SamplingRequest,
+    ServedModel,
+)
+from image_diffusion.systems.diffusion.conditions.rows import EXAMPLE_PROMPTS, read_prompts
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS, read_prompts
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.sampling import Column
 from image_diffusion.text_encoders import encoder_of
 from image_diffusion.text_encoders.base import encode_captions

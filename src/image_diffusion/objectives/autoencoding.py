@@ -1,4 +1,6 @@
-"""Discrete VAE: reconstruct from tokens sampled at a falling temperature (Ramesh et al. 2021, section 2.1)."""
+"""Objectives of codecs. KL autoencoder: reconstruct, with a posterior close to a standard normal (Kingma & Welling
+2014, equation 10). Discrete VAE: reconstruct from tokens sampled at a falling temperature (Ramesh et al. 2021, section
+2.1)."""
 
 from __future__ import annotations
 
@@ -13,6 +15,31 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, Losses, Objective
+
+
+class AutoencodingConfig(Config):
+    """Weights of the loss."""
+
+    kl_weight: float = Field(1e-3, ge=0)
+    """Weight of the KL divergence (mean over the latent's elements) relative to the mean squared error of the
+    pixels."""
+
+
+class Autoencoding(Objective):
+    """Mean squared error plus weighted divergence, both per example and independent of the image's size. latent_shape:
+    [c, h, w]."""
+
+    def __init__(self, kl_weight: float, latent_shape: tuple[int, int, int]) -> None:
+        self._kl_weight, self._latent_shape = kl_weight, latent_shape
+
+    def __call__(self, network: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], batch: Batch) -> Losses:
+        noise = batch.streams.normal("posterior", self._latent_shape)
+        reconstruction, mean, log_variance = network(batch.x, noise)
+        mse = (reconstruction - batch.x).square().flatten(1).mean(1)
+        mean, log_variance = mean.float(), log_variance.float()
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).flatten(1).mean(1)
+        return Losses(loss=mse + self._kl_weight * kl, parts={"mse": mse.detach(), "kl": kl.detach()})
+
 
 Reconstruction = Literal["mse", "smooth_l1"]
 
@@ -73,10 +100,6 @@ class DiscreteAutoencodingConfig(Config):
                 "system.objective.commitment_weight is set, but no encoding has a nearest code to stay near to. Set "
                 "system.network.vector_quantiser, or leave it out."
             )
-
-    def for_deterministic_tokens(self, commits: bool) -> QuantisedAutoencoding:
-        """Return the objective for deterministic tokens. commits: True to add the commitment loss."""
-        return QuantisedAutoencoding(self.reconstruction, self.commitment_weight if commits else None)
 
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != type(self).model_fields[name].default)

@@ -1,1 +1,0 @@
-"""Objectives of token transformers."""

@@ -1,1 +1,0 @@
-"""Samplers of token transformers."""
