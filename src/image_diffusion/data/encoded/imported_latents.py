@@ -18,18 +18,21 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoded.latents import EncodeConfig, Encoder, Sums, finish
 from image_diffusion.data.shards.records import (
     FORMAT,
+    Chunk,
     Sample,
     ShardRecord,
+    chunk_samples,
     class_histogram,
+    histogram,
     read_record,
     record_path,
     reusable_record,
     sample_key,
     tar_path,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import Chunk, chunk_samples, histogram, write_shard
 from image_diffusion.data.sources.base import FileGroup, Item, Listing, by_shard
 from image_diffusion.data.sources.changes import record_source
 from image_diffusion.data.sources.latents import Encoded, LatentSource

@@ -31,6 +31,7 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.records import (
     FORMAT,
+    Chunk,
     ShardRecord,
     describe_shards,
     index_of,
@@ -41,9 +42,9 @@ from image_diffusion.data.shards.records import (
     tar_path,
     write_index,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import Chunk, write_shard
 from image_diffusion.nn.precision import Precision, tf32
 
 _MEMBERS = ("npy", "flip.npy")

@@ -27,9 +27,11 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.manifest import PairKind
 from image_diffusion.data.shards.records import (
     FORMAT,
+    Chunk,
     Quarantined,
     Sample,
     ShardRecord,
+    chunk_samples,
     describe_shards,
     index_of,
     record_hashes,
@@ -40,9 +42,9 @@ from image_diffusion.data.shards.records import (
     write_index,
     write_quarantine,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import Chunk, chunk_samples, write_shard
 
 IMAGE, TEXT, TOKENS = 0, 1, 2
 """Row indices in a stored pair: the image's embedding, the caption's embedding, and the first token's embedding."""

@@ -17,8 +17,7 @@ from image_diffusion.core.texts import lines_in
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import ArrayFile, BadImage, Undecided, read_array_file
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
-from image_diffusion.data.crop.stored import WIDE
-from image_diffusion.data.cropped.checks import DARK
+from image_diffusion.data.crop.stored import DARK, WIDE
 from image_diffusion.data.masks import FOLDERS, MOST_LABELS, MaskFacts, images_beside_masks, masks_beside
 from image_diffusion.data.sources.archives.zip import ZipArchive
 from image_diffusion.data.sources.base import Item, Listing, is_file
