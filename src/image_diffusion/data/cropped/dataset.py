@@ -22,12 +22,7 @@ from image_diffusion.data.crop.stored import DARK, WIDE
 from image_diffusion.data.cropped.levels import measure_levels
 from image_diffusion.data.cropped.plan import CropPlan, plan_crops, records_of_parts, write_note
 from image_diffusion.data.cropped.shard import ShardCropper, content_hashes, crop_shards
-from image_diffusion.data.quality.duplicates import (
-    dropped_rows,
-    held_out_by_name,
-    leaks_from_validation,
-    same_crops,
-)
+from image_diffusion.data.quality.duplicates import dropped_rows, held_out_by_name, leaks_from_validation, same_crops
 from image_diffusion.data.shards.records import (
     FORMAT,
     Quarantined,
@@ -78,11 +73,7 @@ def crop_part(config: DataConfig, output: Path, note: Path, part: tuple[int, int
 
 
 def crop_dataset(
-    config: DataConfig,
-    output: Path,
-    source_json: Path | None = None,
-    processes: int = 1,
-    made: Sequence[Path] = (),
+    config: DataConfig, output: Path, source_json: Path | None = None, processes: int = 1, made: Sequence[Path] = ()
 ) -> Cropped:
     """Crop every image of the source into `output`: shards, their records, quarantine.csv, index.npy, manifest.json.
 

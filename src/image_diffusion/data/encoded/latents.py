@@ -248,10 +248,7 @@ class _Task:
         check_files(self.crops, {entry["file"]: entry["sha256"]}, "Run crop again.")
         crop = read_record(self.crops, shard)
         sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else Sums()
-        with (
-            prefetch(self._read(crop, first), 1, "crops") as read,
-            prefetch(self._encode(read), 1, "codec") as encoded,
-        ):
+        with prefetch(self._read(crop, first), 1, "crops") as read, prefetch(self._encode(read), 1, "codec") as encoded:
             chunks = self._chunks(encoded, crop, sums, count)
             head = list(islice(chunks, 1))  # all batches have its shape
             shape = head[0][0]["npy"].shape[1:] if head else ()

@@ -11,14 +11,7 @@ from pydantic import Field
 from image_diffusion.core.files.atomic import Stamp, stamp_of
 from image_diffusion.core.process.errors import package
 from image_diffusion.core.texts import class_name
-from image_diffusion.data.sources.base import (
-    FewFiles,
-    Item,
-    Listing,
-    check_size,
-    number_classes,
-    plain_text,
-)
+from image_diffusion.data.sources.base import FewFiles, Item, Listing, check_size, number_classes, plain_text
 
 _DATA = "data.mdb"
 _ENDING = re.compile(r"(_(train|val|test))?_lmdb$")
