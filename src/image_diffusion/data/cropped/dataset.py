@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.files.atomic import make_folder, remove_unfinished, sha256_file, write_json
-from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.files.atomic import make_folder, remove_unfinished, write_json
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.config import DataConfig
@@ -28,9 +27,9 @@ from image_diffusion.data.shards.records import (
     Quarantined,
     ShardRecord,
     class_histogram,
+    describe_files,
     describe_shards,
     index_of,
-    record_hashes,
     remove_surplus,
     write_index,
     write_quarantine,
@@ -56,7 +55,7 @@ class Cropped:
     records: list[ShardRecord]
 
 
-def crop_part(config: DataConfig, output: Path, note: Path, part: tuple[int, int], processes: int = 1) -> int:
+def crop_part(config: DataConfig, output: Path, note: Path, part: tuple[int, int], processes: int) -> int:
     """Crop the images of one part into `output`: the shards with `number % n == i` of part (i, n), and their records.
     Returns how many were written.
 
@@ -187,8 +186,7 @@ def _manifest(
         **({"dropped": dropped} if dropped else {}),
         "ignored": len(listing.passed_over),
         **({"passed_over": kinds} if (kinds := listing.kinds_passed_over()) else {}),
-        "index": sha256_file(output / "index.npy"),
-        "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},
+        **describe_files(output, len(records), [output / "quarantine.csv"]),
     }
 
 
@@ -229,7 +227,7 @@ def check_alpha(records: Sequence[ShardRecord], channels: int, has_background: b
         )
 
 
-def check_range(records: Sequence[ShardRecord], is_decided: bool = False) -> None:
+def check_range(records: Sequence[ShardRecord], is_decided: bool) -> None:
     """Raise ValueError when the values of black and white are doubtful in images of more than 8 bits.
 
     is_decided: whether `data.range: file` is set; it logs a warning if the images are then nearly black.

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.devices import Arriving, to_device, to_host
-from image_diffusion.core.files.atomic import digest, sha256_file, write_json
-from image_diffusion.core.files.checksums import check_files, describe
+from image_diffusion.core.files.atomic import digest, write_json
+from image_diffusion.core.files.checksums import check_files
 from image_diffusion.core.prefetch import prefetch
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.reader import Shards, open_shards
@@ -33,10 +33,10 @@ from image_diffusion.data.shards.records import (
     FORMAT,
     Chunk,
     ShardRecord,
+    describe_files,
     describe_shards,
     index_of,
     read_record,
-    record_hashes,
     remove_surplus,
     reusable_record,
     tar_path,
@@ -198,8 +198,7 @@ def finish(
         "precision": settings.precision,
         **describe_shards(layout, records),
         **summary,
-        "index": sha256_file(output / "index.npy"),
-        "files": {**record_hashes(output, len(records)), **describe(output, pictures)},
+        **describe_files(output, len(records), pictures),
     }
     write_json(output / "manifest.json", manifest)
     return manifest

@@ -32,9 +32,9 @@ from image_diffusion.data.shards.records import (
     Sample,
     ShardRecord,
     chunk_samples,
+    describe_files,
     describe_shards,
     index_of,
-    record_hashes,
     remove_surplus,
     reusable_record,
     sample_key,
@@ -166,8 +166,7 @@ def write_pairs(
         "test_fraction": splits.test,
         **describe_shards(layout, records),
         "quarantined": len(bad),
-        "index": sha256_file(output / "index.npy"),
-        "files": record_hashes(output, len(records)),
+        **describe_files(output, len(records)),
     }
     if pairs.missing_numbers is not None:
         manifest["missing_numbers"] = list(pairs.missing_numbers)

@@ -219,9 +219,10 @@ def content_digest(manifest: dict[str, Any]) -> str:
     return digest({name: manifest[name] for name in names if name in manifest} | chosen)
 
 
-def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:
-    """Return the sha256 of every record, by its name."""
-    return describe(folder, [record_path(folder, shard) for shard in range(num_shards)])
+def describe_files(folder: Path, num_shards: int, others: Iterable[Path] = ()) -> dict[str, Any]:
+    """Return the part of a manifest with the sha256 of the index, and of the records and others by their names."""
+    records = [record_path(folder, shard) for shard in range(num_shards)]
+    return {"index": sha256_file(folder / "index.npy"), "files": describe(folder, [*records, *others])}
 
 
 def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
