@@ -24,6 +24,7 @@ _NEARLY = 0.1
 """Share of a side that is cut off instead of adding one more crop, which would nearly repeat the one before it."""
 _ATTEMPTS = 10
 
+Colour = tuple[int, int, int]
 Range = tuple[float, float]
 
 
@@ -40,9 +41,7 @@ class CropMethod(Config):
         """Return the plain data that decide the pixels."""
 
     @abstractmethod
-    def crops(
-        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
-    ) -> list[NDArray[np.uint8]]:
+    def crops(self, image: Image, resolution: int | Size, background: Colour, data: bytes) -> list[NDArray[np.uint8]]:
         """Return the crops of an image, each [H, W] or [H, W, C] in the image's mode. data: bytes of the file."""
 
     @abstractmethod
@@ -60,9 +59,7 @@ class AdmCrop(CropMethod):
     def identity(self) -> dict[str, Any]:
         return {"method": "adm-centre-crop"}
 
-    def crops(
-        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
-    ) -> list[NDArray[np.uint8]]:
+    def crops(self, image: Image, resolution: int | Size, background: Colour, data: bytes) -> list[NDArray[np.uint8]]:
         from image_diffusion.data.crop.centre_crop import centre_crop
 
         return [centre_crop(image, resolution)]
@@ -86,9 +83,7 @@ class ResizeCrop(CropMethod):
     def identity(self) -> dict[str, Any]:
         return {"method": "resize-centre-crop", "interpolation": self.interpolation}
 
-    def crops(
-        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
-    ) -> list[NDArray[np.uint8]]:
+    def crops(self, image: Image, resolution: int | Size, background: Colour, data: bytes) -> list[NDArray[np.uint8]]:
         import numpy as np
         from PIL.Image import Resampling
 
@@ -116,9 +111,7 @@ class Pad(CropMethod):
     def identity(self) -> dict[str, Any]:
         return {"method": "pad", "cuts": False}
 
-    def crops(
-        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
-    ) -> list[NDArray[np.uint8]]:
+    def crops(self, image: Image, resolution: int | Size, background: Colour, data: bytes) -> list[NDArray[np.uint8]]:
         import numpy as np
         from PIL import Image as Pillow
         from PIL import ImageColor
@@ -153,9 +146,7 @@ class MultiCrop(AdmCrop):
     def identity(self) -> dict[str, Any]:
         return {"method": "multi-crop", "max_crops": self.max_crops, "cuts": False}
 
-    def crops(
-        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
-    ) -> list[NDArray[np.uint8]]:
+    def crops(self, image: Image, resolution: int | Size, background: Colour, data: bytes) -> list[NDArray[np.uint8]]:
         """Return the crops from left to right or top to bottom."""
         import numpy as np
         from PIL.Image import Resampling
@@ -211,9 +202,7 @@ class RandomResizedCrop(CropMethod):
     def identity(self) -> dict[str, Any]:
         return {"method": "random-resized-crop", **self.model_dump(mode="json", exclude={"type"})}
 
-    def crops(
-        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
-    ) -> list[NDArray[np.uint8]]:
+    def crops(self, image: Image, resolution: int | Size, background: Colour, data: bytes) -> list[NDArray[np.uint8]]:
         """Return the parts. The bytes of the file seed the draw."""
         import numpy as np
         from PIL.Image import Resampling
