@@ -47,13 +47,14 @@ from image_diffusion.data.shards.records import (
     INDEX,
     Sample,
     ShardRecord,
+    chunk_samples,
     describe_shards,
     index_of,
     read_index,
     write_index,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import chunk_samples, write_shard
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 
 Variant = Callable[[], int]

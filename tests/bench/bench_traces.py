@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.data.augment.operations import Augment
+from image_diffusion.data.augment import Augment
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.features.classifier import Classifier

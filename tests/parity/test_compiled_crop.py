@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from crops import original
-from image_diffusion.data.crop import centre_crop, native_resize
+from image_diffusion.data.crop import centre_crop
 from image_diffusion.data.crop.image import quiet_pillow
 
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
@@ -24,7 +24,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The implementation of the resize."""
     if request.param == "Pillow":
         monkeypatch.setattr(centre_crop, "is_compiled", lambda: False)
-    elif native_resize.library() is None:
+    elif centre_crop.library() is None:
         pytest.skip("the resize is not compiled here: python setup.py build_ext --inplace")
     else:
         assert centre_crop.is_compiled()
@@ -85,8 +85,8 @@ def test_several_blocks_of_memory(by: str) -> None:
     assert_same(in_one, 600)
     if by == "compiled":
         with pytest.raises(ValueError, match="block|contiguous"):
-            native_resize.Pixels(image)
-        native_resize.Pixels(in_one)
+            centre_crop.Pixels(image)
+        centre_crop.Pixels(in_one)
 
 
 def test_threads_crop_in_parallel(by: str) -> None:
@@ -120,10 +120,10 @@ def test_compiled_resize_is_not_used_with_other_pillow(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("asked_again")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native_resize, "_COMPILED", tmp_path / "resize.compiled")
-    native_resize.library.cache_clear()
+    monkeypatch.setattr(centre_crop, "_COMPILED", tmp_path / "resize.compiled")
+    centre_crop.library.cache_clear()
     try:
-        assert native_resize.library() is None and not centre_crop.is_compiled()
+        assert centre_crop.library() is None and not centre_crop.is_compiled()
         assert_same(noise("RGB", 60, 40), 16)
     finally:
-        native_resize.library.cache_clear()
+        centre_crop.library.cache_clear()

@@ -20,8 +20,7 @@ from image_diffusion.core.config.base import to_yaml
 from image_diffusion.core.files.weights import read_weights
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.data.augment.operations import NUM_LABELS, Augment, Draws, augmented
-from image_diffusion.data.augment.warp import Affine, warp
+from image_diffusion.data.augment import NUM_LABELS, Affine, Augment, Draws, augmented, warp
 from image_diffusion.data.shards.loader import Batches
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.networks.dit import DiTConfig

@@ -27,14 +27,15 @@ from image_diffusion.data.shards.records import (
     Sample,
     ShardRecord,
     describe_shards,
+    histogram,
     index_of,
     read_index,
     read_record,
     write_index,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import histogram, write_shard
 
 Make = Callable[..., tuple[Path, np.ndarray, np.ndarray]]
 

@@ -20,8 +20,7 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded import latents as encoding
 from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
 from image_diffusion.data.shards.reader import Shards, open_shards
-from image_diffusion.data.shards.records import read_record
-from image_diffusion.data.shards.writer import Chunk, write_shard
+from image_diffusion.data.shards.records import Chunk, read_record, write_shard
 
 CPU = torch.device("cpu")
 LIMIT_S = 10.0

@@ -20,8 +20,8 @@ from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.config.yaml12 import from_text
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
+from image_diffusion.data.masks import MaskFacts
 from image_diffusion.data.quality.facts import CaptionFacts, Facts, describe_source, source_of
-from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import Table
 from image_diffusion.experiments.choices import choices

@@ -15,8 +15,7 @@ from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, read_json, write_json
 from image_diffusion.core.resolution import divided, resolution_of, size_text
 from image_diffusion.core.types import DataSpec
-from image_diffusion.data.augment.operations import Augment
-from image_diffusion.data.augment.warp import Affine, warp
+from image_diffusion.data.augment import Affine, Augment, warp
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.centre_crop import centre_crop, pillow_crop
 from image_diffusion.data.crop.image import crop_image, quiet_pillow

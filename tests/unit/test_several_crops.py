@@ -15,8 +15,7 @@ from PIL import Image
 import image_diffusion.data.encoded.captions as captions_module
 from image_diffusion.core.config.base import parse
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.multi import MultiCrop
-from image_diffusion.data.crop.random_resized import RandomResizedCrop
+from image_diffusion.data.crop.methods import MultiCrop, RandomResizedCrop
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.reader import open_shards

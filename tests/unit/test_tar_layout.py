@@ -12,8 +12,8 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from image_diffusion.data.shards.records import write_shard
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import write_shard
 
 
 def _chunks(arrays: dict[str, np.ndarray], labels: np.ndarray, size: int) -> Iterator[Any]:
@@ -75,7 +75,7 @@ def test_shard_bytes_do_not_change_between_versions(tmp_path: Path) -> None:
 
 
 def test_more_samples_than_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.data.shards.writer.MAX_SAMPLES", 3)
+    monkeypatch.setattr("image_diffusion.data.shards.records.MAX_SAMPLES", 3)
     layout = Layout(("npy",), (1,), "uint8", labelled=False)
     with pytest.raises(ValueError, match=r"more than 3 samples\. Raise data\.num_shards"):
         write_shard(tmp_path, 0, layout, [({"npy": np.zeros((4, 1))}, np.zeros(4, dtype=np.int64))])

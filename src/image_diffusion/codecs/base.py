@@ -106,36 +106,35 @@ class Codec(Protocol):
         ...
 
 
-@runtime_checkable
-class Tokens(Protocol):
-    """Interface of a tokenizer, which converts images to integers and back."""
+@dataclass(frozen=True)
+class Tokens(ABC):
+    """Base of the tokenizers, which convert images to integers and back.
 
-    @property
-    def codec(self) -> Codec:
-        """Return the codec of the tokens."""
-        ...
+    codec: encodes the same images as latents. num_tokens: size of its codebook.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the size of the codebook."""
-        ...
+    codec: Codec
+    num_tokens: int
+
+    type: ClassVar[str]
+    """Name of the kind of tokens."""
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return plain data that identifies the tokens."""
-        ...
+        return {**self.codec.identity, "type": self.type, "num_tokens": self.num_tokens}
 
     def compile_encoder(self) -> None:
         """Compile `encode` with torch.compile."""
-        ...
+        self.codec.compile_encoder()
 
+    @abstractmethod
     def encode(self, images: Tensor) -> Tensor:
         """Encode stored images [B, C, H, W] -> int64 [B, h, w], from 0 to num_tokens - 1."""
-        ...
 
+    @abstractmethod
     def decode(self, tokens: Tensor) -> Tensor:
         """Decode tokens [B, h, w] -> images [B, C, H, W] of the stored type."""
-        ...
 
 
 class CodecSettings(Config, ABC):

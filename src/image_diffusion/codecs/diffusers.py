@@ -16,6 +16,7 @@ from image_diffusion.codecs.base import (
     CodecSettings,
     LatentShape,
     Packed,
+    Tokens,
     from_uint8,
     in_slices,
     sample_posterior,
@@ -212,30 +213,22 @@ class DiffusersCodec:
 
 
 @dataclass(frozen=True)
-class VqTokens:
-    """Codes of a VQModel in place of latents. num_tokens: size of its codebook."""
+class VqTokens(Tokens):
+    """Codes of a VQModel in place of latents."""
 
     codec: DiffusersCodec
-    num_tokens: int
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {**self.codec.identity, "type": "vq_tokens", "num_tokens": self.num_tokens}
+    type = "vq_tokens"
 
     @property
     def _kind(self) -> Vq:
         assert isinstance(self.codec.kind, Vq)
         return self.codec.kind
 
-    def compile_encoder(self) -> None:
-        self.codec.compile_encoder()
-
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 [B, C, H, W] -> int64 [B, h, w]."""
         return self._kind.codes(self.codec.vae, self.codec.pixels(images))
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        """Decode tokens [B, h, w] -> uint8 images [B, C, H, W]."""
         return self.codec.shown(self._kind.decode_codes(self.codec.vae, tokens.to(self.codec.device).long()))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.base import ScaledCodec, to_images, to_x
+from image_diffusion.codecs.base import ScaledCodec, Tokens, to_images, to_x
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.networks.dvae import DVAE
 
@@ -42,30 +41,19 @@ class DVAECodec(ScaledCodec[DVAE]):
 
 
 @dataclass(frozen=True)
-class DVAETokens:
-    """Most probable tokens of a discrete VAE, in place of latents.
-
-    codec: the discrete VAE. num_tokens: size of its codebook.
-    """
+class DVAETokens(Tokens):
+    """Most probable tokens of a discrete VAE, in place of latents."""
 
     codec: DVAECodec
-    num_tokens: int
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {**self.codec.identity, "type": "dvae_tokens", "num_tokens": self.num_tokens}
-
-    def compile_encoder(self) -> None:
-        self.codec.compile_encoder()
+    type = "dvae_tokens"
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images [B, C, H, W] -> int64 [B, h, w]."""
         return self.codec.network.indices(self.codec.pixels(images))
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        """Decode tokens [B, h, w] -> images [B, C, H, W]."""
         network = self.codec.network
         latent = network.hard_latent(tokens.to(network.codebook.weight.device).long())
         return to_images(network.decode(latent), self.codec.levels)

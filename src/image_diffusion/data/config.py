@@ -12,9 +12,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.levels import DType
 from image_diffusion.core.resolution import Resolution, height_width, size_text
-from image_diffusion.data.crop import AnyCrop
-from image_diffusion.data.crop.adm import AdmCrop
 from image_diffusion.data.crop.filter_expression import parse_rule
+from image_diffusion.data.crop.methods import AdmCrop, AnyCrop
 from image_diffusion.data.sources import Source
 
 WHITE = (255, 255, 255)

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from image_diffusion.core.resolution import height_width
-from image_diffusion.data.labels import Value
+from image_diffusion.data.masks import MaskFacts, Value
 from image_diffusion.data.quality.facts import CaptionFacts, Facts
-from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.experiments.proposal_text import Choice
 from image_diffusion.experiments.request import (
     DESIGNS,

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from image_diffusion.data.masks import MaskFacts
 from image_diffusion.data.quality.facts import CaptionFacts, Facts
-from image_diffusion.data.quality.masks import MaskFacts
 from image_diffusion.experiments.start import Start
 
 _LEAST_PER_CLASS = 8

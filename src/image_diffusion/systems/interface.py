@@ -11,7 +11,7 @@ from torch import nn
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec, WeightsOf
-from image_diffusion.data.augment.operations import Augment
+from image_diffusion.data.augment import Augment
 
 
 @dataclass(frozen=True)

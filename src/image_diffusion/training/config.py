@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from image_diffusion.core.config.base import Config, Sparse, dump
 from image_diffusion.core.types import WeightsOf
-from image_diffusion.data.augment.operations import Augment
+from image_diffusion.data.augment import Augment
 from image_diffusion.training.finetune.lora import Lora
 from image_diffusion.training.optim import Optimizer
 from image_diffusion.training.optim.adam import AdamW

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, Losses, Network, Objective
-from image_diffusion.data.augment.operations import NUM_LABELS, Augment, augmented
+from image_diffusion.data.augment import NUM_LABELS, Augment, augmented
 from image_diffusion.data.shards.loader import Batches, Examples
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.nn.blocks import compile_by_block

@@ -20,18 +20,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from image_diffusion.data.config import WHITE, DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Undecided
 from image_diffusion.data.crop.arrays import crops_of_array, read_array
 from image_diffusion.data.crop.jpeg_damage import FILLED, is_filled
 from image_diffusion.data.crop.stored import WIDE, StoredPixels, describe, pages
-from image_diffusion.data.profiles import is_other, to_srgb
 
 FORMATS = (
     "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA",
@@ -41,6 +41,10 @@ FORMATS = (
 READER = 2
 """Version of the reader of files. Shards of an earlier version are cropped again."""
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_PROFILE_MODES = {"L": "L", "LA": "L", "RGB": "RGB", "RGBA": "RGB", "P": "RGB", "PA": "RGB", "CMYK": "CMYK"}
+"""Mode of an image in its colour profile (ICC), by the mode of the image."""
+_TOLERANCE = 3
+"""Maximum difference from sRGB of profiles that are named sRGB, in levels of 255."""
 _ORIENTATION = 0x0112
 _TGA_DESCRIPTOR = 17
 """Offset of the byte whose low four bits are the number of alpha bits of a pixel (Truevision TGA 2.0)."""
@@ -155,7 +159,7 @@ def _decode(image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.
     stored, flags = describe(image, data), set()
     if _has_more(image, data, config.pages):
         flags.add("first_frame")
-    is_turned = _is_turned(image)
+    is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)  # stated by Exif or XMP
     image.load()
     if image.format in ("JPEG", "MPO") and is_filled(data, _last_pixel(image)):
         raise BadImage(f"damaged: {FILLED}")
@@ -182,9 +186,10 @@ def _decode(image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.
             flags.add("colour_space")
     if image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
         flags.add("alpha")
-    if is_other(image, profile):
+    has_profile = bool(profile) and image.mode in _PROFILE_MODES
+    if has_profile and (conversion := _conversion(profile, _PROFILE_MODES[image.mode])):
         flags.add("profile")
-        image = to_srgb(image, profile) if config.profile == "convert" else image
+        image = _converted(image, conversion) if config.profile == "convert" else image
     mode = _MODES[config.num_channels]
     if "alpha" in flags and config.num_channels in (1, 3):
         image = image.convert("RGBA")
@@ -224,6 +229,33 @@ def _as_8bit(image: Image.Image, stored: StoredPixels, limits: tuple[float, floa
     return image
 
 
-def _is_turned(image: Image.Image) -> bool:
-    """True if Exif or XMP metadata state an orientation by which the image has to be turned or mirrored."""
-    return image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+def _converted(image: Image.Image, conversion: ImageCms.ImageCmsTransform) -> Image.Image:
+    """Convert an image to sRGB: RGB, or RGBA where it is transparent."""
+    opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    converted = conversion.apply(image.convert(_PROFILE_MODES[image.mode]))
+    if opacity is not None:
+        converted.putalpha(opacity)
+    return converted
+
+
+@lru_cache(maxsize=16)
+def _conversion(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """Return the conversion to sRGB of the images of a profile, which have this mode in it; None where it would change
+    next to nothing, or the profile is damaged or of other channels."""
+    try:
+        conversion = ImageCms.buildTransform(
+            ImageCms.ImageCmsProfile(io.BytesIO(profile)),
+            ImageCms.createProfile("sRGB"),
+            mode,
+            "RGB",
+            renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
+            flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
+        )
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        return None
+    levels = np.arange(0, 256, 15, dtype=np.uint8)
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    probe = np.stack(np.meshgrid(*[levels] * bands), -1).reshape(1, -1, bands)
+    image = Image.fromarray(probe[..., 0] if bands == 1 else probe, mode)
+    change = np.asarray(conversion.apply(image)).astype(int) - np.asarray(image.convert("RGB"))
+    return conversion if np.abs(change).max() > _TOLERANCE else None

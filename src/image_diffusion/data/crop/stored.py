@@ -14,6 +14,8 @@ from PIL import Image, ImageFile
 
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 """Pillow's modes of more than 8 bits, all of them grey."""
+DARK = 2**13
+"""If all values of 16-bit images are below this, they are nearly black in the 16-bit range."""
 QUANTILE = 0.999
 """Quantile that measures the used range of an image, robust to a few hot pixels."""
 _BITS, _PHOTOMETRIC, _SUBFILE, _MAX_SAMPLE, _SMAX_SAMPLE = 258, 262, 254, 281, 341

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +16,6 @@ from image_diffusion.data.shards.records import FORMAT, UNWANTED, Quarantined, S
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import FileGroup, HasValues, Item, Listing, by_shard
 
-Task = tuple[int, list[Item]]
-"""A shard's number, and its images."""
-
 _KINDS = 8  # kinds of ignored files that are shown on the terminal
 
 
@@ -26,14 +23,14 @@ _KINDS = 8  # kinds of ignored files that are shown on the terminal
 class CropPlan:
     """Images of a source and their shards.
 
-    files: of the source. listing: images of the source, without `excluded`, those that `data.keep` excludes. tasks: in
-    the order of the shards. digest: of the names and stamps of the files, and of the settings.
+    files: of the source. listing: images of the source, without `excluded`, those that `data.keep` excludes. tasks: the
+    number and the images of each shard, in order. digest: of the names and stamps of the files, and of the settings.
     """
 
     files: list[FileGroup]
     listing: Listing
     excluded: list[Quarantined]
-    tasks: list[Task]
+    tasks: list[tuple[int, list[Item]]]
     digest: str
 
     def notices(self) -> list[str]:
@@ -89,7 +86,7 @@ def _filtered(source: Source, listing: Listing, keep: str | None) -> tuple[Listi
     return replace(listing, items=items), excluded
 
 
-def write_note(path: Path, plan: CropPlan, output: Path, tasks: Sequence[Task]) -> None:
+def write_note(path: Path, plan: CropPlan, output: Path, tasks: Iterable[tuple[int, list[Item]]]) -> None:
     """Write a note of the shards that a part has written to `output`, with the digest of the plan."""
     shards = {str(shard): stamp_of(tar_path(output, shard)) for shard, _ in tasks}
     write_json(path, {"of": plan.digest, "shards": shards})

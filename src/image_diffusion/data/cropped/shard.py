@@ -1,10 +1,14 @@
-"""Crop the images of one shard."""
+"""Crop the images of a shard, and several shards in parallel processes."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +18,30 @@ from numpy.typing import NDArray
 from PIL import features
 
 from image_diffusion.core.files.atomic import digest
+from image_diffusion.core.process.parent_watch import end_with, process_identifier
+from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.crop.array_files import BadImage, Undecided
 from image_diffusion.data.crop.image import READER, Crop, quiet_pillow
 from image_diffusion.data.quality.duplicates import grey, image_views, pixel_hash, sharpness
 from image_diffusion.data.shards.records import (
     FORMAT,
+    Chunk,
     Quarantined,
     Sample,
     ShardRecord,
+    histogram,
     record_path,
     reusable_record,
     sample_key,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import Chunk, histogram, write_shard
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import Item
+
+_POLL_S = 0.5  # between reads of the pool's count
+_done: Synchronized[int] | None = None  # in a process of the pool: number of items that all processes have done
 
 
 @dataclass(frozen=True)
@@ -144,3 +155,74 @@ def _measured(samples: Sequence[Sample], greys: Sequence[NDArray[np.uint8]]) -> 
     means, contrasts = pixels.mean((1, 2)).round(3).tolist(), pixels.std((1, 2)).round(3).tolist()
     rows = zip(samples, image_views(pixels), means, contrasts, strict=True)
     return [replace(sample, look=look, brightness=mean, contrast=contrast) for sample, look, mean, contrast in rows]
+
+
+def crop_shards(
+    cropper: ShardCropper,
+    tasks: Sequence[tuple[int, list[Item]]],
+    processes: int,
+    progress: Progress,
+    drops: Mapping[int, Set[str]] | None = None,
+) -> Iterator[tuple[ShardRecord, bool]]:
+    """Yield the record of each shard, in order, and True if the shard was written. One process crops if one is enough
+    or no others can be started.
+
+    drops: names of the images that each shard leaves out; None: shards that do not exist yet leave nothing out.
+    """
+    work = [(shard, items, None if drops is None else drops[shard]) for shard, items in tasks]
+    started = _pool(min(processes, len(work)))
+    if started is None:
+        for shard, items, drop in work:
+            yield cropper.write(shard, items, drop, progress.advance)
+        return
+    (pool, done), reported = started, 0
+    with pool:
+        futures = [pool.submit(_crop_shard, cropper, shard, items, drop) for shard, items, drop in work]
+        try:
+            for future in futures:
+                while True:
+                    wait([future], _POLL_S)
+                    count = done.get_obj().value  # without its lock, which a killed process may hold forever
+                    progress.advance(count - reported)
+                    reported = count
+                    if future.done():
+                        break
+                yield future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _pool(processes: int) -> tuple[ProcessPoolExecutor, Synchronized[int]] | None:
+    """Start the processes that crop, with a shared count of the items that they have done."""
+    if processes <= 1:
+        return None
+    try:
+        spawn = multiprocessing.get_context("spawn")
+        done: Synchronized[int] = spawn.Value("q", 0)
+        return ProcessPoolExecutor(processes, spawn, _initialize, (process_identifier(), done)), done
+    except OSError as error:  # shared memory is in /dev/shm
+        reason = "several share memory in /dev/shm, which this machine does not give"
+        print(f"crop: one process crops, since {reason}: {error}.", file=sys.stderr)
+        return None
+
+
+def _initialize(parent: str, done: Synchronized[int]) -> None:
+    """Set up a process of the pool: end it with its parent process, and share the pool's count."""
+    global _done
+    _done = done
+    end_with(parent.split())
+
+
+def _crop_shard(
+    cropper: ShardCropper, shard: int, items: list[Item], drop: Set[str] | None
+) -> tuple[ShardRecord, bool]:
+    """Write a shard in a process of the pool and add its items to the shared count."""
+    done = _done
+    assert done is not None
+
+    def count(items: int) -> None:
+        with done.get_lock():
+            done.value += items
+
+    return cropper.write(shard, items, drop, count)

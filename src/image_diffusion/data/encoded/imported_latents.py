@@ -18,18 +18,21 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoded.latents import EncodeConfig, Encoder, Sums, finish
 from image_diffusion.data.shards.records import (
     FORMAT,
+    Chunk,
     Sample,
     ShardRecord,
+    chunk_samples,
     class_histogram,
+    histogram,
     read_record,
     record_path,
     reusable_record,
     sample_key,
     tar_path,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import Chunk, chunk_samples, histogram, write_shard
 from image_diffusion.data.sources.base import FileGroup, Item, Listing, by_shard
 from image_diffusion.data.sources.changes import record_source
 from image_diffusion.data.sources.latents import Encoded, LatentSource
@@ -99,17 +102,23 @@ class Import:
         record_source(self.data.source, note, self.files, {})
         return manifest
 
+    def _storage(self) -> hashlib._Hash:
+        """Begin the digest of the bytes of a shard with the storage format; `_state_of` each latent follows."""
+        stored = {"dtype": self.settings.dtype, "shape": list(self.layout.shape), "read": self.source.settings()}
+        start = digest({"format": FORMAT, "codec": self.codec.identity, "members": list(self.layout.members), **stored})
+        return hashlib.sha256(start.encode())
+
     def _is_kept(self, shard: int, items: list[Item]) -> bool:
         if not record_path(self.output, shard).is_file() or not tar_path(self.output, shard).is_file():
             return False
-        made_from = _Digest(self)
+        made_from = self._storage()
         for item in items:
-            made_from.add(item, self.source.encoded(item))
+            made_from.update(_state_of(item, self.source.encoded(item)))
         return reusable_record(self.output, shard, made_from.hexdigest()) is not None
 
     def _write(self, shard: int, items: list[Item], count: Callable[[int], None]) -> None:
         samples: list[Sample] = []
-        sums, made_from = Sums(), _Digest(self)
+        sums, made_from = Sums(), self._storage()
 
         def chunks() -> Iterator[Chunk]:
             size = chunk_samples(self.layout)
@@ -118,7 +127,7 @@ class Import:
                 for item in some:
                     arrays, encoded = self._stored(item)
                     rows.append(arrays)
-                    made_from.add(item, encoded)
+                    made_from.update(_state_of(item, encoded))
                     key = sample_key(shard, len(samples))
                     samples.append(Sample(key, item.name, encoded.sha256, item.label, (0, 0), []))
                 stacked = [np.stack(rows_of_member) for rows_of_member in zip(*rows, strict=True)]
@@ -164,16 +173,5 @@ class Import:
         return stored, encoded
 
 
-class _Digest:
-    """Digest of the bytes of a shard: the storage format, and the name, content and class of each latent."""
-
-    def __init__(self, task: Import) -> None:
-        stored = {"dtype": task.settings.dtype, "shape": list(task.layout.shape), "read": task.source.settings()}
-        start = digest({"format": FORMAT, "codec": task.codec.identity, "members": list(task.layout.members), **stored})
-        self._sha256 = hashlib.sha256(start.encode())
-
-    def add(self, item: Item, encoded: Encoded) -> None:
-        self._sha256.update(digest([item.name, encoded.sha256, item.label]).encode())
-
-    def hexdigest(self) -> str:
-        return self._sha256.hexdigest()
+def _state_of(item: Item, encoded: Encoded) -> bytes:
+    return digest([item.name, encoded.sha256, item.label]).encode()

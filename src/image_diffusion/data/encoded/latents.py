@@ -24,26 +24,27 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.devices import Arriving, to_device, to_host
-from image_diffusion.core.files.atomic import digest, sha256_file, write_json
-from image_diffusion.core.files.checksums import check_files, describe
+from image_diffusion.core.files.atomic import digest, write_json
+from image_diffusion.core.files.checksums import check_files
 from image_diffusion.core.prefetch import prefetch
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.records import (
     FORMAT,
+    Chunk,
     ShardRecord,
+    describe_files,
     describe_shards,
     index_of,
     read_record,
-    record_hashes,
     remove_surplus,
     reusable_record,
     tar_path,
     write_index,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import Chunk, write_shard
 from image_diffusion.nn.precision import Precision, tf32
 
 _MEMBERS = ("npy", "flip.npy")
@@ -197,8 +198,7 @@ def finish(
         "precision": settings.precision,
         **describe_shards(layout, records),
         **summary,
-        "index": sha256_file(output / "index.npy"),
-        "files": {**record_hashes(output, len(records)), **describe(output, pictures)},
+        **describe_files(output, len(records), pictures),
     }
     write_json(output / "manifest.json", manifest)
     return manifest
@@ -247,10 +247,7 @@ class _Task:
         check_files(self.crops, {entry["file"]: entry["sha256"]}, "Run crop again.")
         crop = read_record(self.crops, shard)
         sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else Sums()
-        with (
-            prefetch(self._read(crop, first), 1, "crops") as read,
-            prefetch(self._encode(read), 1, "codec") as encoded,
-        ):
+        with prefetch(self._read(crop, first), 1, "crops") as read, prefetch(self._encode(read), 1, "codec") as encoded:
             chunks = self._chunks(encoded, crop, sums, count)
             head = list(islice(chunks, 1))  # all batches have its shape
             shape = head[0][0]["npy"].shape[1:] if head else ()

@@ -27,12 +27,14 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.manifest import PairKind
 from image_diffusion.data.shards.records import (
     FORMAT,
+    Chunk,
     Quarantined,
     Sample,
     ShardRecord,
+    chunk_samples,
+    describe_files,
     describe_shards,
     index_of,
-    record_hashes,
     remove_surplus,
     reusable_record,
     sample_key,
@@ -40,9 +42,9 @@ from image_diffusion.data.shards.records import (
     write_index,
     write_quarantine,
     write_record,
+    write_shard,
 )
 from image_diffusion.data.shards.tar_layout import Layout
-from image_diffusion.data.shards.writer import Chunk, chunk_samples, write_shard
 
 IMAGE, TEXT, TOKENS = 0, 1, 2
 """Row indices in a stored pair: the image's embedding, the caption's embedding, and the first token's embedding."""
@@ -164,8 +166,7 @@ def write_pairs(
         "test_fraction": splits.test,
         **describe_shards(layout, records),
         "quarantined": len(bad),
-        "index": sha256_file(output / "index.npy"),
-        "files": record_hashes(output, len(records)),
+        **describe_files(output, len(records)),
     }
     if pairs.missing_numbers is not None:
         manifest["missing_numbers"] = list(pairs.missing_numbers)

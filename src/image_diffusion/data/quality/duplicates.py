@@ -113,10 +113,7 @@ def groups(keys: Iterable[str]) -> list[list[int]]:
 
 
 def near_duplicates(
-    texts: Sequence[str],
-    crop: Callable[[int], NDArray[np.uint8]],
-    of: Iterable[int] | None = None,
-    processes: int = 1,
+    texts: Sequence[str], crop: Callable[[int], NDArray[np.uint8]], of: Iterable[int] | None = None, processes: int = 1
 ) -> list[tuple[int, int, float]] | None:
     """Return the near duplicates among crops, (first, second, correlation), first < second, sorted; None if so many
     look alike, as handwritten digits do, that views cannot tell them apart.

@@ -17,11 +17,10 @@ from image_diffusion.core.texts import lines_in
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import ArrayFile, BadImage, Undecided, read_array_file
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
-from image_diffusion.data.crop.stored import WIDE
-from image_diffusion.data.cropped.checks import DARK
-from image_diffusion.data.quality.masks import FOLDERS, MOST_LABELS, MaskFacts, images_beside_masks, masks_beside
+from image_diffusion.data.crop.stored import DARK, WIDE
+from image_diffusion.data.masks import FOLDERS, MOST_LABELS, MaskFacts, images_beside_masks, masks_beside
 from image_diffusion.data.sources.archives.zip import ZipArchive
-from image_diffusion.data.sources.base import Item, Listing, is_file
+from image_diffusion.data.sources.base import Item, Listing, stamp_if_file
 from image_diffusion.data.sources.folder import Folder, stem_of
 from image_diffusion.data.sources.table import Table, read_columns
 
@@ -139,7 +138,7 @@ def _names_images(path: Path) -> bool:
     except ValueError:
         return False
     some = spread(lines[path.suffix != ".jsonl" :], READ)
-    named = sum(any(is_file(path.parent / cell) for cell in line) for line in some)
+    named = sum(any(stamp_if_file(path.parent / cell) for cell in line) for line in some)
     return 2 * named > len(some) and not {*_LABELS, *_CAPTIONS}.isdisjoint(lines[0])
 
 
@@ -152,7 +151,8 @@ def _read_table(path: Path) -> tuple[Table | None, Set[str]]:
     columns = read_columns(path)
     for name, cells in columns.items():
         some = spread(cells, READ)
-        if 2 * sum(is_file(path.parent / cell) for cell in some) > len(some):
+        named = [cell for cell in some if stamp_if_file(path.parent / cell)]
+        if 2 * len(named) > len(some):
             label = next((label for label in _LABELS if label in columns and label != name), None)
             return Table(path=str(path.resolve()), path_column=name, label_column=label), columns.keys()
     return None, columns.keys()

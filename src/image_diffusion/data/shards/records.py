@@ -1,20 +1,25 @@
-"""Records of a set of shards: one record per shard, one manifest, and one small index of all samples."""
+"""Files of a set of shards: one tar and one record per shard, one manifest, and one small index of all samples.
+
+A tar is written with webdataset, atomically and hashed while writing: the same samples give the same bytes.
+"""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from image_diffusion.core.files.atomic import atomic_write, digest, read_json, sha256_file, write_json, write_text
 from image_diffusion.core.files.checksums import describe
-from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
+from image_diffusion.data.shards.tar_layout import KEY_DIGITS, MAX_SAMPLES, Layout
 
 FORMAT = 1
 """Version of the shards, records and manifests. Other versions are rewritten, and rejected by readers."""
@@ -24,6 +29,12 @@ UNWANTED = "data.keep: "
 
 INDEX = np.dtype([("label", "<i4"), ("content", "<u8")])
 """Entry of a sample: its class (0 without classes) and the first eight bytes of its source's sha256."""
+
+CHUNK_BYTES = 8 << 20
+"""Approximate size of the part of a shard that is built in memory at a time."""
+
+Chunk = tuple[Mapping[str, NDArray[np.generic]], NDArray[np.int64]]
+"""The arrays of n samples by member, each [n, *shape], and their labels int64 [n]."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +219,10 @@ def content_digest(manifest: dict[str, Any]) -> str:
     return digest({name: manifest[name] for name in names if name in manifest} | chosen)
 
 
-def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:
-    """Return the sha256 of every record, by its name."""
-    return describe(folder, [record_path(folder, shard) for shard in range(num_shards)])
+def describe_files(folder: Path, num_shards: int, others: Iterable[Path] = ()) -> dict[str, Any]:
+    """Return the part of a manifest with the sha256 of the index, and of the records and others by their names."""
+    records = [record_path(folder, shard) for shard in range(num_shards)]
+    return {"index": sha256_file(folder / "index.npy"), "files": describe(folder, [*records, *others])}
 
 
 def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
@@ -246,3 +258,54 @@ def remove_surplus(folder: Path, num_shards: int) -> None:
     for path in folder.glob("shard-*"):
         if path.suffix in (".tar", ".json") and path.name not in wanted:
             path.unlink()
+
+
+def chunk_samples(layout: Layout) -> int:
+    """Return the number of samples that are written at a time."""
+    return max(1, CHUNK_BYTES // layout.stride)
+
+
+def write_shard(folder: Path, shard: int, layout: Layout, chunks: Iterable[Chunk]) -> tuple[str, int, int]:
+    """Write a shard's tar; returns its sha256, its size in bytes and its number of samples.
+
+    The shard's old record is deleted first, so that no record ever describes another tar. Raises ValueError when the
+    shard would hold too many samples.
+    """
+    # Imports PyTorch, which takes seconds that a crop without new shards should not cost.
+    from webdataset import TarWriter
+
+    record_path(folder, shard).unlink(missing_ok=True)
+    count = 0
+    with atomic_write(tar_path(folder, shard)) as file:
+        hashed = _Hashed(file)
+        with TarWriter(hashed, encoder=False, mtime=0) as tar:
+            for arrays, labels in chunks:
+                if count + len(labels) > MAX_SAMPLES:
+                    raise ValueError(
+                        f"Shard {shard} would hold more than {MAX_SAMPLES:,} samples. Raise data.num_shards."
+                    )
+                stored = {name: array.astype(layout.dtype, copy=False) for name, array in arrays.items()}
+                for i, label in enumerate(labels):
+                    sample: dict[str, str | bytes] = {"__key__": sample_key(shard, count + i)}
+                    sample |= {name: layout.header + array[i].tobytes() for name, array in stored.items()}
+                    tar.write(sample | ({"cls": str(label).encode()} if layout.labelled else {}))
+                count += len(labels)
+    return hashed.sha256.hexdigest(), hashed.size, count
+
+
+class _Hashed:
+    """A file that is hashed and measured while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sha256, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        self.size += len(data)
+        return self._file.write(data)
+
+
+def histogram(labels: Iterable[int | None]) -> dict[str, int]:
+    """Return the number of samples of each class, by the number of the class, in the order of the numbers."""
+    counts = Counter(label for label in labels if label is not None)
+    return {str(label): counts[label] for label in sorted(counts)}

@@ -276,11 +276,6 @@ def check_size(size: int) -> None:
         raise OSError(errno.EFBIG, f"{size:,} bytes, more than {LARGEST_IMAGE:,}")
 
 
-def is_file(path: Path) -> bool:
-    """True if a path, which may be any text, names a file."""
-    return stamp_if_file(path) is not None
-
-
 def stamp_if_file(path: Path) -> Stamp | None:
     """Return the stamp of a file; None if a path, which may be any text, names no file."""
     try:

@@ -20,7 +20,7 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Undecided
 from image_diffusion.data.crop.image import READER, crop_image, quiet_pillow
 from image_diffusion.data.encoded.pairs import PairSet
-from image_diffusion.data.labels import LabelDecoder, Value
+from image_diffusion.data.masks import LabelDecoder, Value
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.data.sources import Source

@@ -11,14 +11,7 @@ from pydantic import Field
 from image_diffusion.core.files.atomic import Stamp, stamp_of
 from image_diffusion.core.process.errors import package
 from image_diffusion.core.texts import class_name
-from image_diffusion.data.sources.base import (
-    FewFiles,
-    Item,
-    Listing,
-    check_size,
-    number_classes,
-    plain_text,
-)
+from image_diffusion.data.sources.base import FewFiles, Item, Listing, check_size, number_classes, plain_text
 
 _DATA = "data.mdb"
 _ENDING = re.compile(r"(_(train|val|test))?_lmdb$")
@@ -49,12 +42,10 @@ class Lmdb(FewFiles):
             raise ValueError(f"data.source.path: {self.path} holds no images. Put one under each key.")
         numbers = number_classes(self.known_classes())
         items = [
-            Item(f"{name}/{_text_of(key)}", numbers.get(_class_of(name)), (
-                str(databases[name]), key.hex(),
-            ), name)
-            for name, keys_in_database in keys.items()
-            for key in keys_in_database
-        ]  # fmt: skip
+            Item(f"{name}/{_text_of(key)}", numbers.get(_class_of(name)), (str(folder), key.hex()), name)
+            for name, folder in databases.items()
+            for key in keys[name]
+        ]
         return Listing(sorted(items, key=lambda item: item.name), list(numbers), [])
 
     def known_classes(self) -> list[str]:

@@ -12,15 +12,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from image_diffusion.core.files.atomic import ZIP_FAULTS, Stamp, stamp_of
-from image_diffusion.data.sources.base import (
-    LARGEST_IMAGE,
-    FewFiles,
-    Item,
-    Listing,
-    check_size,
-    is_hidden,
-    plain_text,
-)
+from image_diffusion.data.sources.base import LARGEST_IMAGE, FewFiles, Item, Listing, check_size, is_hidden, plain_text
 from image_diffusion.data.sources.layouts import (
     LABELS_FILE,
     LARGEST_LABELS,

@@ -1,4 +1,5 @@
-"""Masks in a folder next to the folder of images: the number of images with a mask, and the values of the labels."""
+"""Masks of images, whose pixels are labels: their folder next to that of the images, and the numbers or colours in a
+file -> 0, 1, 2 and so on."""
 
 from __future__ import annotations
 
@@ -7,11 +8,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.crop.array_files import BadImage
 from image_diffusion.data.crop.image import quiet_pillow
-from image_diffusion.data.labels import Value, code_of, label_values
+from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.sources.folder import files_in, stem_of
+
+Value = int | tuple[int, int, int]
+"""Number in a file that stands for a label, or a colour (red, green, blue)."""
 
 FOLDERS = ("masks", "mask", "labels", "annotations", "segmentations")
 """Usual names of a folder of masks."""
@@ -19,6 +27,8 @@ _READ, _TRIED = 2000, 16
 """Number of masks that are read, and of those that decide whether a folder holds masks."""
 MOST_LABELS = 32
 """Maximum number of labels; images with more values are pictures, or masks with soft edges."""
+_NUMBERED = ("1", "L", "P", *WIDE)
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -85,3 +95,55 @@ def _values(paths: Iterable[Path]) -> list[Value]:
             if len(values) > MOST_LABELS:
                 break
     return sorted(values, key=code_of) if len({type(value) for value in values}) == 1 else []
+
+
+@dataclass(frozen=True)
+class LabelDecoder:
+    """Decoder of images whose pixels are labels (`crop.image.Decode`). values: of each label, at most 256."""
+
+    values: Sequence[Value]
+
+    def __call__(self, image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.Image, set[str], list[int]]:
+        """Return the label numbers as an upright image of mode P. Raises BadImage for other values."""
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        are_colours = isinstance(self.values[0], tuple)
+        present, place = np.unique(_codes(image, are_colours), return_inverse=True)
+        codes = np.array([code_of(value) for value in self.values], dtype=np.int64)
+        if unknown := sorted({*present.tolist()} - {*codes.tolist()}):
+            named = [str(_colour(code)) if are_colours else str(code) for code in unknown[:_SHOWN]]
+            others = f" and {len(unknown) - _SHOWN:,} more" if len(unknown) > _SHOWN else ""
+            raise BadImage(f"label values {', '.join(named)}{others}, which pairs.labels does not name")
+        order = np.argsort(codes)
+        numbers = order[np.searchsorted(codes[order], present)].astype(np.uint8)[place]
+        return Image.frombytes("P", image.size, numbers.tobytes()), set(), []
+
+
+def label_values(image: Image.Image) -> list[Value]:
+    """Return the values of the pixels of an image, sorted: grey values, numbers of a palette, or else colours. Raises
+    BadImage for numbers that are not whole."""
+    are_colours = image.mode not in _NUMBERED
+    codes = np.unique(_codes(image, are_colours)).tolist()
+    return [_colour(code) for code in codes] if are_colours else codes
+
+
+def _codes(image: Image.Image, are_colours: bool) -> NDArray[np.int64]:
+    """Return a number for each pixel: of an index, of a grey value, or of a colour. Raises BadImage."""
+    if are_colours:
+        red, green, blue = np.asarray(image.convert("RGB"), dtype=np.int64).transpose(2, 0, 1)
+        codes: NDArray[np.int64] = red << 16 | green << 8 | blue
+        return codes
+    if image.mode not in _NUMBERED or image.mode == "F":
+        raise BadImage(
+            f"pixels of mode {image.mode}, where pairs.labels expects grey values or the numbers of a palette"
+        )
+    return np.asarray(image).astype(np.int64)
+
+
+def code_of(value: Value) -> int:
+    """Return the number of a value: itself, or that of a colour, by red, green and blue in turn."""
+    return value if isinstance(value, int) else value[0] << 16 | value[1] << 8 | value[2]
+
+
+def _colour(code: int) -> tuple[int, int, int]:
+    return code >> 16, code >> 8 & 255, code & 255

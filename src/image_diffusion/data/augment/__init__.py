@@ -1,1 +1,0 @@
-"""Augmentation of pixels, whose parameters are a condition of the network."""
