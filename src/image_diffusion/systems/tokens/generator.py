@@ -28,7 +28,7 @@ _GREY = 128
 class LogitGuidance(Config):
     """Strength of the guidance of the network's logits."""
 
-    guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
+    guidance_scale: float = Field(1.0, ge=0, le=1e6)
     """Guidance scale. 1: no guidance. Above 1: away from the prediction without a class or caption."""
 
     scales: ClassVar[None] = None

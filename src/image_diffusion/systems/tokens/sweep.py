@@ -16,7 +16,7 @@ from image_diffusion.systems.tokens.generator import TokenReading, TokenSampleCo
 class TokenSweepConfig(SweepConfig):
     """Settings to vary for images made from tokens, one at a time; all others are those of `sample`."""
 
-    temperature: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    temperature: tuple[Annotated[float, Field(ge=1e-30)], ...] = ()
     """Temperatures by which the logits are divided."""
 
     def points(self) -> dict[str, tuple[float | int | str, ...]]:
