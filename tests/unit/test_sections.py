@@ -328,3 +328,8 @@ EDM = SMALL_DIT | {"process": {"type": "edm", "sigma_max": 1e30}, "objective": {
 )
 def test_numbers_that_overflow_in_float32_are_rejected(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert message in told(tmp_path, sections)
+
+
+def test_empty_sweep_is_rejected(tmp_path: Path) -> None:
+    message = told(tmp_path, DIT | {"sweep": {}})
+    assert "mine.yaml: sweep is empty. Name the values to vary" in message
