@@ -308,3 +308,28 @@ def test_system_interface_stays_small() -> None:
 def test_error_for_unknown_system_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"Unknown system 'vqgan'\. Known: dit, iddpm, rin, autoencoder, dvae, prior"):
         parse_experiment({"data": DATA, "train": {"steps": 1}, "system": {"type": "vqgan"}}, "x")
+
+
+TOKENS = {"system": {"type": "tokens"}, "codec": {"type": "tokens", "of": {"type": "trained", "experiment": "vae"}}}
+EDM = SMALL_DIT | {"process": {"type": "edm", "sigma_max": 1e30}, "objective": {"type": "edm"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (DIT | {"sample": {"guidance": {"guidance_scale": 1e40}}}, "guidance_scale is 1e+40: input should be less"),
+        (DIT | {"sample": {"sampler": {"type": "heun", "s_noise": 1e30}}}, "s_noise is 1e+30: input should be less"),
+        (DIT | {"sample": {"sampler": {"type": "euler", "shift": 1e-30}}}, "shift is 1e-30: input should be greater"),
+        (TOKENS | {"sample": {"guidance": {"guidance_scale": 1e40}}}, "guidance_scale is 1e+40: input should be less"),
+        (TOKENS | {"sample": {"sampler": {"type": "masked", "temperature": 1e-320}}}, "temperature is 1e-320: input"),
+        ({"system": {"type": "dit", "network": {"mlp_ratio": 1e30}}}, "mlp_ratio is 1e+30: input should be less"),
+        ({"system": EDM}, "sigma_max is 1e+30: input should be less"),
+    ],
+)
+def test_numbers_that_overflow_in_float32_are_rejected(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in told(tmp_path, sections)
+
+
+def test_empty_sweep_is_rejected(tmp_path: Path) -> None:
+    message = told(tmp_path, DIT | {"sweep": {}})
+    assert "mine.yaml: sweep is empty. Name the values to vary" in message

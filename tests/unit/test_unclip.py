@@ -321,3 +321,9 @@ def test_prompts_use_the_text_encoder_of_the_captions(prior):
             text_encoder(unknown, None)
     with pytest.raises(ValueError, match="the text encoder is now"):
         text_encoder({"text": pairs["text"] | {"version": 0}}, None)
+
+
+def test_guidance_option_sets_the_key_of_a_prior(prior, tmp_path):
+    (tmp_path / "one").mkdir()
+    folder = embedded(prior, tmp_path / "one" / "embeddings.json", "--guidance", "2")
+    assert json.loads((folder / "embeddings.json").read_text())["settings"]["guidance_scale"] == 2

@@ -313,6 +313,10 @@ def parse_experiment(raw: Any, where: str) -> Experiment:
             f"{where}: train.seeds is a study now. Leave it out, write config/studies/NAME.yaml with base and seeds: "
             f"{train['seeds']}, and start snakemake --config study=NAME."
         )
+    if isinstance(raw, dict) and raw.get("sweep") == {}:
+        raise ValueError(
+            f"{where}: sweep is empty. Name the values to vary, as sweep: {{guidance_scale: [1, 2]}}, or leave it out."
+        )
     wanted = section.get("type") if isinstance(section, dict) else None
     kinds = {name_of(system): experiment_of(system) for system in SYSTEMS}
     kind = kinds.get(wanted, Experiment) if isinstance(wanted, str) else Experiment

@@ -82,7 +82,7 @@ class DiTConfig(Config):
     """Number of attention heads of a block; unset: that of `size`."""
     patch: int | None = Field(None, gt=0)
     """Height and width of a patch in pixels of x; unset: that of `size`."""
-    mlp_ratio: float = Field(4.0, gt=0)
+    mlp_ratio: float = Field(4.0, gt=0, le=1e3)
     """Hidden channels of a block's MLP, as a multiple of the width."""
     qk_norm: bool = False
     """Normalise the queries and keys of each head, for stable training in low precision."""

@@ -37,7 +37,7 @@ class TokenTransformerConfig(Config):
     """Channels of a token in the network. Divisible by the number of heads."""
     num_heads: int = Field(8, gt=0)
     """Attention heads of a block."""
-    mlp_ratio: float = Field(4.0, gt=0)
+    mlp_ratio: float = Field(4.0, gt=0, le=1e3)
     """Hidden channels of a block's MLP, as a multiple of the width."""
     rope: bool = False
     """Use rotary positions by row and column, in addition to the learned embedding of each position."""

@@ -47,7 +47,7 @@ Reconstruction = Literal["mse", "smooth_l1"]
 class TemperatureConfig(Config):
     """The temperature as a function of the step: max(start exp(-rate step), final)."""
 
-    start: float = Field(1.0, gt=0)
+    start: float = Field(1.0, gt=0, le=1e6)
     """Temperature at step 0."""
     rate: float = Field(1e-6, ge=0)
     """Rate of the exponential decay: in 1/rate steps the temperature falls to 1/e of its value."""

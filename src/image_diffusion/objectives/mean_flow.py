@@ -40,7 +40,7 @@ class MeanFlow(Config):
     weight_power: float = Field(1.0, ge=0)
     """Power p of the adaptive weight 1 / (error + 1e-3)^p of the squared error, which limits the gradient of large
     errors; 0: no weight."""
-    guidance_scale: float = Field(1.0, ge=1, allow_inf_nan=False)
+    guidance_scale: float = Field(1.0, ge=1, le=1e6)
     """Scale of the guidance that is built into the learned velocities, for one more call of the network; sampling then
     needs no guidance."""
     label_drop_probability: float = Field(0.0, ge=0, le=1)

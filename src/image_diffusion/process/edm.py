@@ -26,15 +26,15 @@ class Edm(Config):
     """Noise of growing variance, added to unscaled images."""
 
     type: Literal["edm"] = "edm"
-    sigma_data: float = Field(0.5, gt=0)
+    sigma_data: float = Field(0.5, gt=0, le=1e6)
     """Standard deviation of the data."""
     p_mean: float = -1.2
     """Mean of the logarithm of the sigmas that training draws."""
     p_std: float = Field(1.2, gt=0)
     """Standard deviation of the logarithm of the sigmas that training draws."""
-    sigma_min: float = Field(0.002, gt=0)
+    sigma_min: float = Field(0.002, ge=1e-30)
     """Smallest sigma at which a sampler calls the network."""
-    sigma_max: float = Field(80.0, gt=0)
+    sigma_max: float = Field(80.0, gt=0, le=1e6)
     """Sigma at which sampling starts."""
 
     @model_validator(mode="after")

@@ -49,10 +49,10 @@ class Flow(Config):
     type: Literal["flow"] = "flow"
     times: Annotated[UniformTimes | LogitNormalTimes, Field(discriminator="type")] = UniformTimes()
     """Distribution from which training draws times."""
-    time_scale: float = Field(1.0, gt=0)
+    time_scale: float = Field(1.0, gt=0, le=1e6)
     """Factor of the time input of the network: 1 in SiT, 1000 in Stable Diffusion 3."""
 
-    shift: float = Field(1.0, gt=0)
+    shift: float = Field(1.0, ge=1e-6, le=1e3)
     """Shift s of times towards noise, in training and sampling: t becomes s t / (1 + (s - 1) t). An image of m pixels
     at s = sqrt(m / n) is as uncertain as one of n pixels at s = 1. A sampler's own `shift` takes precedence."""
 

@@ -61,7 +61,7 @@ class SamplerConfig(Config):
     num_steps: NumSteps = 50
     clip_denoised: bool | None = None
     """Clamp each predicted x0 to [-1, 1] and recompute eps from it; unset: true for pixels, false for latents."""
-    shift: float | None = Field(None, gt=0)
+    shift: float | None = Field(None, ge=1e-6, le=1e3)
     """Time shift of the flow process for sampling only, in place of `process.shift`."""
 
     @property

@@ -30,7 +30,7 @@ class Guidance(Sparse):
 
     if_set: ClassVar[frozenset[str]] = frozenset({"scales"})
 
-    guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
+    guidance_scale: float = Field(1.0, ge=0, le=1e6)
     """Guidance scale. 1: no guidance. Above 1: away from the unconditional (or the weaker) prediction."""
     channels: Channels = "all"
     """Channels of x that are guided. first_three: only the first three, as for the published DiT samples."""
@@ -39,7 +39,7 @@ class Guidance(Sparse):
     power: float | None = Field(None, gt=0)
     """Increase the scale during sampling: at time t, from 1 to 0, it is 1 + (guidance_scale - 1) times (1 - cos(pi (1 -
     t)^power)) / 2. Unset: a constant scale. Not for the process edm, whose time is a logarithm of sigma."""
-    scales: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(None, min_length=1)
+    scales: dict[str, Annotated[float, Field(ge=0, le=1e6)]] | None = Field(None, min_length=1)
     """Scale of each part of the condition, by its type, in place of guidance_scale. In this order, each part leads away
     from the prediction without it and the parts after it. A part without a scale is in all predictions. Each scale
     costs one more prediction. The parts must have been dropped alone (system.objective.drop_probabilities)."""

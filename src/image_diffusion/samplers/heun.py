@@ -34,7 +34,7 @@ class Heun(SpacedByNoise):
     """Sigma below which no noise is added."""
     s_max: float | None = Field(None, gt=0)
     """Sigma above which no noise is added; unset: no such bound."""
-    s_noise: float = Field(1.0, gt=0)
+    s_noise: float = Field(1.0, gt=0, le=1e6)
     """Factor of the standard deviation of the added noise."""
 
     @property

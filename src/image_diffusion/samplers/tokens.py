@@ -19,7 +19,7 @@ from image_diffusion.samplers.image_noise import at_step
 class TokenSampler(Config, ABC):
     """Method that draws a token from the network's prediction of it."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-30)
     """Divisor of the logits: below 1, probable tokens become more probable."""
     top_k: int | None = Field(None, ge=1)
     """Number of most probable tokens to draw from; unset: all."""

@@ -140,8 +140,11 @@ def main(words: Sequence[str] | None = None) -> None:
         raise ValueError(
             f"A system of type {model.system.type} makes no samples. Sample an experiment whose system does."
         )
+    sections = model.system.sections
+    if "guidance_scale" in getattr(sections["sample"].kind, "model_fields", ()):  # a prior's section has no guidance
+        values = {key.removeprefix("guidance."): value for key, value in values.items()}
     changes = [*short_changes(values, model.classes), *arguments.changes]
-    settings = load_sections(files.config, ["sample"], model.system.sections, changes)["sample"]
+    settings = load_sections(files.config, ["sample"], sections, changes)["sample"]
     sampling = model.system.sampling()
     kind = sampling.files
     if arguments.trained is not None and arguments.num is None:

@@ -26,7 +26,7 @@ _OF_THE_SAMPLER = {"num_steps": int, "time_difference": float, "temperature": fl
 class SweepConfig(Config):
     """Settings to vary, one at a time; all others are those of `sample`. Each list gives one curve."""
 
-    guidance_scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    guidance_scale: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] = ()
     """Scales of classifier-free guidance, 1 for none."""
     sampler: tuple[SamplerName, ...] = ()
     """Samplers, each with the number of steps of `sample.sampler`."""

@@ -166,7 +166,7 @@ class EmbeddingSampling(Config):
 
     sampler: Annotated[Ddim | Ddpm | LegacyDdim, Field(discriminator="type")] = Ddim(num_steps=64)
     """Sampler and its number of steps."""
-    guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
+    guidance_scale: float = Field(1.0, ge=0, le=1e6)
     """Guidance scale. 1: no guidance. Above 1: away from the prediction without caption and image."""
     num_candidates: int = Field(2, ge=1)
     """Number of embeddings sampled per caption, of which the one with the highest cosine to the text embedding is kept.

@@ -28,7 +28,7 @@ _GREY = 128
 class LogitGuidance(Config):
     """Strength of the guidance of the network's logits."""
 
-    guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
+    guidance_scale: float = Field(1.0, ge=0, le=1e6)
     """Guidance scale. 1: no guidance. Above 1: away from the prediction without a class or caption."""
 
     scales: ClassVar[None] = None
@@ -146,7 +146,7 @@ class TokenGenerator:
 class TokenSweepConfig(SweepConfig):
     """Settings to vary for images made from tokens, one at a time; all others are those of `sample`."""
 
-    temperature: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    temperature: tuple[Annotated[float, Field(ge=1e-30)], ...] = ()
     """Temperatures by which the logits are divided."""
 
     def points(self) -> dict[str, tuple[float | int | str, ...]]:
