@@ -15,9 +15,7 @@ from image_diffusion.codecs.base import from_uint8, to_uint8
 from image_diffusion.codecs.dvae import DVAECodec
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.files.atomic import read_json, write_json
-from image_diffusion.core.files.weights import read_model, save_weights
-from image_diffusion.core.levels import Levels
+from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.checks import check_experiment
@@ -29,8 +27,6 @@ from image_diffusion.systems.base import Others
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.codec.reconstruction import show_reconstructions
-from image_diffusion.training.load_model import load_model
-from image_diffusion.training.session import _identity, _warm_start
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SMALL = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
@@ -192,27 +188,3 @@ def test_trained_network_rejects_images_with_other_channels() -> None:
         ValueError, match=r"Images have shape \[4, 16, 16\] but the network was built for \[3, 16, 16\]"
     ):
         network_of().logits(torch.zeros(1, 4, 16, 16))
-
-
-@pytest.mark.parametrize("channels", [2, 3, 4])
-def test_weights_of_arrays_that_counted_a_channel_as_alpha_are_rejected(tmp_path: Path, channels: int) -> None:
-    names, affected = tuple("abcd"[:channels]), channels != 3
-    levels = Levels(dtype="uint8", channels=names, low=(0.0,) * channels, high=(255.0,) * channels)
-    spec = DataSpec(channels=channels, resolution=16, levels=levels)
-    network = SMALL.build(spec)
-    described = {"system": dump(DVAESystem(network=SMALL)), "spec": dump(spec)}
-    assert ("format" in _identity({}, described, {}, None)) == affected, "checkpoints without it are not resumed"
-    save_weights(tmp_path, network.state_dict(), described | {"codec": {}, "classes": [], "step": 1})
-    assert Trained(experiment="x").build(tmp_path, 0.5, CPU, F32).identity["type"] == "dvae"
-
-    write_json(tmp_path / "model.json", read_json(tmp_path / "model.json") | {"format": 1})
-    if not affected:
-        assert read_model(tmp_path)["format"] == 1
-        return
-    for read in (
-        lambda: load_model(tmp_path),
-        lambda: Trained(experiment="x").build(tmp_path, 0.5, CPU, F32),
-        lambda: _warm_start(network, described, tmp_path),
-    ):
-        with pytest.raises(ValueError, match=r"model\.json describes a discrete VAE of an earlier version, which took"):
-            read()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from image_diffusion.core.config.base import dump, parse
-from image_diffusion.core.files.weights import FORMAT, format_of, read_model, read_weights
+from image_diffusion.core.files.weights import read_model, read_weights
 from image_diffusion.core.journal.writer import Journal, NullJournal
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.types import DataSpec
@@ -129,8 +129,6 @@ def _identity(train: dict[str, Any], model: dict[str, Any], data: dict[str, Any]
     """Return the plain data that identify a run. train: the identity of its section `train`."""
     sha256 = None if start is None else read_model(start)["sha256"]
     identity = {"train": train, **model, "data": data, "init_from": sha256}
-    if (stored_as := format_of(model)) != FORMAT:
-        identity["format"] = stored_as  # checkpoints of the earlier format are not resumed
     identity.pop("missing_numbers", None)  # follows from the data, and is absent in trainings of earlier versions
     plain: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint that is read
     return plain

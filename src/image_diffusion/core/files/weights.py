@@ -46,38 +46,16 @@ def save_weights(
     path, sha256 = folder / "weights.safetensors", hashlib.sha256(data).hexdigest()
     with atomic_write(path, replace) as file:
         file.write(data)
-    write_json(folder / "model.json", {"format": format_of(model), **model, "sha256": sha256})
+    write_json(folder / "model.json", {"format": FORMAT, **model, "sha256": sha256})
     describe(folder, [path])
 
 
 def read_model(folder: Path) -> dict[str, Any]:
     """Return the model.json of a weights folder. Raises ValueError if it is missing or of another format."""
     model: dict[str, Any] = read_json(folder / "model.json")
-    check_format(model, folder / "model.json")
+    if model.get("format") != FORMAT:
+        raise ValueError(f"{folder}/model.json has format {model.get('format')}; this version reads format {FORMAT}.")
     return model
-
-
-def format_of(model: Mapping[str, Any]) -> int:
-    """Return the format of a model.json. It is 2 for a discrete VAE of arrays with 2 or 4 channels: earlier versions
-    normalised the last of these as alpha."""
-    system, spec = model.get("system", {}), model.get("spec", {})
-    is_of_arrays = system.get("type") == "dvae" and spec.get("levels") is not None and spec["channels"] in (2, 4)
-    network = system.get("network", {})
-    normalises = network.get("layout") != "openai" and None in (network.get("mean"), network.get("std"))
-    return 2 if is_of_arrays and normalises else FORMAT
-
-
-def check_format(model: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError if a model.json or a checkpoint has another format. path: of the file or folder."""
-    stored, expected = model.get("format"), format_of(model)
-    if stored == FORMAT < expected:
-        raise ValueError(
-            f"{path} describes a discrete VAE of an earlier version, which took the last of "
-            f"{model['spec']['channels']} channels of arrays for alpha: this version would decode it wrongly. Remove "
-            f"{path} and run the train stage again."
-        )
-    if stored != expected:
-        raise ValueError(f"{path} has format {stored}; this version reads format {expected}.")
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

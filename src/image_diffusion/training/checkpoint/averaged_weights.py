@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from image_diffusion.core.config.base import differing_keys, read_yaml
-from image_diffusion.core.files.weights import FORMAT, check_format, read_weights
+from image_diffusion.core.files.weights import read_weights
 from image_diffusion.training.checkpoint.checkpoint import (
     Checkpoint,
     damage_as_value_error,
@@ -67,7 +67,6 @@ def weights_in(
         raise ValueError(f"{run} holds no checkpoint of step {step}. Steps that are kept: {steps}.")
     with damage_as_value_error(folder):
         checkpoint, identity = read_checkpoint(folder)
-    check_format({"format": FORMAT, **identity}, folder)
     names = sorted(name for name in checkpoint.groups if name.startswith("ema-"))
     if average is None and len(names) > 1:
         raise ValueError(f"{folder} holds the averages {', '.join(names)}. Name the number of one, or raw.")
