@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.distances.c2st import two_sample_test
-from image_diffusion.metrics.distances.class_metrics import agreement, class_frechet, missing_classes
+from image_diffusion.metrics.distances.class_metrics import (
+    agreement,
+    class_frechet,
+    inception_score_estimate,
+    missing_classes,
+    two_sample_test,
+)
 from image_diffusion.metrics.distances.frechet import frechet_estimate, frechet_infinity
-from image_diffusion.metrics.distances.inception_score import inception_score_estimate
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance, own_pairs
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments
