@@ -28,8 +28,12 @@ from image_diffusion.metrics.distances.class_metrics import confusion
 from image_diffusion.metrics.distances.frechet import frechet_distance
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect, detect_each
-from image_diffusion.metrics.features.reference_features import ReferenceFeatures, read_features
-from image_diffusion.metrics.features.statistics_files import is_statistics, read_statistics
+from image_diffusion.metrics.features.reference_features import (
+    ReferenceFeatures,
+    is_statistics,
+    read_features,
+    read_statistics,
+)
 from image_diffusion.metrics.images.memorization import (
     LEAST_HELD_OUT,
     Copies,
