@@ -24,9 +24,8 @@ from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.images.channels import evaluate_channels
-from image_diffusion.metrics.images.drawn_numbers import evaluate_drawn
+from image_diffusion.metrics.images.drawn_digits import evaluate_drawn, evaluate_painted
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.images.painted_attributes import evaluate_painted
 from image_diffusion.metrics.images.prompt_alignment import check_prompted, evaluate_prompted
 from image_diffusion.metrics.learning_curve import read_previews
 from image_diffusion.metrics.published_results import compare_with_published
