@@ -21,12 +21,12 @@ from image_diffusion.experiments.request import (
     Machine,
     Request,
     Speed,
+    Start,
     batch_of,
     captions_of,
     classes_of,
     passes_of,
 )
-from image_diffusion.experiments.start import Start
 from image_diffusion.metrics.images.segmentation import MOST_HELD_OUT
 from image_diffusion.metrics.images.segmentation import TRAINING as MASKS
 

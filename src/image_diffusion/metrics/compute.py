@@ -5,7 +5,7 @@ The floor: a metric between two sets of real images, at the same number of image
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,9 +28,10 @@ from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_m
 from image_diffusion.metrics.distances.precision_recall import ball_radii, manifold_estimates
 from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
 from image_diffusion.metrics.features.base import Detected, Detector
-from image_diffusion.metrics.reliability import floor_doubt
 
 T = TypeVar("T")
+DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "mind", "cmmd", "class_fd")
+"""Metrics of the distance between samples and real images, in which samples cannot be better than real images."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,41 @@ def with_floor(
     return entries
 
 
+def floor_doubt(name: str, same_size: Estimate, floor: Estimate) -> str | None:
+    """Return the reason why a distance does not distinguish samples from real images; None if it does, or for other
+    metrics.
+
+    same_size, floor: estimates on equal numbers of samples and real images. If both have debiased values, these are
+    used.
+    """
+    if name not in DISTANCES:
+        return None
+    debiased = same_size.debiased is not None and floor.debiased is not None
+    sampled, real = (estimate.debiased if debiased else estimate.value for estimate in (same_size, floor))
+    highest = floor.interval[1] if floor.interval is not None else real
+    if sampled is None or highest is None or sampled > highest:
+        return None
+    between = f" [{floor.interval[0]:.4g}, {floor.interval[1]:.4g}]" if floor.interval is not None else ""
+    return (
+        f"{floor.n:,} real images score {real:.4g}{between}, as many samples {sampled:.4g}: "
+        "this many do not tell the samples from real images"
+    )
+
+
 def named_by_detector(
     entries: Mapping[str, dict[str, Any]], detector: Detector, suffix: str = ""
 ) -> dict[str, dict[str, Any]]:
     """Return the entries by their names with a detector, each with the doubt about that detector."""
     doubt = {} if detector.doubt is None else {"doubt": detector.doubt}
     return {detector.metric_name(name) + suffix: entry | doubt for name, entry in entries.items()}
+
+
+def doubts_of(detectors: Sequence[Detector]) -> dict[str, Any]:
+    """Return the doubts about the detectors for metrics.json: of the first, which gives the headline, and of all."""
+    return {
+        "doubt": detectors[0].doubt,
+        "doubts": [detector.doubt for detector in detectors if detector.doubt is not None],
+    }
 
 
 def _subset(rows: Tensor, most: int) -> Tensor:

@@ -17,6 +17,7 @@ from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.levels import Levels
 from image_diffusion.metrics.compute import (
     Reference,
+    doubts_of,
     fixed_subset,
     gaussians_of,
     measure,
@@ -51,7 +52,6 @@ from image_diffusion.metrics.label_shares import (
 )
 from image_diffusion.metrics.learning_curve import measure_previews, plot_curve
 from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
-from image_diffusion.metrics.reliability import doubts_of
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.metrics.sanity_check import Part, degraded_half, halves, run_self_test, self_test
 
