@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "mind", "cmmd", "class_fd"
 class Reference:
     """Reference of a comparison: Gaussians by metric and, if the images are available, their features.
 
-    gaussians: "fd", optionally "spatial_fd". labels: int64 [M], the images' classes; None without classes.
+    gaussians: see `gaussians_of`. labels: int64 [M], the images' classes; None without classes.
     """
 
     gaussians: Mapping[str, Gaussian]
@@ -57,8 +57,7 @@ class Reference:
         key = (compute, most, *settings)
         if key not in self._computed:
             self._computed[key] = compute(_subset(self.detected.features, most), *settings)
-        result: T = self._computed[key]
-        return result
+        return cast("T", self._computed[key])
 
 
 def gaussians_of(detected: Detected) -> dict[str, Gaussian]:
@@ -135,16 +134,13 @@ def with_floor(
     same_size: the estimates on as many samples as the floor has, with the same 1/N bias: `at_floor_n`. `ratio` is
     `at_floor_n` over the floor; `doubt`: why the samples cannot be distinguished from real images, or null.
     """
-    entries = {}
-    for name, estimate in estimates.items():
-        entry = estimate.as_dict()
-        if name in floor:
-            entry["floor"], entry["floor_n"] = floor[name].value, floor[name].n
-            entry["at_floor_n"] = same_size[name].value
-            entry["doubt"] = floor_doubt(name, same_size[name], floor[name])
-            if floor[name].value > 0:
-                entry["ratio"] = same_size[name].value / floor[name].value
-        entries[name] = entry
+    entries = {name: estimate.as_dict() for name, estimate in estimates.items()}
+    for name in entries.keys() & floor.keys():
+        entry, value, real = entries[name], same_size[name].value, floor[name]
+        entry |= {"floor": real.value, "floor_n": real.n, "at_floor_n": value}
+        entry["doubt"] = floor_doubt(name, same_size[name], real)
+        if real.value > 0:
+            entry["ratio"] = value / real.value
     return entries
 
 

@@ -83,12 +83,10 @@ def measure_set(
 
 def _with_selection(scores: Scores, reject: RejectConfig) -> Scores:
     """Return the scores, with a note on scores whose measure also selected the images: these are too optimistic."""
-    by_detector = ("agreement",) if reject.needs_classes else ()
-    chosen = (*by_detector, *(("copies",) if reject.near_training else ()))
-    note = "the images were selected by this measure (synthesize.reject)"
-    return scores | {
-        name: scores[name] | {"note": "; ".join(filter(None, (scores[name]["note"], note)))} for name in chosen
-    }
+    for name, selects in {"agreement": reject.needs_classes, "copies": reject.near_training}.items():
+        if selects:
+            _add_note(scores[name], "the images were selected by this measure (synthesize.reject)")
+    return scores
 
 
 def _effective_number(synthetic: Samples, real: RealImages, detector: Detector) -> dict[str, Any]:
@@ -228,14 +226,15 @@ def _utility(synthetic: Samples, real: RealImages, config: SynthesizeConfig, num
         is_gain = name.startswith("gain")
         score = score_of(estimate, None if is_gain else alone)
         if numbers is not None:
-            score["note"] = "; ".join(filter(None, (score["note"], _OF_REGRESSORS)))
+            _add_note(score, "of regressors of the numbers: the share of the held-out variance that they explain")
         if is_gain:
             score["verdict"] = verdict(estimate)
         scores[f"utility.{name}"] = score
     return scores
 
 
-_OF_REGRESSORS = "of regressors of the numbers: the share of the held-out variance that they explain"
+def _add_note(score: dict[str, Any], note: str) -> None:
+    score["note"] = "; ".join(filter(None, (score["note"], note)))
 
 
 def _with_numbers(images: Labelled) -> Labelled:
