@@ -245,11 +245,16 @@ def _compare_with_split(
     if shares is not None:
         composed = all(c.reference.detected is not c.splits[name].detected for c in comparisons)
         described["label_shares"] = "of the samples" if composed else "of the data"
-    both = [torch.from_numpy(half) for half in halves(data.train.num_samples)]
+    first, second = map(torch.from_numpy, halves(data.train.num_samples))
     tested = self_test(
-        (c.detector, *(c.splits["train"].detected.take(half) for half in both), c.splits["degraded"].detected)
+        (
+            c.detector,
+            c.splits["train"].detected.take(first),
+            c.splits["train"].detected.take(second),
+            c.splits["degraded"].detected,
+        )
         for c in comparisons
-        if len(both[0])
+        if len(first)
     )
     return comparisons, described, tested
 
