@@ -24,8 +24,7 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.metrics.features.classifier import Classifier, InPipeDetector
-from image_diffusion.metrics.features.dinov2 import ClassToken, Dinov2
-from image_diffusion.metrics.features.pretrained import Encoder
+from image_diffusion.metrics.features.pretrained import ClassToken, Dinov2, Encoder
 from image_diffusion.objectives.alignment import PROJECTOR, Alignment, Projector, target
 from image_diffusion.stages.train import Training, prepare_training
 from image_diffusion.systems.base import Others

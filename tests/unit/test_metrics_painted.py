@@ -23,7 +23,7 @@ from image_diffusion.data.sources.scikit_digits import (
     painted,
 )
 from image_diffusion.metrics.features.base import Detected
-from image_diffusion.metrics.images.painted_attributes import _entry, evaluate_painted
+from image_diffusion.metrics.images.drawn_digits import _entry, evaluate_painted
 from image_diffusion.metrics.samples import Samples
 
 COUNT = 200

@@ -11,13 +11,13 @@ import torch
 
 from image_diffusion.core.config.base import to_yaml
 from image_diffusion.experiments.resolve import load_all
+from image_diffusion.metrics.images.embedding_similarity import retrieval, same_rows
 from image_diffusion.metrics.images.prompt_alignment import (
     PromptEncoder,
     PromptJudge,
     check_prompted,
     evaluate_prompted,
 )
-from image_diffusion.metrics.images.retrieval import retrieval, same_rows
 from image_diffusion.metrics.samples import Samples
 
 WORDS = ["a", "zero", "one", "two", "three", "four", "five", "six"]

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.compute import _subset
-from image_diffusion.metrics.distances.c2st import two_sample_test
-from image_diffusion.metrics.distances.class_metrics import agreement, class_frechet, confusion, missing_classes
-from image_diffusion.metrics.distances.inception_score import inception_score, inception_score_estimate
+from image_diffusion.metrics.distances.class_metrics import (
+    agreement,
+    class_frechet,
+    confusion,
+    inception_score,
+    inception_score_estimate,
+    missing_classes,
+    two_sample_test,
+)
 from image_diffusion.metrics.distances.jackknife import jackknife
 from image_diffusion.metrics.distances.mmd import kernel_distance
 from image_diffusion.metrics.distances.moments import block_of_each

@@ -17,7 +17,7 @@ from image_diffusion.data.sources.slanted_digits import (
     measured_numbers,
     numbers_of,
 )
-from image_diffusion.metrics.images.drawn_numbers import evaluate_drawn
+from image_diffusion.metrics.images.drawn_digits import evaluate_drawn
 from image_diffusion.metrics.samples import Samples
 
 COUNT = 200

@@ -12,9 +12,8 @@ import pytest
 from image_diffusion.core.config.base import load
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.experiments.experiment import load_experiment
-from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.config import EvaluateConfig, PublishedResult, compare_with_published
 from image_diffusion.metrics.evaluate_samples import _protocol_settings
-from image_diffusion.metrics.published_results import PublishedResult, compare_with_published
 from image_diffusion.stages.export import Published
 from recipes import FULL, ROOT
 

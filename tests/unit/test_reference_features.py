@@ -16,8 +16,12 @@ from image_diffusion.core.files.atomic import read_json, to_json, write_json
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features.base import AT_ONCE, Detected
-from image_diffusion.metrics.features.reference_features import read_features, write_features, write_part
-from image_diffusion.metrics.features.statistics_files import read_statistics
+from image_diffusion.metrics.features.reference_features import (
+    read_features,
+    read_statistics,
+    write_features,
+    write_part,
+)
 from image_diffusion.metrics.samples import Samples
 
 CLASSES = ["dark", "bright"]

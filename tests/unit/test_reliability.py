@@ -12,12 +12,12 @@ import pytest
 
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.journal.reader import read_journal, read_journals
+from image_diffusion.metrics.compute import floor_doubt
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
-from image_diffusion.metrics.features.classifier import load_detector
+from image_diffusion.metrics.features.classifier import judge_doubt, load_detector
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
-from image_diffusion.metrics.reliability import floor_doubt, judge_doubt
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.stages import evaluate
 

@@ -307,19 +307,19 @@ def load_experiment(path: Path) -> Experiment:
 def parse_experiment(raw: Any, where: str) -> Experiment:
     """Return an experiment from plain data. Raises ValueError with one line for each mistake, each prefixed with
     `where`."""
-    section = raw.get("system") if isinstance(raw, dict) else None
-    if isinstance(raw, dict) and isinstance(train := raw.get("train"), dict) and "seeds" in train:
+    sections = raw if isinstance(raw, dict) else {}
+    system, train = sections.get("system"), sections.get("train")
+    if isinstance(train, dict) and "seeds" in train:
         raise ValueError(
             f"{where}: train.seeds is a study now. Leave it out, write config/studies/NAME.yaml with base and seeds: "
             f"{train['seeds']}, and start snakemake --config study=NAME."
         )
-    if isinstance(raw, dict) and raw.get("sweep") == {}:
+    if sections.get("sweep") == {}:
         raise ValueError(
             f"{where}: sweep is empty. Name the values to vary, as sweep: {{guidance_scale: [1, 2]}}, or leave it out."
         )
-    wanted = section.get("type") if isinstance(section, dict) else None
-    kinds = {name_of(system): experiment_of(system) for system in SYSTEMS}
-    kind = kinds.get(wanted, Experiment) if isinstance(wanted, str) else Experiment
+    wanted = system.get("type") if isinstance(system, dict) else None
+    kind = next((experiment_of(kind) for kind in SYSTEMS if name_of(kind) == wanted), Experiment)
     experiment: Experiment = parse(kind, raw, where)
     return experiment
 
@@ -328,6 +328,8 @@ def schema() -> dict[str, Any]:
     """Return the JSON schema of an experiment file, from the configuration classes themselves."""
     kinds = {name_of(system): experiment_of(system) for system in SYSTEMS}
     schemas, definitions = models_json_schema([(kind, "validation") for kind in kinds.values()])
+
+    base = "The name of a file beside this one, without .yaml, that this one is written over."
 
     def is_of(name: str) -> dict[str, Any]:
         return {"properties": {"system": {"properties": {"type": {"const": name}}}}}
@@ -340,7 +342,7 @@ def schema() -> dict[str, Any]:
         "properties": {"system": {"properties": {"type": {"enum": list(kinds)}}}},
         # The values that a file takes from its base are not known here.
         "if": {"required": [BASE]},
-        "then": {"properties": {BASE: {"type": "string", "description": _BASE}}},
+        "then": {"properties": {BASE: {"type": "string", "description": base}}},
         "else": {
             "required": ["data", "system", "train"],
             "properties": {"system": {"required": ["type"]}},
@@ -348,6 +350,3 @@ def schema() -> dict[str, Any]:
         },
         **definitions,
     }
-
-
-_BASE = "The name of a file beside this one, without .yaml, that this one is written over."

@@ -21,12 +21,12 @@ from image_diffusion.experiments.request import (
     Machine,
     Request,
     Speed,
+    Start,
     batch_of,
     captions_of,
     classes_of,
     passes_of,
 )
-from image_diffusion.experiments.start import Start
 from image_diffusion.metrics.images.segmentation import MOST_HELD_OUT
 from image_diffusion.metrics.images.segmentation import TRAINING as MASKS
 
@@ -202,7 +202,30 @@ def _speed(request: Request, design: Design, least: int, measure: Measure) -> Sp
 
 
 def _cost(request: Request, design: Design, steps: int, num_samples: int, speed: Speed) -> Cost:
-    return cost_of(parsed(choices(request, design, steps, num_samples)), request, speed)
+    """Return the forecast of the time of an experiment at a measured speed."""
+    experiment = parsed(choices(request, design, steps, num_samples))
+    facts, machine = request.facts, request.machine
+    held_out = facts.num_images * experiment.data.validation_fraction
+    passes, least, most = _DETECTOR_EXAMPLES
+    examples = min(most, max(least, passes * (facts.num_images - held_out)))
+    forward_s = speed.detector_s / 3  # a backward pass takes twice the operations of the forward pass
+    seen = facts.num_images + 8 * min(5000.0, held_out)  # by the reference; the detector is tested eight times
+    learnt = min(MASKS.most_examples, max(MASKS.least_examples, MASKS.epochs * (facts.num_images - held_out)))
+    samples, preview, sampling = experiment.sample, experiment.preview, experiment.system.sampling()
+    compared = 8 * min(MOST_HELD_OUT, held_out) + held_out + samples.num_samples
+    judged_s = _EVALUATION_S_PER_IMAGE * machine.start_s
+    per_sample_s = sampling.num_evaluations(samples) * speed.pass_s + speed.decode_s + forward_s + judged_s
+    per_preview_s = sampling.num_evaluations(preview) * speed.pass_s + speed.decode_s
+    others = (
+        (_STARTS + len(experiment.pair_sets)) * machine.start_s,
+        facts.num_images * (speed.crop_s / machine.cores + speed.encode_s),
+        examples * speed.detector_s + seen * forward_s,
+        (held_out + min(_MOST_JUDGED, facts.num_images)) * judged_s,
+        PREVIEWS * preview.num_samples * per_preview_s,
+        VALIDATIONS * min(held_out, CHECKED) * speed.pass_s,
+        speed.mask_s * (learnt + compared / 3),
+    )
+    return Cost(sum(others), samples.num_samples * per_sample_s, speed.step_s)
 
 
 def affordable(request: Request, cost: Cost, step_s: float) -> int:
@@ -238,30 +261,3 @@ def _too_small(budget: str, facts: Facts, cost: Cost, machine: Machine) -> str:
         f"{_LEAST_STEPS} steps of the smallest network, {_LEAST_SAMPLES} samples and their evaluation take "
         f"{duration(least_s)}. Give at least {math.ceil(least_s / _UNITS[unit])}{unit}."
     )
-
-
-def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
-    """Return the forecast of the time of an experiment at a measured speed."""
-    facts, machine = request.facts, request.machine
-    held_out = facts.num_images * experiment.data.validation_fraction
-    passes, least, most = _DETECTOR_EXAMPLES
-    examples = min(most, max(least, passes * (facts.num_images - held_out)))
-    forward_s = speed.detector_s / 3  # a backward pass takes twice the operations of the forward pass
-    seen = facts.num_images + 8 * min(5000.0, held_out)  # by the reference; the detector is tested eight times
-    learnt = min(MASKS.most_examples, max(MASKS.least_examples, MASKS.epochs * (facts.num_images - held_out)))
-    compared = 8 * min(MOST_HELD_OUT, held_out) + held_out + experiment.section("sample").num_samples
-    sampling = experiment.system.sampling()
-    samples, preview = experiment.section("sample"), experiment.section("preview")
-    judged_s = _EVALUATION_S_PER_IMAGE * machine.start_s
-    per_sample_s = sampling.num_evaluations(samples) * speed.pass_s + speed.decode_s + forward_s + judged_s
-    per_preview_s = sampling.num_evaluations(preview) * speed.pass_s + speed.decode_s
-    others = (
-        (_STARTS + len(experiment.pair_sets)) * machine.start_s,
-        facts.num_images * (speed.crop_s / machine.cores + speed.encode_s),
-        examples * speed.detector_s + seen * forward_s,
-        (held_out + min(_MOST_JUDGED, facts.num_images)) * judged_s,
-        PREVIEWS * preview.num_samples * per_preview_s,
-        VALIDATIONS * min(held_out, CHECKED) * speed.pass_s,
-        speed.mask_s * (learnt + compared / 3),
-    )
-    return Cost(sum(others), samples.num_samples * per_sample_s, speed.step_s)

@@ -79,20 +79,12 @@ def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[st
             add(path.stem, path, load_experiment(path), path)
     for location, experiment in experiments.values():
         others = {key: experiments[name][1] for key, name in built_on(experiment).items()}
-        start = others.get(START)
+        codec, small_images, against, start, embeddings = map(
+            others.get, (CODEC, SMALL_IMAGES, AGAINST, START, EMBEDDINGS)
+        )
         start_codec = experiments[built_on(start)[CODEC]][1] if start is not None and CODEC in built_on(start) else None
         try:
-            check_experiment(
-                experiment,
-                Others(
-                    others.get(CODEC),
-                    others.get(SMALL_IMAGES),
-                    others.get(AGAINST),
-                    start,
-                    start_codec,
-                    others.get(EMBEDDINGS),
-                ),
-            )
+            check_experiment(experiment, Others(codec, small_images, against, start, start_codec, embeddings))
         except ValueError as error:
             raise ValueError(f"{location}: {error}") from None
     _check_shared_data(experiments)
@@ -141,17 +133,6 @@ def prompt_file(experiment: Experiment) -> str | None:
     """Return the file that prompts or rows of numbers are read from, if any."""
     files = (getattr(experiment.sample, name, None) for name in ("prompts", "conditions"))
     return next((file for file in files if isinstance(file, str)), None)
-
-
-def decoder_files(experiment: Experiment) -> list[str]:
-    """Return the files of the decoder of the samples, if it is not the codec's own."""
-    decoder = getattr(experiment.sample, "decoder", None)
-    return [str(path) for path in files_of(decoder)] if decoder is not None else []
-
-
-def weaker_files(experiment: Experiment) -> list[str]:
-    """Return the files of the weaker network that guides sampling, if one is set."""
-    return _weights_in(getattr(experiment.sample, "weaker_weights", None))
 
 
 def start_files(experiment: Experiment) -> list[str]:
@@ -223,12 +204,11 @@ def _reference_name(detector: Any) -> str:
 def embed_stage(experiment: Experiment, pairs: PairsConfig) -> EmbedStage:
     """Return the configuration of `embed` for one set of an experiment's section pairs."""
     data = experiment.data
-    source = data.source if pairs.needs_source else None
     return EmbedStage(
         name=data.name,
         num_shards=data.num_shards,
         pairs=pairs,
-        source=source,
+        source=data.source if pairs.needs_source else None,
         max_bad_fraction=data.max_bad_fraction,
         data=data if pairs.needs_crop else None,
     )
@@ -323,9 +303,9 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         stages["synthesize"] = (own / "synthesize.yaml", {"synthesize": dump(experiment.synthesize)})
     if codec is not None:
         stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", dump(encode_stage(experiment)))
-    own_codec = own_tokens(name, experiment)
-    tokens = tokens_of(name) if own_codec is not None else None
-    if own_codec is not None:
+    tokens = None
+    if (own_codec := own_tokens(name, experiment)) is not None:
+        tokens = tokens_of(name)
         stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", dump(own_codec))
     for pairs in experiment.pair_sets:
         stage_name = f"embed-{pairs.name}"
@@ -338,6 +318,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         write_if_changed(path, to_yaml(stage))
     swept = write_sweep(experiment, own / "sweep")
     samples, others = experiment.samples, built_on(experiment)
+    decoder = getattr(samples, "decoder", None)
     sources, against = system.sampling().sources(experiment.sample), evaluation.against(evaluated)
     plan = Plan(
         experiment=name,
@@ -350,8 +331,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         codec=codec,
         codec_experiment=others.get(CODEC),
         codec_files=[str(path) for path in experiment.codec.files],
-        decoder_files=decoder_files(experiment),
-        weaker_files=weaker_files(experiment),
+        decoder_files=[str(path) for path in files_of(decoder)] if decoder is not None else [],
+        weaker_files=_weights_in(getattr(experiment.sample, "weaker_weights", None)),
         start_files=start_files(experiment),
         detector_files=detector_files(experiment),
         small_images=sources.small_images if isinstance(sources.small_images, str) else None,

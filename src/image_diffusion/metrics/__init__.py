@@ -5,8 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from image_diffusion.metrics.features.classifier import InPipe
-from image_diffusion.metrics.features.dinov2 import Dinov2
 from image_diffusion.metrics.features.inception import Inception
-from image_diffusion.metrics.features.pretrained import Torchvision, Transformers
+from image_diffusion.metrics.features.pretrained import Dinov2, Torchvision, Transformers
 
 DetectorConfig = Annotated[InPipe | Inception | Dinov2 | Torchvision | Transformers, Field(discriminator="type")]

@@ -5,35 +5,40 @@ The floor: a metric between two sets of real images, at the same number of image
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.distances.c2st import two_sample_test
-from image_diffusion.metrics.distances.class_metrics import agreement, class_frechet, missing_classes
+from image_diffusion.metrics.distances.class_metrics import (
+    agreement,
+    class_frechet,
+    inception_score_estimate,
+    missing_classes,
+    two_sample_test,
+)
 from image_diffusion.metrics.distances.frechet import frechet_estimate, frechet_infinity
-from image_diffusion.metrics.distances.inception_score import inception_score_estimate
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance, own_pairs
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments
 from image_diffusion.metrics.distances.precision_recall import ball_radii, manifold_estimates
 from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
 from image_diffusion.metrics.features.base import Detected, Detector
-from image_diffusion.metrics.reliability import floor_doubt
 
 T = TypeVar("T")
+DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "mind", "cmmd", "class_fd")
+"""Metrics of the distance between samples and real images, in which samples cannot be better than real images."""
 
 
 @dataclass(frozen=True)
 class Reference:
     """Reference of a comparison: Gaussians by metric and, if the images are available, their features.
 
-    gaussians: "fd", optionally "spatial_fd". labels: int64 [M], the images' classes; None without classes.
+    gaussians: see `gaussians_of`. labels: int64 [M], the images' classes; None without classes.
     """
 
     gaussians: Mapping[str, Gaussian]
@@ -52,8 +57,7 @@ class Reference:
         key = (compute, most, *settings)
         if key not in self._computed:
             self._computed[key] = compute(_subset(self.detected.features, most), *settings)
-        result: T = self._computed[key]
-        return result
+        return cast("T", self._computed[key])
 
 
 def gaussians_of(detected: Detected) -> dict[str, Gaussian]:
@@ -130,17 +134,35 @@ def with_floor(
     same_size: the estimates on as many samples as the floor has, with the same 1/N bias: `at_floor_n`. `ratio` is
     `at_floor_n` over the floor; `doubt`: why the samples cannot be distinguished from real images, or null.
     """
-    entries = {}
-    for name, estimate in estimates.items():
-        entry = estimate.as_dict()
-        if name in floor:
-            entry["floor"], entry["floor_n"] = floor[name].value, floor[name].n
-            entry["at_floor_n"] = same_size[name].value
-            entry["doubt"] = floor_doubt(name, same_size[name], floor[name])
-            if floor[name].value > 0:
-                entry["ratio"] = same_size[name].value / floor[name].value
-        entries[name] = entry
+    entries = {name: estimate.as_dict() for name, estimate in estimates.items()}
+    for name in entries.keys() & floor.keys():
+        entry, value, real = entries[name], same_size[name].value, floor[name]
+        entry |= {"floor": real.value, "floor_n": real.n, "at_floor_n": value}
+        entry["doubt"] = floor_doubt(name, same_size[name], real)
+        if real.value > 0:
+            entry["ratio"] = value / real.value
     return entries
+
+
+def floor_doubt(name: str, same_size: Estimate, floor: Estimate) -> str | None:
+    """Return the reason why a distance does not distinguish samples from real images; None if it does, or for other
+    metrics.
+
+    same_size, floor: estimates on equal numbers of samples and real images. If both have debiased values, these are
+    used.
+    """
+    if name not in DISTANCES:
+        return None
+    debiased = same_size.debiased is not None and floor.debiased is not None
+    sampled, real = (estimate.debiased if debiased else estimate.value for estimate in (same_size, floor))
+    highest = floor.interval[1] if floor.interval is not None else real
+    if sampled is None or highest is None or sampled > highest:
+        return None
+    between = f" [{floor.interval[0]:.4g}, {floor.interval[1]:.4g}]" if floor.interval is not None else ""
+    return (
+        f"{floor.n:,} real images score {real:.4g}{between}, as many samples {sampled:.4g}: "
+        "this many do not tell the samples from real images"
+    )
 
 
 def named_by_detector(
@@ -149,6 +171,14 @@ def named_by_detector(
     """Return the entries by their names with a detector, each with the doubt about that detector."""
     doubt = {} if detector.doubt is None else {"doubt": detector.doubt}
     return {detector.metric_name(name) + suffix: entry | doubt for name, entry in entries.items()}
+
+
+def doubts_of(detectors: Sequence[Detector]) -> dict[str, Any]:
+    """Return the doubts about the detectors for metrics.json: of the first, which gives the headline, and of all."""
+    return {
+        "doubt": detectors[0].doubt,
+        "doubts": [detector.doubt for detector in detectors if detector.doubt is not None],
+    }
 
 
 def _subset(rows: Tensor, most: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""Settings of the evaluation of samples."""
+"""Settings of the evaluation of samples, and published results to compare its metrics with."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -13,7 +14,6 @@ from image_diffusion.metrics.features.classifier import InPipe
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig
 from image_diffusion.metrics.images.lpips import LpipsConfig
 from image_diffusion.metrics.images.prompt_alignment import PromptJudge
-from image_diffusion.metrics.published_results import PublishedResult
 
 
 def _by_type(value: Any) -> Any:
@@ -25,6 +25,19 @@ NamedDetector = Annotated[
     BeforeValidator(_by_type, json_schema_input_type=DetectorConfig | Literal["inpipe", "inception", "dinov2"]),
 ]
 """A detector as a section, or as its type alone if it needs no other key."""
+
+
+class PublishedResult(Config):
+    """Result that was published for the same kind of model."""
+
+    metric: str
+    """Name of the metric as used here: fid, inception_score, bits_per_dim."""
+    value: float
+    """Published value."""
+    source: str = Field(min_length=1)
+    """Source of the value."""
+    differences: tuple[str, ...] = ()
+    """Differences between the published protocol and this one, a sentence each."""
 
 
 class EvaluateConfig(Config):
@@ -78,3 +91,27 @@ class EvaluateConfig(Config):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"Two of them call their Fréchet distance {twice}. Name each detector once.")
         return detectors
+
+
+def compare_with_published(
+    cited: Sequence[PublishedResult], entries: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return each published value with the measured one: {"metric", "value", "source", "differences", "ours",
+    "interval", "n", "inside"}, plain data; the last four are null without a value to compare.
+
+    The interval in metrics.json is centred on the debiased value. A published value includes the bias of its number of
+    samples, so the interval is shifted to our value with its bias. An unreliable value (`doubt`) is not compared.
+    """
+    compared = []
+    for result in cited:
+        entry = entries.get(result.metric, {})
+        ours = None if entry.get("doubt") else entry.get("value")
+        interval, inside = entry.get("interval") if ours is not None else None, None
+        if interval is not None:
+            debiased = entry.get("debiased")
+            moved = 0.0 if debiased is None else ours - debiased
+            interval = [bound + moved for bound in interval]
+            inside = interval[0] <= result.value <= interval[1]
+        measured = {"ours": ours, "interval": interval, "n": entry.get("n"), "inside": inside}
+        compared.append(result.model_dump(mode="json") | measured)
+    return compared

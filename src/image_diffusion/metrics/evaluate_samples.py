@@ -17,6 +17,7 @@ from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.levels import Levels
 from image_diffusion.metrics.compute import (
     Reference,
+    doubts_of,
     fixed_subset,
     gaussians_of,
     measure,
@@ -28,8 +29,12 @@ from image_diffusion.metrics.distances.class_metrics import confusion
 from image_diffusion.metrics.distances.frechet import frechet_distance
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect, detect_each
-from image_diffusion.metrics.features.reference_features import ReferenceFeatures, read_features
-from image_diffusion.metrics.features.statistics_files import is_statistics, read_statistics
+from image_diffusion.metrics.features.reference_features import (
+    ReferenceFeatures,
+    is_statistics,
+    read_features,
+    read_statistics,
+)
 from image_diffusion.metrics.images.memorization import (
     LEAST_HELD_OUT,
     Copies,
@@ -47,7 +52,6 @@ from image_diffusion.metrics.label_shares import (
 )
 from image_diffusion.metrics.learning_curve import measure_previews, plot_curve
 from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
-from image_diffusion.metrics.reliability import doubts_of
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.metrics.sanity_check import Part, degraded_half, halves, run_self_test, self_test
 
@@ -143,18 +147,9 @@ def evaluate_samples(
     curve = list(points.values())
     if report is not None and len(curve) > 1:
         plot_curve(curve, report / "curve.png")
-    how: dict[str, Any] = {
-        "detectors": [detector.identity for detector in detectors],
-        "reference": reference,
-        "settings": _protocol_settings(settings),
-    }
-    protocol = {
-        **how,
-        "digest": digest(how),
-        "num_samples": samples.num_samples,
-        "samples_sha256": samples.digest,
-        "samples": samples.protocol,
-    }
+    identities = [detector.identity for detector in detectors]
+    how = {"detectors": identities, "reference": reference, "settings": _protocol_settings(settings)}
+    described = {"num_samples": samples.num_samples, "samples_sha256": samples.digest, "samples": samples.protocol}
     if report is not None and samples.has_labels and samples.classes:
         plot_classes(samples, report / "classes.png")
     elif report is not None:
@@ -166,7 +161,7 @@ def evaluate_samples(
         "self_test": tested,
         "curve": curve,
         "classes": next(filter(None, by_class), {}),
-        "protocol": protocol,
+        "protocol": {**how, "digest": digest(how), **described},
     }
 
 
@@ -234,11 +229,10 @@ def _compare_with_split(
     other = "validation" if name == "train" else "train"
     images = data.split(name)
     shares = _differing_shares(samples, images)
-    labels = {split: torch.from_numpy(np.asarray(data.split(split).labels)) for split in (name, other)}
+    labels = {split: _labels_of(data.split(split)) for split in (name, other)}
     comparisons = []
-    for detector, detected, splits in zip(
-        detectors, features, _split_features(data, detectors, name, stored), strict=True
-    ):
+    real = _split_features(data, detectors, name, stored)
+    for detector, detected, splits in zip(detectors, features, real, strict=True):
         requested = _requested_classes(detector, samples)
         class_labels = labels if requested is not None else dict.fromkeys(labels)
         reference = Reference(splits[name].gaussians, splits[name].detected, class_labels[name])
@@ -254,12 +248,12 @@ def _compare_with_split(
     first, second = map(torch.from_numpy, halves(data.train.num_samples))
     tested = self_test(
         (
-            comparison.detector,
-            comparison.splits["train"].detected.take(first),
-            comparison.splits["train"].detected.take(second),
-            comparison.splits["degraded"].detected,
+            c.detector,
+            c.splits["train"].detected.take(first),
+            c.splits["train"].detected.take(second),
+            c.splits["degraded"].detected,
         )
-        for comparison in comparisons
+        for c in comparisons
         if len(first)
     )
     return comparisons, described, tested
@@ -288,12 +282,13 @@ def _differing_shares(samples: Samples, images: ImageSet) -> Tensor | None:
     `LEAST_DIFFERENCE` beyond chance; else None."""
     if not samples.has_labels or len(images.classes) < 2:
         return None
-    shares, real = (
-        label_shares(torch.from_numpy(np.asarray(image_set.labels)), len(images.classes))
-        for image_set in (samples, images)
-    )
+    shares, real = (label_shares(_labels_of(some), len(images.classes)) for some in (samples, images))
     least = LEAST_DIFFERENCE + by_chance(real, samples.num_samples)
     return shares if difference(shares, real) > least else None
+
+
+def _labels_of(images: ImageSet) -> Tensor:
+    return torch.from_numpy(np.asarray(images.labels))
 
 
 def _in_shares(
@@ -313,10 +308,8 @@ def _in_shares(
     # Gaussians can mix all images of the classes; metrics of single images need a subset with these shares
     rows = rows_in_shares(labels, shares)
     if len(rows) <= neighbours + 1:
-        note = (
-            f"{apart}, which is part of the distance: {size:.4g} between real images of these shares and of the data's"
-        )
-        return replace(comparison, note=note)
+        part = f"{size:.4g} between real images of these shares and of the data's"
+        return replace(comparison, note=f"{apart}, which is part of the distance: {part}")
     note = f"reference weighted by the samples' labels: {apart}, which alone is a distance of {size:.4g}"
     baseline = comparison.baseline and _take(*comparison.baseline, rows_in_shares(baseline_labels, shares))
     reference = Reference(gaussians, *_take(detected, reference.labels, rows))
@@ -328,7 +321,7 @@ def _reference_for(preview: Samples, comparison: Comparison, data: RealImages, n
     if not comparison.splits:
         return comparison.reference
     images, stored = data.split(name), comparison.splits[name]
-    labels = torch.from_numpy(np.asarray(images.labels))
+    labels = _labels_of(images)
     reference = Reference(stored.gaussians, stored.detected, None if comparison.labels is None else labels)
     shares = _differing_shares(preview, images)
     if shares is None:
@@ -356,9 +349,8 @@ def _compare_with_file(
             torch.from_numpy(others.labels) if labels is not None and others.has_labels else None
             for labels in requested
         ]
-        references = list(
-            map(Reference.from_images, detect_each(detectors, others, "features of the reference"), class_labels)
-        )
+        detected = detect_each(detectors, others, "features of the reference")
+        references = list(map(Reference.from_images, detected, class_labels))
     comparisons = list(map(Comparison, detectors, features, requested, references))
     return comparisons, described, run_self_test(detectors, data.train)
 

@@ -100,6 +100,7 @@ def main() -> None:
     previews_s = previews * sampling_seconds(preview, sampling, cost, decode_s or 0.0)
     sample_s = sampling_seconds(samples, sampling, cost, decode_s or 0.0)
     side_by_side = sample_s / arguments.sample_jobs
+    jobs = f" by {arguments.sample_jobs} jobs side by side" if arguments.sample_jobs > 1 else ""
     on_gpu = torch.cuda.is_available()
     # A GPU belongs to one process; processes on CPUs share the memory of their machine.
     together = cost.memory_gib * (1 if on_gpu else per_node)
@@ -111,7 +112,7 @@ def main() -> None:
         f"time    {duration(cost.total_s + previews_s + side_by_side)}: steps {duration(cost.train_s)} "
         f"({cost.images_per_second:,.0f} images/s, {cost.tflops:.3g} TFLOP/s, {cost.share_of_peak:.0%} of the "
         f"device's measured peak), validation {duration(cost.validation_s)}, previews {duration(previews_s)}, "
-        f"samples {duration(side_by_side)}{by_jobs(arguments.sample_jobs)}\n"
+        f"samples {duration(side_by_side)}{jobs}\n"
         f"memory  {together:.2f} GiB of {memory:.2f} GiB\n"
         f"disk    {cost.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {cost.checkpoint_gib:.3g} GiB and "
         f"takes {duration(save_s)} to save, of {duration(arguments.grace_s)} when time is up",
@@ -137,12 +138,11 @@ def print_estimated_cost(
 ) -> None:
     """Print and write the time and memory of a training on GPUs with this rate. It requires no GPU."""
     config = training.stage.train
-    steps = steps_in_words(config)
     cost = counted(training.network, training.task, config, processes, per_machine)
     total = cost.operations * config.global_batch * config.steps
     seconds = total / (tflops * 1e12 * processes)
     print(
-        f"{training.stage.experiment}: {cost.parameters:,} parameters, {steps} of "
+        f"{training.stage.experiment}: {cost.parameters:,} parameters, {steps_in_words(config)} of "
         f"{config.global_batch} images, counted for {processes} GPUs of {tflops:g} TFLOP/s\n"
         f"time    {duration(seconds)}: {cost.operations / 1e9:,.1f} GFLOP an image, {total:.2g} operations in all\n"
         f"memory  {cost.peak / GIB:.1f} GiB of each GPU, {cost.fixed / GIB:.1f} GiB of it for weights, gradient, "
@@ -159,11 +159,6 @@ def sampling_seconds(settings: Any, sampling: Sampling, cost: Forecast, decode_s
     if not calls:
         return 0.0
     return float(settings.num_samples * (calls * cost.passes_s[sampling.precision(settings)] + decode_s))
-
-
-def by_jobs(number: int) -> str:
-    """Return the number of parallel jobs in words; empty for one job."""
-    return f" by {number} jobs side by side" if number > 1 else ""
 
 
 def cut_short(cost: Forecast, steps: int, not_decoded: bool) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +80,10 @@ def main() -> None:
             show_reconstructions(crops, codec, stage.encode.batch_size, device, picture)
             manifest = write_manifest(crops, output, codec, stage.encode, [picture])
             journal.image("reconstructions", picture, step=0)
-        numbers = summary(manifest)
+        if manifest["kind"] == "tokens":
+            numbers = codebook_use(torch.tensor(manifest["token_counts"]))
+        else:
+            numbers = {"latent_std": manifest["statistics"]["global_std"]}
         journal.metrics({"images": manifest["num_samples"], **numbers}, step=0)
     if "statistics" in manifest and (advice := stage.codec.advice(manifest["statistics"])):
         print(f"note: {advice}", file=sys.stderr, flush=True)
@@ -98,13 +100,6 @@ def import_of(stage: EncodeStage, codec: Codec | Tokens, output: Path) -> Import
         return None
     images = DataSpec(channels=stage.data.num_channels, resolution=stage.data.resolution, num_classes=1)
     return Import(stage.data, stage.codec.spec(images, None), codec, stage.encode, output)
-
-
-def summary(manifest: dict[str, Any]) -> dict[str, float]:
-    """Return numbers for checking an encoding: the spread of the latents, or the use of the codebook."""
-    if manifest["kind"] == "tokens":
-        return codebook_use(torch.tensor(manifest["token_counts"]))
-    return {"latent_std": manifest["statistics"]["global_std"]}
 
 
 def show_reconstructions(crops: Path, codec: Codec | Tokens, batch_size: int, device: torch.device, path: Path) -> None:

@@ -70,8 +70,10 @@ def main() -> None:
         evaluation = model.system.evaluation() if model is not None else DiffusionEvaluation()
         reader: Callable[[Path, list[str], Levels | None], Samples] = read_samples
         if arguments.making:
+            if model is None:
+                raise ValueError("--making needs the network. Name it: --weights weights.safetensors.")
             others = arguments.small_images, arguments.embeddings
-            reader = generated_samples_reader(weights, arguments.making, codec, *others)
+            reader = generated_samples_reader(load_model(weights.parent), arguments.making, codec, *others)
         inputs = EvaluationInputs(
             model=model,
             settings=evaluation_settings(model, evaluation.section, arguments.config, arguments.changes),
@@ -107,17 +109,17 @@ def evaluate(
     files: further files that change the numbers, in addition to those of `inputs`; only a command with the same files
     resumes after an interruption. Raises ValueError for samples of other weights.
     """
-    if model is not None and inputs.samples is not None:
-        check_samples_of(model.sha256, inputs.samples)
+    samples = inputs.samples
+    if model is not None and samples is not None:
+        check_samples_of(model.sha256, samples)
     train, held_out = open_shards(inputs.data, "train"), open_shards(inputs.data, "validation")
     tags = {"manifest_digest": train.digest}
     settings = {evaluation.section: dump(inputs.settings)}
     identity = [tags, settings, *([model.sha256, dump(model.system), model.codec] if model is not None else [])]
     identity.append({"splits": [train.selection, held_out.selection]})
-    samples = inputs.samples
     files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
     files += [inputs.detector, inputs.reference, inputs.previews, *inputs.pairs]
-    of_run = [] if journal_folder is None else [*identity, *_file_digests(inputs)]
+    of_run = [] if journal_folder is None else [*identity, *_file_digests(samples, inputs.detector, inputs.reference)]
     journal = open_journal(journal_folder, "evaluate", tags, of_run)
     with resumable(output, identity, files, writes), journal:
         journal.params(settings)
@@ -139,15 +141,14 @@ def evaluate(
             print_metrics(result["metrics"], result.get("doubt"))
 
 
-def _file_digests(inputs: EvaluationInputs) -> list[str]:
+def _file_digests(samples: Path | None, detector: Path | None, reference: Path | None) -> list[str]:
     """Return the sha256 of the files that describe the samples, or of the samples if none does, of the detector and of
     the reference."""
-    samples = inputs.samples
     described = samples and samples.with_suffix(".json")
     paths = [
         described if described and described.is_file() else samples,
-        inputs.detector and inputs.detector / "detector.json",
-        inputs.reference,
+        detector and detector / "detector.json",
+        reference,
     ]
     return [sha256_file(path) for path in paths if path is not None and path.is_file()]
 
@@ -176,17 +177,10 @@ def evaluation_settings(model: Model | None, section: str, config: Path, changes
 
 
 def generated_samples_reader(
-    weights: Path | None,
-    config: Path,
-    codec_weights: Path | None,
-    small_images: Path | None,
-    embeddings: Sequence[Path],
+    model: Model, config: Path, codec_weights: Path | None, small_images: Path | None, embeddings: Sequence[Path]
 ) -> Callable[[Path, list[str], Levels | None], Samples]:
     """Return a reader that generates samples when it needs them, by a sample.yaml. Raises ValueError for settings that
     do not fit the model."""
-    if weights is None:
-        raise ValueError("--making needs the network. Name it: --weights weights.safetensors.")
-    model = load_model(weights.parent)
     settings = load_sections(config, ["sample"], model.system.sections)["sample"]
     codec = load_codec(model, codec_weights.parent if codec_weights else None, best_device())
     inputs = SamplingInputs(model, settings, codec, load_model, small_images, embeddings)

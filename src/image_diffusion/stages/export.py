@@ -31,7 +31,7 @@ from image_diffusion.export.model_card import CardUse, model_card
 from image_diffusion.export.registry import EXPORTS, export_of
 from image_diffusion.foreign.registry import read_weights
 from image_diffusion.foreign.weights import Description, S, description_of
-from image_diffusion.metrics.published_results import PublishedResult
+from image_diffusion.metrics.config import PublishedResult
 from image_diffusion.networks.weights.dit import class_of, load_tensors
 from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion.generator import SampleConfig

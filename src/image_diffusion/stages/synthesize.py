@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import best_device
@@ -29,7 +27,7 @@ from image_diffusion.core.files.partial_results import partial_folder, resumable
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.process import command
-from image_diffusion.data.shards.reader import Shards, Split, open_shards
+from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.classifier import load_detector
@@ -48,8 +46,6 @@ from image_diffusion.training.load_model import check_trained_by, load_codec, lo
 
 SMALLER = ("sample.batch_size",)
 """Keys of an experiment that make the command need less memory when they are smaller."""
-
-SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 def main() -> None:
@@ -74,11 +70,11 @@ def main() -> None:
     config = load_sections(arguments.config, sections, sections, arguments.changes)["synthesize"]
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
-    train, held_out = (open_shards(arguments.data.parent, name) for name in SPLITS)
+    train, held_out = (open_shards(arguments.data.parent, name) for name in ("train", "validation"))
     with_numbers, columns = [train, held_out], None
     if NumberPairs.kind in model.pairs:
         columns = NumberColumns.described(model.pairs[NumberPairs.kind])
-        with_numbers = [open_shards(arguments.data.parent, name) for name in SPLITS]
+        with_numbers = [open_shards(arguments.data.parent, name) for name in ("train", "validation")]
         for split in with_numbers:  # without the images that have no numbers
             for manifest in arguments.pairs:
                 split.join(open_shards(manifest.parent, "all"))
@@ -121,7 +117,8 @@ def main() -> None:
                 f"synthesize.reject leaves {len(selection.rows)} of {settings.num_samples:,} images, but the scores of "
                 f"a set need at least {LEAST}. Raise synthesize.reject.drawn, or reject fewer."
             )
-        numbers = numbers_of_rows(generator.described, selection.rows)
+        requested_numbers: dict[str, list[float | None]] = generator.described.get("conditions", {}).get("values", {})
+        numbers = {name: [of_all[row] for row in selection.rows.tolist()] for name, of_all in requested_numbers.items()}
         seeds = settings.first_seed + selection.rows
         images = SyntheticSet(chosen(drawn, selection), seeds, numbers)
         pictures = output.with_name(f"{output.name}_pictures")
@@ -149,13 +146,6 @@ def main() -> None:
         "" if len(selection.rows) == selection.num_requested else f" of {selection.num_requested:,} that were asked for"
     )
     print(f"synthesize: {len(selection.rows):,} images{fewer} in {output}, scored in {output / 'index.html'}")
-
-
-def numbers_of_rows(described: dict[str, Any], rows: NDArray[np.int64]) -> dict[str, list[float | None]]:
-    """Return the numbers that some of the images were requested with, by column; empty without numbers. described: the
-    description by the maker of the images."""
-    values: dict[str, list[float | None]] = described.get("conditions", {}).get("values", {})
-    return {name: [of_all[row] for row in rows.tolist()] for name, of_all in values.items()}
 
 
 def compared_numbers(

@@ -114,7 +114,5 @@ def reasons_to_reject(samples: Samples, real: RealImages, detector: Detector, co
 
 
 def _any(reasons: Reasons, count: int) -> NDArray[np.bool_]:
-    rejected = np.zeros(count, np.bool_)
-    for mask in reasons.values():
-        rejected |= mask
+    rejected: NDArray[np.bool_] = np.any([np.zeros(count, np.bool_), *reasons.values()], axis=0)
     return rejected

@@ -24,9 +24,8 @@ from image_diffusion.data.sources.folder import Folder, files_in, stem_of
 from image_diffusion.experiments.experiment import EncodeStage, Experiment
 from image_diffusion.experiments.proposal import Proposal, propose, seconds_of
 from image_diffusion.experiments.proposal_text import images_in_words, machine_in_words
-from image_diffusion.experiments.request import Machine, Speed, captions_of, classes_of, masks_of
+from image_diffusion.experiments.request import Machine, Speed, captions_of, classes_of, masks_of, start_of
 from image_diffusion.experiments.resolve import embed_stage, encode_stage, write_stages
-from image_diffusion.experiments.start import start_of
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.metrics.images.segmentation import training_s
 from image_diffusion.stages.embed import embed

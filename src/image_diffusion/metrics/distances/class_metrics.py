@@ -1,15 +1,24 @@
-"""Metrics of a classifier on samples that were requested by class."""
+"""Metrics of classifiers: the recognised classes, the Inception Score (Salimans et al. 2016, section 4) and the
+two-sample test (Lopez-Paz and Oquab 2017).
+
+The standard deviation over splits that torch-fidelity and torchmetrics report with an Inception Score is neither an
+interval nor a bias estimate.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from image_diffusion.metrics.distances.frechet import SAMPLES_PER_DIMENSION, frechet_distance
-from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, share_estimate, too_few
+from image_diffusion.metrics.distances.jackknife import Estimate, bias_note, jackknife, share_estimate, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, Gaussian, Moments, block_of_each
 
 _MISSING = 0.1
+_MOST_TESTED = 5000
 
 
 def agreement(recognised: Tensor, labels: Tensor) -> Estimate:
@@ -61,3 +70,71 @@ def _mean_distance(features: Tensor, labels: Tensor, gaussians: dict[int, Gaussi
         frechet_distance(Moments.from_features(features[labels == c]).gaussian, real) for c, real in gaussians.items()
     ]
     return sum(distances) / len(distances)
+
+
+def inception_score(probabilities: Tensor, split_size: int | None = None) -> float:
+    """Return exp of the mean KL of class probabilities [N, K] to their mean, from 1 to K: the mean over consecutive
+    splits of split_size (ADM: 5000); unset: one split."""
+    parts = probabilities.to(torch.float64).split(split_size or len(probabilities))
+    scores = [_score(_information(part).sum(), part.sum(dim=0), len(part)) for part in parts]
+    return sum(scores) / len(scores)
+
+
+def inception_score_estimate(logits: Tensor, split_size: int = 5000) -> Estimate:
+    """Return the score with its interval. logits: [N, K]."""
+    probabilities = logits.to(torch.float64).softmax(dim=1)
+    n, block = len(probabilities), block_of_each(len(probabilities))
+    value = inception_score(probabilities, split_size)
+    if few := too_few(n):
+        return Estimate(value, n, note=few)
+    sizes = torch.bincount(block, minlength=NUM_BLOCKS)
+    information = torch.zeros(NUM_BLOCKS, dtype=torch.float64).index_add_(0, block, _information(probabilities))
+    marginal = torch.zeros(NUM_BLOCKS, probabilities.shape[1], dtype=torch.float64).index_add_(0, block, probabilities)
+    left_out = [
+        _score(information.sum() - information[b], marginal.sum(dim=0) - marginal[b], n - int(sizes[b]))
+        for b in range(NUM_BLOCKS)
+    ]
+    whole = _score(information.sum(), marginal.sum(dim=0), n)
+    estimate = jackknife(whole, left_out, n, 1, probabilities.shape[1])
+    assert estimate.debiased is not None and estimate.interval is not None
+    return replace(estimate, value=value, note=bias_note(value, estimate.debiased, estimate.interval))
+
+
+def _information(probabilities: Tensor) -> Tensor:
+    """Return the sum of p log p of each row."""
+    information: Tensor = torch.special.xlogy(probabilities, probabilities).sum(dim=1)
+    return information
+
+
+def _score(information: Tensor, summed: Tensor, count: int) -> float:
+    marginal = summed / count
+    return float(torch.exp(information / count - torch.special.xlogy(marginal, marginal).sum()))
+
+
+def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
+    """Return the accuracy of a logistic regression on held-out features: 0.5 cannot distinguish, 1 always can.
+
+    Both sides are cut to the size of the smaller one, at most 5000, and to an even number: halves with unequal shares
+    of the two sides would push the accuracy below chance. Each half is classified by the model fitted to the other
+    half, so the errors of the halves are dependent: the interval assumes as many independent answers as one half has.
+    Raises ValueError for fewer than 4 samples on either side.
+    """
+    from sklearn.linear_model import LogisticRegression  # here, because it slows the start of a stage
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    count = min(len(features), len(reference), _MOST_TESTED)
+    if count < 4:
+        raise ValueError(f"A two-sample test needs at least 4 samples on each side; got {count}.")
+    count -= count % 2
+    chosen_real = np.random.default_rng(1).permutation(len(reference))[:count]
+    chosen_samples = np.random.default_rng(2).permutation(len(features))[:count]
+    rows = np.concatenate([features[chosen_samples].numpy(), reference[chosen_real].numpy()]).astype(np.float64)
+    is_real = np.arange(2 * count) >= count
+    half = np.arange(2 * count) % 2 == 0
+    right = np.empty(2 * count)
+    for fitted, judged in ((half, ~half), (~half, half)):
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=500))
+        model.fit(rows[fitted], is_real[fitted])
+        right[judged] = model.predict(rows[judged]) == is_real[judged]
+    return share_estimate(torch.from_numpy(right), independent=count)

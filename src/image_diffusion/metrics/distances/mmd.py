@@ -96,7 +96,9 @@ def _within(kernel: Kernel, x: Tensor, block: Tensor) -> OwnPairs:
     sums = torch.zeros(NUM_BLOCKS, NUM_BLOCKS, dtype=torch.float64)
     for rows in torch.arange(len(x)).split(_ROWS):
         columns = torch.zeros(NUM_BLOCKS, len(rows), dtype=torch.float64)
-        columns.index_add_(0, block, _others(kernel, x, rows).T)
+        pairs = kernel(x[rows], x)
+        pairs[torch.arange(len(rows)), rows] = 0  # without pairs of a row with itself
+        columns.index_add_(0, block, pairs.T)
         sums.index_add_(0, block[rows], columns.T)
     return sums, sums.sum()
 
@@ -105,13 +107,6 @@ def _without(sums: Tensor, b: int) -> Tensor:
     """Return the sum over the pairs that have no member in block b."""
     left: Tensor = sums.sum() - sums[b].sum() - sums[:, b].sum() + sums[b, b]
     return left
-
-
-def _others(kernel: Kernel, x: Tensor, rows: Tensor) -> Tensor:
-    """Return the kernel of some rows with all rows, with zero for each row with itself."""
-    pairs = kernel(x[rows], x)
-    pairs[torch.arange(len(rows)), rows] = 0
-    return pairs
 
 
 def _cubic(x: Tensor, y: Tensor) -> Tensor:

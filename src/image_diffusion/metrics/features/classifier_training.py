@@ -106,9 +106,8 @@ def fit(network: nn.Module, task: Task, settings: DetectorTraining, title: str) 
 
     network: images -> features, and logits [B, K, …]. title: of the progress bar.
     """
-    examples = round(
-        min(settings.most_examples, max(settings.least_examples, settings.epochs * len(task.train_indices)))
-    )
+    examples = max(settings.least_examples, settings.epochs * len(task.train_indices))
+    examples = round(min(settings.most_examples, examples))
     steps = max(8, math.ceil(examples / settings.batch_size))
     round_steps = math.ceil(steps / 8)
     optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.05)
@@ -167,30 +166,22 @@ class _Task:
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
         """Return images [B, C, H, W], shifted by up to a sixteenth of their size, and their targets [B]."""
-        positions = np.arange(step * size, (step + 1) * size)
-        indices = np.concatenate(
-            [self._order(epoch, positions) for epoch in np.unique(positions // self._epoch_length)]
-        )
+        epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), len(self.train_indices))
+        parts = []
+        for epoch in np.unique(epochs).tolist():
+            order = np.random.default_rng([self._seed, 3, epoch]).permutation(self.train_indices)
+            parts.append(order[places[epochs == epoch]])
+        indices = np.concatenate(parts)
         # one generator per step, so that the shifts of a batch depend only on the seed and the step
         return self._ask(self._train, indices, np.random.default_rng([self._seed, 2, step]))
-
-    @property
-    def _epoch_length(self) -> int:
-        return len(self.train_indices)
-
-    def _order(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        order = np.random.default_rng([self._seed, 3, int(epoch)]).permutation(self.train_indices)
-        chosen: NDArray[np.int64] = order[positions[positions // self._epoch_length == epoch] % self._epoch_length]
-        return chosen
 
     def accuracy(self, network: nn.Module) -> float:
         """Return the share of held-out images that are answered correctly."""
         network.eval()
         right = 0
         with torch.inference_mode():
-            for number, indices in enumerate(
-                np.array_split(self.held_out_indices, max(1, len(self.held_out_indices) // 256))
-            ):
+            parts = np.array_split(self.held_out_indices, max(1, len(self.held_out_indices) // 256))
+            for number, indices in enumerate(parts):
                 images, targets = self._ask(self._held_out, indices, np.random.default_rng([self._seed, 4, number]), 0)
                 right += int((network(images)[1].argmax(dim=1) == targets).sum())
         return right / len(self.held_out_indices)

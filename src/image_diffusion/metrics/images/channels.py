@@ -7,7 +7,7 @@ one subtraction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,24 +27,22 @@ _LEAST_POWER = 1e-12
 class ChannelSums:
     """Sums over the images of each block. counts: histogram of the values of each channel, [B, C, 256]. spectrum: power
     by distance from the zero frequency, [B, C, R]. first: sums of the values, [B, C]. second: sums of the products of
-    channels, [B, C, C]. pixels: number of pixels, [B]. images: number of images."""
+    channels, [B, C, C]. pixels: number of pixels, [B]."""
 
     counts: Tensor
     spectrum: Tensor
     first: Tensor
     second: Tensor
     pixels: Tensor
-    images: int
 
     def totals(self) -> list[ChannelSums]:
         """Return the sums over all images, then the sums with each block left out."""
-        summed = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "images"}
-        everything = ChannelSums(**{name: rows.sum(0) for name, rows in summed.items()}, images=self.images)
+        sums = {name: rows.sum(0) for name, rows in vars(self).items()}
         left_out = [
-            ChannelSums(**{name: rows.sum(0) - rows[block] for name, rows in summed.items()}, images=self.images)
+            ChannelSums(**{name: sums[name] - rows[block] for name, rows in vars(self).items()})
             for block in range(NUM_BLOCKS)
         ]
-        return [everything, *left_out]
+        return [ChannelSums(**sums), *left_out]
 
 
 def channel_sums(images: ImageSet) -> ChannelSums:
@@ -71,7 +69,7 @@ def channel_sums(images: ImageSet) -> ChannelSums:
         first.index_add_(0, own, flat.sum(2))
         second.index_add_(0, own, flat @ flat.mT)
     pixels = torch.bincount(block, minlength=NUM_BLOCKS).double() * height * width
-    return ChannelSums(counts, spectrum[:, :, 1:rings], first, second, pixels, images.num_samples)
+    return ChannelSums(counts, spectrum[:, :, 1:rings], first, second, pixels)
 
 
 def intensity_distance(a: ChannelSums, b: ChannelSums) -> Tensor:
@@ -117,6 +115,7 @@ def evaluate_channels(
     """
     sums, reference = channel_sums(samples).totals(), channel_sums(real).totals()
     baseline = channel_sums(other).totals()[0] if other.num_samples else None
+    few = too_few(min(samples.num_samples, real.num_samples))
     entries: dict[str, Any] = {}
     by_channel: dict[str, dict[str, float]] = {name: {} for name in names}
     for metric, distance in DISTANCES.items():
@@ -125,20 +124,13 @@ def evaluate_channels(
         values = distance(sums[0], reference[0])
         for name, value in zip(names, values.tolist(), strict=True):
             by_channel[name][metric] = value
-        entry = _estimate(
-            float(values.mean()),
-            [float(distance(some, reference[0]).mean()) for some in sums[1:]],
-            [float(distance(sums[0], some).mean()) for some in reference[1:]],
-            samples.num_samples,
-            real.num_samples,
-        ).as_dict()
+        estimate = Estimate(float(values.mean()), samples.num_samples, note=few)
+        if not few:
+            left_out = [float(distance(some, reference[0]).mean()) for some in sums[1:]]
+            without_real = [float(distance(sums[0], some).mean()) for some in reference[1:]]
+            estimate = jackknife(estimate.value, left_out, estimate.n, low=0, reference_left_out=without_real)
+        entry = estimate.as_dict()
         if baseline is not None:
             entry |= {"floor": float(distance(baseline, reference[0]).mean()), "floor_n": other.num_samples}
         entries[metric] = entry
     return entries, by_channel
-
-
-def _estimate(value: float, left_out: list[float], reference: list[float], n: int, num_real: int) -> Estimate:
-    if few := too_few(min(n, num_real)):
-        return Estimate(value, n, note=few)
-    return jackknife(value, left_out, n, low=0, reference_left_out=reference)

@@ -1,4 +1,6 @@
-"""Cosines of predicted image embeddings to their captions and to real image embeddings, one value per pair.
+"""Cosines of predicted image embeddings to their captions and to real image embeddings, one value per pair; and
+retrieval: the share of queries with a matching item among the k nearest of a gallery (R@k, Karpathy & Fei-Fei 2015).
+The share depends on the size of the gallery, so every entry states the size.
 
 Differences from DALLE2-pytorch: means include pairs of similarity 0, which the original drops as padding; an unrelated
 caption is a different caption from anywhere in the set, while the original takes the neighbour's in the batch, even in
@@ -7,15 +9,18 @@ a batch of one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
+from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate, share_estimate
 
 _EPS = 1e-6
+_AT_ONCE = 1024
 
 
 def cosine(first: Tensor, second: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ def nearest_captions(text: Tensor, captions: Tensor) -> Tensor:
     rows, counts = np.argsort(which, kind="stable"), np.bincount(which)
     first = np.cumsum(counts) - counts
     directions = F.normalize(torch.from_numpy(different).double(), dim=1)
-    nearest = torch.cat([(part.double() @ directions.T).argmax(1) for part in text.split(1024)]).numpy()
+    nearest = torch.cat([(part.double() @ directions.T).argmax(1) for part in text.split(_AT_ONCE)]).numpy()
     return torch.from_numpy(rows[first[nearest] + np.arange(len(text)) % counts[nearest]])
 
 
@@ -81,9 +86,8 @@ def other_captions(text: Tensor) -> NDArray[np.int64] | None:
     text: [N, dim]. The result is the next pair with another caption in a fixed random, cyclic order.
     """
     count = len(text)
-    _, caption = np.unique(text.numpy(), axis=0, return_inverse=True)
     order = np.random.default_rng(0).permutation(count)
-    twice = np.concatenate([caption.reshape(-1)[order]] * 2)  # a second round, for pairs without one in the first
+    twice = np.concatenate([same_rows(text).numpy()[order]] * 2)  # a second round, for pairs without one in the first
     ends_run = np.append(twice[:-1] != twice[1:], False)
     if not ends_run.any():
         return None
@@ -97,3 +101,34 @@ def other_captions(text: Tensor) -> NDArray[np.int64] | None:
 def similarity_estimates(similarities: dict[str, Tensor]) -> dict[str, Estimate]:
     """Return the means of similarities, with intervals."""
     return {name: mean_estimate(values, -2, 2) for name, values in similarities.items()}
+
+
+def retrieval(
+    query: Tensor, query_groups: Tensor, gallery: Tensor, gallery_groups: Tensor, of: str
+) -> dict[str, Estimate]:
+    """Return "retrieval_at_1" and "retrieval_at_5": the share of queries with an item of their own group among the k
+    items of highest cosine.
+
+    query: [N, dim]; gallery: [M, dim]; query_groups, gallery_groups: their groups, int64 [N] and [M]. of: the kind of
+    the gallery's items, for the note. Ties count against the query, so that equal embeddings retrieve nothing.
+    """
+    directions = F.normalize(gallery.double(), dim=1)
+    before = []
+    for part, group in zip(query.split(_AT_ONCE), query_groups.split(_AT_ONCE), strict=True):
+        similar = F.normalize(part.double(), dim=1) @ directions.T  # [n, M]
+        own = group[:, None] == gallery_groups
+        best = similar.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
+        before.append(((similar >= best) & ~own).sum(1))
+    rank = torch.cat(before)
+    note = f"among {len(gallery):,} {of}"
+    return {f"retrieval_at_{k}": replace(share_estimate(rank < k), note=note) for k in (1, 5)}
+
+
+def spread_rows(total: int, most: int) -> NDArray[np.int64]:
+    """Return at most `most` of `total` row indices, int64, evenly spaced, since rows are ordered by class."""
+    return np.linspace(0, total - 1, min(total, most)).round().astype(np.int64)
+
+
+def same_rows(rows: Tensor) -> Tensor:
+    """Return a number for each row of [N, dim], int64 [N], the same for equal rows."""
+    return torch.from_numpy(np.unique(rows.numpy(), axis=0, return_inverse=True)[1].reshape(-1))

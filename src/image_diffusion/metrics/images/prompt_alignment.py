@@ -10,8 +10,7 @@ from torch import Tensor
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.features.base import Detector, detect
 from image_diffusion.metrics.features.pretrained import Transformers
-from image_diffusion.metrics.images.embedding_similarity import cosine, other_captions
-from image_diffusion.metrics.images.retrieval import retrieval
+from image_diffusion.metrics.images.embedding_similarity import cosine, other_captions, retrieval
 from image_diffusion.metrics.samples import Samples
 
 _AT_ONCE = 64

@@ -120,11 +120,14 @@ def evaluate_masks(
     network.eval()
     of_samples, of_real = (_scores(network, images, len(labels)) for images in (samples, held_out))
     names = ["mask_iou", *(f"mask_iou_{label}" for label in labels)]
-    return {
-        name: entry
-        for name, values, real in zip(names, of_samples.T, of_real.T, strict=True)
-        if (entry := _entry(values[~values.isnan()], real[~real.isnan()])) is not None
-    }
+    entries: dict[str, Any] = {}
+    for name, values, real in zip(names, of_samples.T, of_real.T, strict=True):
+        known, floor = values[~values.isnan()], real[~real.isnan()]
+        if len(known):
+            entries[name] = mean_estimate(known, 0, 1).as_dict()
+            if len(floor):
+                entries[name] |= {"floor": float(floor.mean()), "floor_n": len(floor)}
+    return entries
 
 
 def training_s(channels: int, num_labels: int, size: Size) -> float:
@@ -187,10 +190,3 @@ def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Ten
         pixels = F.interpolate(pixels, size, mode="area")
         masks = F.interpolate(masks, size, mode="nearest-exact")
     return pixels, masks[:, 0].long()
-
-
-def _entry(values: Tensor, real: Tensor) -> dict[str, Any] | None:
-    if not len(values):
-        return None
-    entry = mean_estimate(values, 0, 1).as_dict()
-    return entry | ({"floor": float(real.mean()), "floor_n": len(real)} if len(real) else {})

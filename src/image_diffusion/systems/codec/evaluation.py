@@ -20,7 +20,7 @@ from image_diffusion.core.files.partial_results import Arrays, batches, gathered
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.reader import open_shards
-from image_diffusion.metrics.compute import named_by_detector, with_floor
+from image_diffusion.metrics.compute import doubts_of, named_by_detector, with_floor
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.class_metrics import agreement
 from image_diffusion.metrics.distances.frechet import frechet_between
@@ -40,7 +40,6 @@ from image_diffusion.metrics.features.base import (
 )
 from image_diffusion.metrics.images.lpips import Lpips
 from image_diffusion.metrics.images.reconstruction import codebook_estimates, reconstruction_estimates
-from image_diffusion.metrics.reliability import doubts_of
 from image_diffusion.metrics.sanity_check import run_self_test
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE

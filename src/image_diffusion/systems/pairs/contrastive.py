@@ -36,7 +36,7 @@ from image_diffusion.data.encoded.captions import CaptionedCrops
 from image_diffusion.data.encoded.pairs import Splits
 from image_diffusion.metrics.features.classifier import FEATURES, Classifier
 from image_diffusion.metrics.features.classifier_training import shifted
-from image_diffusion.metrics.images.retrieval import retrieval, spread_rows
+from image_diffusion.metrics.images.embedding_similarity import retrieval, spread_rows
 from image_diffusion.networks.token_transformer import TextTower
 from image_diffusion.text_encoders.hashing import words_of
 from image_diffusion.text_encoders.learned import FILE, LearnedText, read_text, word_numbers, write_text

@@ -16,8 +16,7 @@ from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.metrics.features.classifier import InPipe
-from image_diffusion.metrics.features.dinov2 import Dinov2
-from image_diffusion.metrics.features.pretrained import Transformers
+from image_diffusion.metrics.features.pretrained import Dinov2, Transformers
 from image_diffusion.systems.pairs.inputs import JoinedPairs, PairInputs
 
 

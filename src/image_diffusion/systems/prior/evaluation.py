@@ -29,10 +29,12 @@ from image_diffusion.metrics.images.embedding_similarity import (
     baselines,
     nearest_captions,
     other_captions,
+    retrieval,
+    same_rows,
     similarities,
     similarity_estimates,
+    spread_rows,
 )
-from image_diffusion.metrics.images.retrieval import retrieval, same_rows, spread_rows
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs

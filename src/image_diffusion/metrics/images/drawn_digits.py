@@ -1,13 +1,14 @@
-"""Agreement of painted digits with the attributes named in their prompts, on combinations seen in training and on
-held-out combinations.
+"""Agreement of drawn digits with the attributes named in their prompts, or with the requested slant and size, on
+combinations or slants seen in training and on held-out ones.
 
-Colours, slant and size are measured from the pixels; the detector recognises the digit. The same evaluation of real
-handwriting, painted according to the same prompts, is the floor of each value: it contains the evaluation's own errors.
+Colours, slant and size are measured from the pixels; a detector recognises the digit. The same evaluation of real
+handwriting, drawn according to the same prompts or numbers, is the floor of each value: it contains the evaluation's
+own errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from image_diffusion.data.sources.scikit_digits import (
     measured,
     painted,
 )
+from image_diffusion.data.sources.slanted_digits import COLUMNS, RANGES, drawn, is_held_out, measured_numbers
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.features.base import Detector, detect
 from image_diffusion.metrics.samples import Samples
@@ -69,8 +71,7 @@ def _right(samples: Samples, requested: list[Attributes], detector: Detector) ->
     assert logits is not None
     right = np.full((len(requested), len(NAMES)), np.nan)
     for i, (attributes, digit) in enumerate(zip(requested, logits.argmax(dim=1).tolist(), strict=True)):
-        image = samples.gather(np.array([i]))[0].permute(1, 2, 0).numpy()
-        recognised = replace(measured(image), digit=detector.classes[digit])
+        recognised = replace(measured(_picture(samples, i)), digit=detector.classes[digit])
         for j, name in enumerate(NAMES):
             if (word := getattr(attributes, name)) is not None:
                 right[i, j] = getattr(recognised, name) == word
@@ -93,7 +94,59 @@ def _painted(requested: list[Attributes]) -> Samples:
     return Samples(np.stack(images), None, [])
 
 
-def _entry(right: NDArray[np.float64], real: NDArray[np.float64]) -> dict[str, Any]:
-    decided, floor = right[~np.isnan(right)], real[~np.isnan(real)]
-    estimate = mean_estimate(torch.from_numpy(decided), 0, 1)
-    return estimate.as_dict() | {"floor": float(floor.mean()), "floor_n": len(floor)}
+def evaluate_drawn(samples: Samples, detectors: Sequence[Detector]) -> dict[str, Any]:
+    """Return entries of metrics.json by name: "error_slant" and "error_size", the mean absolute difference between the
+    measured and the requested number, as a share of its range; with the suffix "_seen" or "_held_out", over the images
+    whose slants training has or has not seen.
+
+    Missing numbers are not evaluated. Raises ValueError for samples without slant or size.
+    """
+    asked: Mapping[str, Any] = samples.protocol.get("conditions", {}).get("values", {})
+    if any(len(asked.get(name, ())) != samples.num_samples for name in COLUMNS):
+        raise ValueError(
+            "evaluate.attributes is slanted_digits, but the samples were not made of slant and size. Judge those of a "
+            "model with pairs.columns [slant, size]."
+        )
+    numbers = np.array([[np.nan if value is None else value for value in asked[name]] for name in COLUMNS]).T  # [N, 2]
+    scale = np.array([high - low for low, high in (RANGES[name] for name in COLUMNS)])
+    errors = np.abs(_measured(samples) - numbers) / scale
+    floor = np.abs(_measure_real(numbers) - numbers) / scale
+    held_out = np.array([bool(is_held_out(slant)) for slant in numbers[:, 0]])
+    groups = {"": np.ones_like(held_out), "_seen": ~held_out, "_held_out": held_out}
+    return {
+        f"error_{name}{group}": _entry(errors[chosen, i], floor[chosen, i], np.inf)
+        for group, chosen in groups.items()
+        for i, name in enumerate(COLUMNS)
+        if (chosen & ~np.isnan(numbers[:, i])).any()
+    }
+
+
+def _measured(samples: Samples) -> NDArray[np.float64]:
+    """Return slant and size of each image, [N, 2]."""
+    return np.array([_shown_numbers(_picture(samples, i)) for i in range(samples.num_samples)])
+
+
+def _measure_real(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return slant and size of real handwriting that is drawn with the numbers, [N, 2]; nan for missing numbers."""
+    rows = np.full(numbers.shape, np.nan)
+    for i in np.flatnonzero(~np.isnan(numbers).any(axis=1)).tolist():
+        rows[i] = _shown_numbers(drawn(i, *numbers[i].tolist()))
+    return rows
+
+
+def _shown_numbers(image: NDArray[np.uint8]) -> list[float]:
+    """Return slant and size of an image [H, W, C]."""
+    shown = measured_numbers(image)
+    return [shown[name] for name in COLUMNS]
+
+
+def _picture(samples: Samples, i: int) -> NDArray[np.uint8]:
+    picture: NDArray[np.uint8] = samples.gather(np.array([i]))[0].permute(1, 2, 0).numpy()
+    return picture
+
+
+def _entry(values: NDArray[np.float64], real: NDArray[np.float64], most: float = 1.0) -> dict[str, Any]:
+    """Return the entry of the mean of the known values, from 0 to `most`. real: of real handwriting."""
+    known, floor = values[~np.isnan(values)], real[~np.isnan(real)]
+    entry = mean_estimate(torch.from_numpy(known), 0, most).as_dict()
+    return entry | ({"floor": float(floor.mean()), "floor_n": len(floor)} if len(floor) else {})
