@@ -20,7 +20,7 @@ from image_diffusion.systems.base import (
     spec_of,
 )
 from image_diffusion.systems.pairs.numbers import LABEL
-from image_diffusion.training.finetune.parameter_groups import check_tuning
+from image_diffusion.training.finetune import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
 """Keys of the section data that apply to latents."""

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from image_diffusion.core.config.base import Config, Sparse, dump
 from image_diffusion.core.types import WeightsOf
 from image_diffusion.data.augment.operations import Augment
-from image_diffusion.training.finetune.lora import Lora
 from image_diffusion.training.optim import Optimizer
 from image_diffusion.training.optim.adam import AdamW
 from image_diffusion.training.optim.determinism import Mode
@@ -32,6 +31,19 @@ class CheckpointConfig(Config):
     """Number of newest checkpoints to keep."""
     keep_every: int | None = Field(None, gt=0)
     """Keep the checkpoints of multiples of this number of steps permanently; unset: none."""
+
+
+class Lora(Config):
+    """Adapters that are trained instead of the weights. Needs the package peft."""
+
+    rank: int = Field(16, gt=0)
+    """Rank of an adapter's update of a weight."""
+    alpha: float = Field(16.0, gt=0)
+    """The update of an adapter is multiplied by alpha / rank."""
+    layers: tuple[str, ...] = Field(("*",), min_length=1)
+    """Linear layers with an adapter, by name: ["blocks.*.attn.*"]. * matches any characters."""
+    whole: tuple[str, ...] = ()
+    """Parameters to train directly, in addition to the adapters, by name, such as a table of new classes."""
 
 
 class TrainConfig(Sparse):

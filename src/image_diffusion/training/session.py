@@ -23,7 +23,7 @@ from image_diffusion.systems.warm_start import Change, Trained, fitted, other_se
 from image_diffusion.training.checkpoint.manager import NullState, State, part_writer
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import plain_name
+from image_diffusion.training.finetune import plain_name
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
 from image_diffusion.training.optim.determinism import switches

@@ -25,8 +25,7 @@ from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint
 from image_diffusion.training.checkpoint.state_dict import Groups, StateDict, Stateful, add_tensors, load_in_place
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import written
-from image_diffusion.training.finetune.parameter_groups import tune
+from image_diffusion.training.finetune import tune, written
 from image_diffusion.training.monitor.meter import Health, Meter
 from image_diffusion.training.monitor.patience import Patience
 from image_diffusion.training.monitor.throughput import Speed

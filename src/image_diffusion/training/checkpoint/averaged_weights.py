@@ -17,7 +17,7 @@ from image_diffusion.training.checkpoint.checkpoint import (
     read_checkpoint,
 )
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import lora_of, written
+from image_diffusion.training.finetune import lora_of, written
 from image_diffusion.training.optim.ema import average_name
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.training.checkpoint.checkpoint import damage_as_value_error, read_group, read_record
-from image_diffusion.training.finetune.lora import lora_of, written
+from image_diffusion.training.finetune import lora_of, written
 from image_diffusion.training.optim.ema import average_name, power_of_width
 
 Profiles = NDArray[np.float64]

@@ -21,7 +21,7 @@ from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import bytes_on_other_processes
+from image_diffusion.training.flops import bytes_on_other_processes
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
 from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
