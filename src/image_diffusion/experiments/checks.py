@@ -6,7 +6,7 @@ from image_diffusion.core.classes import class_number
 from image_diffusion.core.devices import shapes_only
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import Experiment
-from image_diffusion.export.registry import check_export
+from image_diffusion.export import check_export
 from image_diffusion.metrics.choice import check_measured
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.synthesis.request import TAKEN, check_count, read_table

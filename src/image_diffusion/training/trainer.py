@@ -22,13 +22,19 @@ from image_diffusion.data.shards.loader import Batches, Examples
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.nn.augmentation import add_augmentation
 from image_diffusion.nn.blocks import compile_by_block
-from image_diffusion.training.checkpoint.checkpoint import Checkpoint
-from image_diffusion.training.checkpoint.state_dict import Groups, StateDict, Stateful, add_tensors, load_in_place
+from image_diffusion.training.checkpoint.checkpoint import (
+    Checkpoint,
+    Groups,
+    StateDict,
+    Stateful,
+    add_tensors,
+    load_in_place,
+)
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import tune, written
 from image_diffusion.training.monitor.meter import Health, Meter
-from image_diffusion.training.monitor.patience import Patience
 from image_diffusion.training.monitor.throughput import Speed
+from image_diffusion.training.monitor.validation import BestWeights, Patience
 from image_diffusion.training.optim.base import FlatOptimizer
 from image_diffusion.training.optim.ema import Averages
 from image_diffusion.training.optim.precision import Precision, dtype_of
@@ -68,35 +74,6 @@ class Task:
     validation: Shards | None = None
     grid: Callable[[nn.Module, int, Path], Mapping[str, Path | float]] | None = None
     carried: Mapping[str, Path] = field(default_factory=dict)
-
-
-class BestWeights:
-    """The average at the validation with the smallest loss so far, and the network's buffers at that step.
-
-    step: step of that validation; 0 before the first. buffers: copies the buffers learned without gradients, by name.
-    """
-
-    def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]]) -> None:
-        self._flat, self._copy_buffers = flat, buffers
-        self.loss, self.step = math.inf, 0
-        self.values, self.buffers = flat.values, dict[str, Tensor]()
-
-    def offer(self, loss: float, step: int, values: Tensor) -> None:
-        """Store the average of a validation, the same in every process, if its loss is the smallest so far."""
-        if not self.step or loss < self.loss:
-            self.loss, self.step, self.values, self.buffers = loss, step, values.clone(), self._copy_buffers()
-
-    def tensors(self) -> StateDict:
-        """Return the tensors to load a checkpoint into, after `load_state_dict`."""
-        return {"": Vector(self._flat, self.values), **self.buffers}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return loss and step, empty before the first validation."""
-        return {"loss": self.loss, "step": self.step} if self.step else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set loss and step, and allocate the tensors of their weights."""
-        self.offer(state["loss"], state["step"], self._flat.values)
 
 
 class Trainer:

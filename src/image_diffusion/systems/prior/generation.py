@@ -33,9 +33,9 @@ from image_diffusion.systems.prior.inputs import caption_inputs
 from image_diffusion.systems.prior.reading import EmbeddingReading
 from image_diffusion.systems.sampling import SampleFiles, SamplesToWrite, Sampling, SamplingInputs
 from image_diffusion.text_encoders.base import TextEncoder, encode_captions
-from image_diffusion.text_encoders.clip import ClipConfig
 from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.text_encoders.learned import read_text
+from image_diffusion.text_encoders.pretrained import ClipConfig
 
 if TYPE_CHECKING:
     from PIL import Image

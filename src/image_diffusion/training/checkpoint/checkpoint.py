@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -33,6 +33,12 @@ from image_diffusion.core.files.atomic import (
 from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.out_of_resources import writing
+from image_diffusion.training.parallel.flat_parameters import Vector
+from image_diffusion.training.parallel.world import World
+
+StateDict = Mapping[str, Tensor | Vector]
+"""Tensors by name, the same in every process; and vectors by the prefix of their tensors' names."""
+Groups = dict[str, dict[str, Tensor]]
 
 FORMATS = (1, 2)
 """1: each group is a file. 2: rows of its tensors may be in files of several processes."""
@@ -71,13 +77,52 @@ class Checkpoint:
     step: int
     examples_seen: int
     reports_due: bool
-    groups: dict[str, dict[str, Tensor]]
+    groups: Groups
     extra: dict[str, Any] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     split: str = ""
-    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    rows: Groups = field(default_factory=dict)
     part: int = 0
     parts: int = 1
+
+
+class Stateful(Protocol):
+    """Component whose state is small: each process loads all of it. Either tensors or plain data."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state. All processes call it together."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Resume from the state that `state_dict` returned."""
+        ...
+
+
+def add_tensors(group: str, state: StateDict, groups: Groups, rows: Groups) -> None:
+    """Add the tensors of a state to a group, and this process's rows of sharded tensors. All processes call it
+    together."""
+    for name, value in state.items():
+        if isinstance(value, Vector):
+            for destination, tensors in zip((groups, rows), value.layout.checkpoint_tensors(value.values), strict=True):
+                if tensors:  # no empty file
+                    destination.setdefault(group, {}).update({f"{name}{key}": part for key, part in tensors.items()})
+        else:
+            groups.setdefault(group, {})[name] = value
+
+
+def load_in_place(state: StateDict, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+    """Copy the tensors of a group from the first process into those of a state in every process. All processes call it
+    together."""
+    for name, value in state.items():
+        if isinstance(value, Vector):
+            own = None
+            if tensors is not None:
+                own = {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
+            value.layout.fill(value.values, own, world)
+        else:
+            if tensors is not None:
+                value.copy_(tensors[name])
+            world.broadcast(value)
 
 
 def folder_name(step: int) -> str:

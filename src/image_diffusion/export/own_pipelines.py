@@ -1,14 +1,18 @@
-"""A DiT for diffusers' DiTPipeline."""
+"""Models for the pipelines of diffusers itself: a DiT for DiTPipeline, and a U-Net on pixels for DDPMPipeline."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.dit import DiT
+from image_diffusion.networks.unet import UNet
+from image_diffusion.networks.weights import unet_diffusers
 from image_diffusion.networks.weights.dit_diffusers import (
     check_flow,
     check_transformer,
@@ -17,13 +21,19 @@ from image_diffusion.networks.weights.dit_diffusers import (
     prediction_type,
     write_dit_pipeline,
 )
+from image_diffusion.networks.weights.unet_diffusers import ddpm_scheduler, to_diffusers_unet, write_ddpm_pipeline
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.systems.base import Others, Sections, spec_of
 from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 from image_diffusion.systems.interface import TrainedNetwork
 
-_CODE = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_labels=[0]).images[0]'
+_DIT_CODE = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_labels=[0]).images[0]'
+_UNET_CODE = (
+    'pipeline = DDPMPipeline.from_pretrained(".")\n'
+    "image = pipeline(num_inference_steps=250, generator=torch.manual_seed(0)).images[0]"
+)
 
 
 def check_dit(system: DiTSystem, experiment: Sections, others: Others) -> None:
@@ -43,7 +53,7 @@ def check_dit(system: DiTSystem, experiment: Sections, others: Others) -> None:
             "Diffusers' DiTPipeline scales latents by one factor, but codec.type diffusers normalises each channel. "
             "Set export.format to pipeline, or use codec.type stability_vae."
         )
-    _check_process(system)
+    _dit_process(system)
     classes = experiment.data.source.known_classes() or []
     spec = spec_of(experiment, others.codec).model_copy(update={"num_classes": len(classes)})
     check_transformer(system.network, spec)
@@ -58,17 +68,17 @@ def write_dit(system: DiTSystem, model: TrainedNetwork, codec: Codec, folder: Pa
             "pipeline."
         )
     assert isinstance(model.network, DiT)
-    process, prediction = _check_process(system), system.objective.prediction
+    process, prediction = _dit_process(system), system.objective.prediction
     scheduler: Any
     if isinstance(process, Flow):
         scheduler = flow_scheduler(process.time_scale, prediction)
     else:
         scheduler = ddim_scheduler(process.build().betas, prediction)
     write_dit_pipeline(folder, model.network, codec.network, codec.scale, scheduler, model.classes)
-    return CardUse("unconditional-image-generation", "DiTPipeline", _CODE)
+    return CardUse("unconditional-image-generation", "DiTPipeline", _DIT_CODE)
 
 
-def _check_process(system: DiTSystem) -> Discrete | Flow:
+def _dit_process(system: DiTSystem) -> Discrete | Flow:
     """Return the process of the system. Raises ValueError for a process or prediction without a scheduler in
     diffusers."""
     process, prediction = system.process, system.objective.prediction
@@ -81,4 +91,41 @@ def _check_process(system: DiTSystem) -> Discrete | Flow:
             "timesteps or on a flow process, or set export.format to pipeline."
         )
     prediction_type(prediction, "DDIM")
+    return process
+
+
+def check_unet(system: IddpmSystem, experiment: Sections, others: Others) -> None:
+    """Raise ValueError for settings that diffusers' DDPMPipeline does not support."""
+    classes = experiment.data.source.known_classes() or []
+    _unet_process(system, experiment.codec.type)
+    spec = spec_of(experiment, others.codec)
+    conditions = {*spec.conditions, *system.conditioning.reads}
+    unet_diffusers.check_unet(system.network, spec, len(classes), conditions, experiment.data.dtype is not None)
+
+
+def write_unet(system: IddpmSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder that `DDPMPipeline.from_pretrained` loads. Raises ValueError for settings that it does not
+    support."""
+    assert isinstance(model.network, UNet)
+    process = _unet_process(system, model.codec["config"]["type"]).build()
+    times = process.network_time(torch.arange(process.num_timesteps))
+    scheduler = ddpm_scheduler(process.betas, system.objective.prediction, system.objective.variance)
+    write_ddpm_pipeline(folder, to_diffusers_unet(model.network, times), scheduler)
+    return CardUse("unconditional-image-generation", "DDPMPipeline", _UNET_CODE)
+
+
+def _unet_process(system: IddpmSystem, codec_type: str) -> Discrete:
+    """Return the process of the system. Raises ValueError for a process, prediction or codec that diffusers'
+    DDPMPipeline does not have."""
+    if codec_type != "rgb":
+        raise ValueError(
+            "Diffusers' DDPMPipeline works on pixels, but this model on latents. Set export.format to pipeline."
+        )
+    process = system.process
+    if not isinstance(process, Discrete) or process.respacing != "":
+        raise ValueError(
+            "Diffusers' DDPMPipeline has no scheduler for this process. Train on a discrete process with all its "
+            "timesteps, or set export.format to pipeline."
+        )
+    prediction_type(system.objective.prediction, "DDPM")
     return process
