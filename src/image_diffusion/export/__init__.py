@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from image_diffusion.codecs.base import Codec
-from image_diffusion.export.codecs import write_dvae, write_vae
-from image_diffusion.export.image_models import write_diffusion_model, write_token_model
+from image_diffusion.export.bundled_models import write_diffusion_model, write_dvae, write_prior, write_token_model
+from image_diffusion.export.diffusers_models import (
+    check_dit,
+    check_prior_transformer,
+    check_unet,
+    write_dit,
+    write_prior_transformer,
+    write_unet,
+    write_vae,
+)
 from image_diffusion.export.model_card import CardUse
-from image_diffusion.export.own_pipelines import check_dit, check_unet, write_dit, write_unet
-from image_diffusion.export.prior import check_prior_transformer, write_prior, write_prior_transformer
 from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.codec.dvae import DVAESystem

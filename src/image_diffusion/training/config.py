@@ -302,6 +302,5 @@ class TrainConfig(Sparse):
         if self.deterministic == "run":  # the same numbers except for the last bits, as with `compile`
             identity["deterministic"] = "off"
         if not validated:  # of the first average, unless `weights` names another
-            key = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
-            identity["ema"][key].sort()
+            identity["ema"][self.ema.numbers].sort()
         return identity

@@ -27,7 +27,7 @@ from image_diffusion.training.finetune import plain_name
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
 from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import dtype_of, faster_in_bf16, on_hardware
+from image_diffusion.training.optim.precision import DTYPES, faster_in_bf16, on_hardware
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.world import HANG_S, World, join
 from image_diffusion.training.trainer import Task, Trainer
@@ -61,22 +61,21 @@ def run(
         world = stack.enter_context(join(hang_s))
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         stack.enter_context(switches(config.deterministic, config.tf32, bool(config.compile)))
-        identity, asked = config.identity(), dump(config)
-        config = on_hardware(config, world)
-        preflight.check(world, dtype_of(config.precision))
+        here = on_hardware(config, world)
+        preflight.check(world, DTYPES[here.precision])
 
         torch.manual_seed(config.seed)
         task = build(world)
         if start is None and isinstance(config.init_from, str):
             start = Path(config.init_from)
         warm = _warm_start(task.network, model, start) if world.is_main and start is not None else None
-        trainer = Trainer(task, config, world)
+        trainer = Trainer(task, here, world)
 
         state: State | NullState = NullState()
         book: Journal | NullJournal = NullJournal()
         checkpoint = None
         if world.is_main:
-            described = _identity(identity, model, data, start)
+            described = _identity(config.identity(), model, data, start)
             state = State(output / "state", described, config.checkpoint, config.steps, hang_s, split)
             state.claim()
             checkpoint = state.load()
@@ -90,14 +89,19 @@ def run(
             book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint}, after=before)
 
         with book:
-            book.params({"train": asked, **model, **data})
+            book.params({"train": dump(config), **model, **data})
             train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
             if world.is_main and trainer.last_step < config.steps:
-                print(_early_end(trainer), flush=True)
+                print(
+                    f"The training ends at step {trainer.last_step:,} of {config.steps:,}: the validation loss is "
+                    f"smallest, {trainer.patience.loss:.4g}, at step {trainer.patience.step:,}, and train.patience is "
+                    f"{config.patience:g}.",
+                    flush=True,
+                )
                 book.params({"ended_early_at": trainer.last_step})
         for shards in filter(None, (task.data, task.validation)):
             shards.verified()
-        _write(trainer, {**model, "train": asked}, output, state)
+        _write(trainer, {**model, "train": dump(config)}, output, state)
 
 
 def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:
@@ -175,15 +179,6 @@ def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     if ours["identity"] != theirs["identity"]:
         return f" They were trained in the space of another codec, {theirs['identity']}."
     return " Their latents were normalised otherwise." if ours != theirs else ""
-
-
-def _early_end(trainer: Trainer) -> str:
-    """Return a sentence that explains why a training ended before its last step."""
-    config, patience = trainer.config, trainer.patience
-    return (
-        f"The training ends at step {trainer.last_step:,} of {config.steps:,}: the validation loss is smallest, "
-        f"{patience.loss:.4g}, at step {patience.step:,}, and train.patience is {config.patience:g}."
-    )
 
 
 def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:

@@ -37,7 +37,7 @@ from image_diffusion.training.monitor.throughput import Speed
 from image_diffusion.training.monitor.validation import BestWeights, Patience
 from image_diffusion.training.optim.base import FlatOptimizer
 from image_diffusion.training.optim.ema import Averages
-from image_diffusion.training.optim.precision import Precision, dtype_of
+from image_diffusion.training.optim.precision import DTYPES, Precision
 from image_diffusion.training.parallel.flat_parameters import Flat, Vector
 from image_diffusion.training.parallel.gradients import OrderedGradient, SharedGradient, gather_losses, shares
 from image_diffusion.training.parallel.preflight import check_memory
@@ -84,30 +84,30 @@ class Trainer:
         strict = config.deterministic == "strict"
         check_task(task, config, world)
         self.task, self.config, self.world = task, config, world
-        factors = tune(task.network, config)
+        rates = tune(task.network, config)
         for name, build in task.objective.layers.items():
             task.network.add_module(name, build())
         if config.augment is not None:
             add_augmentation(task.network, NUM_LABELS)
-        trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
-        factors = {name: factors.get(name, 1.0) for name in trained}
+        factors = {name: rates.get(name, 1.0) for name, p in task.network.named_parameters() if p.requires_grad}
         check_memory(world, task.network, config)
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # with `init_from` only the first process has loaded weights
             world.broadcast(tensor)
         self.network.to(memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         if task.objective.teacher is not None:
-            task.objective.teacher.network = _teacher(self.network, config)
-        self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
+            teacher = deepcopy(self.network).eval().requires_grad_(False)
+            if config.compile:
+                compile_by_block(teacher, config.records)
+            task.objective.teacher.network = cast("Network", teacher)
+        self.flat = _flat(self.network, config, world)
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device, self.flat.is_whole, not self.flat.sums_gradients)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
-        self.gradients: SharedGradient | OrderedGradient = (
-            OrderedGradient(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scaler.scale)
-            if strict
-            else SharedGradient(self.flat, world, config.global_batch, config.microbatch, self.precision.scaler.scale)
-        )
+        kind: type[SharedGradient | OrderedGradient] = OrderedGradient if strict else SharedGradient
+        at_once = config.strict_chunk if strict else config.microbatch or config.global_batch
+        self.gradients = kind(self.flat, world, config.global_batch, at_once, self.precision.scaler.scale)
         self.averages = Averages(config.ema, self.flat.values)
         self.best = BestWeights(self.flat, self._copy_buffers)
         self.patience = Patience(config.steps, config.patience)
@@ -348,9 +348,14 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
         config.augment.check(task.data.manifest["kind"], task.data.shape[-3], task.data.shape[-2:])
     if task.objective.pairs_samples:
         check_pairs(config, world)
+    if task.objective.teacher is not None and config.init_from is None:
+        raise ValueError(
+            "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
+        )
 
 
-def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: torch.dtype, reduce: torch.dtype) -> Flat:
+def _flat(network: nn.Module, config: TrainConfig, world: World) -> Flat:
+    computes_in, reduce = DTYPES[config.precision], DTYPES[config.reduce]
     if config.sharding == "none" or world.size == 1:
         return Flat(network, reduce)
     if config.sharding == "optimizer":
@@ -358,18 +363,6 @@ def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: to
     from image_diffusion.training.parallel.fsdp import ShardedFlat  # its imports take seconds
 
     return ShardedFlat(network, world, computes_in, reduce, config.sharding == "machine")
-
-
-def _teacher(network: nn.Module, config: TrainConfig) -> Network:
-    """Return a frozen copy of a network."""
-    if config.init_from is None:
-        raise ValueError(
-            "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
-        )
-    teacher = deepcopy(network).eval().requires_grad_(False)
-    if config.compile:
-        compile_by_block(teacher, config.records)
-    return cast("Network", teacher)
 
 
 def check_pairs(config: TrainConfig, world: World) -> None:

@@ -59,7 +59,7 @@ def weights_in(
     """
     run = _only_run(state) if trained_by is None else _run_of(state, trained_by)
     if trained_by is not None and average is None:
-        average = _written_by(trained_by)
+        average = TrainConfig.model_validate(read_yaml(trained_by)["train"]).average or "raw"
     saved = _steps(run)
     folder = saved[-1] if step is None else run / folder_name(step)
     if folder not in saved:
@@ -102,11 +102,6 @@ def _run_of(state: Path, trained_by: Path) -> Path:
         others += [f"that of {run.name} differs in {'; '.join(differing)}"]
     reason = f": {others[0]}" if others else ""
     raise ValueError(f"{state} holds no checkpoint of the training that {trained_by} describes{reason}. Wait for one.")
-
-
-def _written_by(trained_by: Path) -> str:
-    """Return the name of the average that the training of a train.yaml writes; for `best`, of the validated average."""
-    return TrainConfig.model_validate(read_yaml(trained_by)["train"]).average or "raw"
 
 
 def _steps(run: Path) -> list[Path]:

@@ -117,10 +117,10 @@ class State(Background):
         """
         make_folder(self.folder)
         self.token = uuid.uuid4().hex
-        write_json(
-            self._root / "owner.json",
-            {"token": self.token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
-        )
+        owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
+        if job := os.environ.get("SLURM_JOB_ID"):
+            owner["slurm_job"] = job
+        write_json(self._root / "owner.json", owner)
         for left in self._root.glob("*/.*.tmp"):  # also of a run before this one
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
         for folder in (self._root, self._root.parent, self._root.parent / "raw", *self.previews.parent.glob("*")):
@@ -326,8 +326,3 @@ def environment() -> dict[str, str]:
         "processes": os.environ.get("WORLD_SIZE", "1"),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _slurm_job() -> dict[str, str]:
-    job = os.environ.get("SLURM_JOB_ID")
-    return {"slurm_job": job} if job else {}

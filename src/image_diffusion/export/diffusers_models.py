@@ -1,4 +1,5 @@
-"""Models for the pipelines of diffusers itself: a DiT for DiTPipeline, and a U-Net on pixels for DDPMPipeline."""
+"""Models in the form of diffusers' own classes, which need no other code: a DiT for DiTPipeline, a U-Net on pixels for
+DDPMPipeline, a KL autoencoder, and a prior that is a PriorTransformer."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import torch
 
 from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.core.files.atomic import atomic_folder
 from image_diffusion.export.model_card import CardUse
+from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dit import DiT
+from image_diffusion.networks.prior_transformer import PriorTransformer, to_diffusers_prior
 from image_diffusion.networks.unet import UNet
 from image_diffusion.networks.weights import unet_diffusers
 from image_diffusion.networks.weights.dit_diffusers import (
@@ -25,14 +29,22 @@ from image_diffusion.networks.weights.unet_diffusers import ddpm_scheduler, to_d
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.systems.base import Others, Sections, spec_of
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 from image_diffusion.systems.interface import TrainedNetwork
+from image_diffusion.systems.prior.prior import PriorSystem
 
 _DIT_CODE = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_labels=[0]).images[0]'
 _UNET_CODE = (
     'pipeline = DDPMPipeline.from_pretrained(".")\n'
     "image = pipeline(num_inference_steps=250, generator=torch.manual_seed(0)).images[0]"
+)
+_TRANSFORMER_CODE = (
+    'prior = PriorTransformer.from_pretrained(".")\n'
+    "# x: noisy embeddings, normalised; tokens: of a caption, [N, L, dim], and which of them there are, [N, L]\n"
+    "x0 = prior(x, t, text_embed, tokens, token_mask).predicted_image_embedding\n"
+    "image_embeds = prior.post_process_latents(x0)"
 )
 
 
@@ -129,3 +141,35 @@ def _unet_process(system: IddpmSystem, codec_type: str) -> Discrete:
         )
     prediction_type(system.objective.prediction, "DDPM")
     return process
+
+
+def write_vae(system: AutoencoderSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+    """Atomically write a folder that `AutoencoderKL.from_pretrained` loads."""
+    assert isinstance(model.network, Autoencoder)
+    with atomic_folder(folder) as written:
+        model.network.vae.save_pretrained(written)
+    return CardUse("image-to-image", "AutoencoderKL", 'vae = AutoencoderKL.from_pretrained(".")')
+
+
+def check_prior_transformer(system: PriorSystem, experiment: Sections, others: Others) -> None:
+    """Raise ValueError for a network other than diffusers' PriorTransformer."""
+    _check_prior_network(system)
+
+
+def write_prior_transformer(system: PriorSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder that `PriorTransformer.from_pretrained` loads. Raises ValueError for another network."""
+    _check_prior_network(system)
+    assert isinstance(model.network, PriorTransformer)
+    moments = system.reading(model.spec).scaling.moments(torch.zeros(model.spec.channels))
+    prior = to_diffusers_prior(model.network, *moments)
+    with atomic_folder(folder) as written:
+        prior.save_pretrained(written)
+    return CardUse("feature-extraction", "PriorTransformer", _TRANSFORMER_CODE)
+
+
+def _check_prior_network(system: PriorSystem) -> None:
+    if system.network.type != "prior_transformer":
+        raise ValueError(
+            "Diffusers' PriorTransformer is another network than network.type prior. Set export.format to pipeline, or "
+            "train with system.network.type prior_transformer."
+        )
