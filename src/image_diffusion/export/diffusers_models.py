@@ -151,14 +151,9 @@ def write_vae(system: AutoencoderSystem, model: TrainedNetwork, codec: Codec, fo
     return CardUse("image-to-image", "AutoencoderKL", 'vae = AutoencoderKL.from_pretrained(".")')
 
 
-def check_prior_transformer(system: PriorSystem, experiment: Sections, others: Others) -> None:
-    """Raise ValueError for a network other than diffusers' PriorTransformer."""
-    _check_prior_network(system)
-
-
 def write_prior_transformer(system: PriorSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder that `PriorTransformer.from_pretrained` loads. Raises ValueError for another network."""
-    _check_prior_network(system)
+    check_prior_transformer(system)
     assert isinstance(model.network, PriorTransformer)
     moments = system.reading(model.spec).scaling.moments(torch.zeros(model.spec.channels))
     prior = to_diffusers_prior(model.network, *moments)
@@ -167,7 +162,8 @@ def write_prior_transformer(system: PriorSystem, model: TrainedNetwork, codec: C
     return CardUse("feature-extraction", "PriorTransformer", _TRANSFORMER_CODE)
 
 
-def _check_prior_network(system: PriorSystem) -> None:
+def check_prior_transformer(system: PriorSystem, *_: Any) -> None:
+    """Raise ValueError for a network other than diffusers' PriorTransformer."""
     if system.network.type != "prior_transformer":
         raise ValueError(
             "Diffusers' PriorTransformer is another network than network.type prior. Set export.format to pipeline, or "

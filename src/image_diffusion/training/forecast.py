@@ -196,14 +196,14 @@ def _passes(
             seconds[precision] = reckoned_s
             not_measured.append(precision or "the training's")
         else:
-            seconds[precision] = (
-                _pass(trainer, world, precision, until) if precision else _evaluation(trainer, world, until)
-            )
+            seconds[precision] = _pass(trainer, world, precision, until)
     return seconds, tuple(not_measured)
 
 
-def _pass(trainer: Trainer, world: World, precision: SampledIn, until: Deadline) -> float:
-    """Return the seconds of one image in a forward pass in another precision."""
+def _pass(trainer: Trainer, world: World, precision: SampledIn | None, until: Deadline) -> float:
+    """Return the seconds of one image in a forward pass in a precision; None: the training's."""
+    if precision is None:
+        return _evaluation(trainer, world, until)
     trained_in = trainer.precision
     trainer.precision = Precision("bf16" if precision == "bf16" else "float32", world.device)
     try:

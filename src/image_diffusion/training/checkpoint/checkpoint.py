@@ -43,6 +43,8 @@ Groups = dict[str, dict[str, Tensor]]
 FORMATS = (1, 2)
 """1: each group is a file. 2: rows of its tensors may be in files of several processes."""
 
+_PLAIN = "step", "examples_seen", "reports_due", "extra", "attempts", "split"
+"""Fields of a checkpoint in checkpoint.json."""
 _SUFFIX = ".safetensors"
 _ROWS = re.compile(r"(?P<group>.+)\.(?P<part>\d+)-of-\d+")
 
@@ -180,12 +182,7 @@ def write_checkpoint(
             part_list_path(temporary, part).unlink()
         record = {
             "format": FORMATS[bool(checkpoint.rows)],
-            "step": checkpoint.step,
-            "examples_seen": checkpoint.examples_seen,
-            "reports_due": checkpoint.reports_due,
-            "extra": checkpoint.extra,
-            "attempts": checkpoint.attempts,
-            "split": checkpoint.split,
+            **{name: getattr(checkpoint, name) for name in _PLAIN},
             "identity": identity,
             "environment": environment,
             "files": files,
@@ -206,15 +203,8 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     """Return a checkpoint and the identity of its run, after verifying every file. Raises Damaged."""
     record = read_record(folder)
     groups = dict.fromkeys(_group_of(name)[0] for name in record["files"])
-    checkpoint = Checkpoint(
-        step=record["step"],
-        examples_seen=record["examples_seen"],
-        reports_due=record["reports_due"],
-        groups={group: read_group(folder, record, group) for group in groups},
-        extra=record["extra"],
-        attempts=record.get("attempts", {}),
-        split=record.get("split", ""),
-    )
+    plain = {name: record[name] for name in _PLAIN if name in record}  # older versions have fewer
+    checkpoint = Checkpoint(groups={group: read_group(folder, record, group) for group in groups}, **plain)
     return checkpoint, record["identity"]
 
 
