@@ -9,9 +9,10 @@ from typing import Any
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT, DataSpec
+from image_diffusion.export.bundle.base import NETWORK
 from image_diffusion.export.bundle.codec_model import ExportedTokens
 from image_diffusion.export.bundle.embedding_model import ExportedPrior
-from image_diffusion.export.bundle.folder import Network, place_of, trained, write_hub_folder
+from image_diffusion.export.bundle.folder import Network, place_of, write_hub_folder
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
 from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
 from image_diffusion.export.model_card import PIPELINE, CardUse
@@ -70,12 +71,12 @@ def _write_image_model(
 
     packed, vae = codec.packed(), None
     config: Config = getattr(system, "network")  # noqa: B009 - each system has one of its own type
-    networks = trained(model.network, config, model.spec, system.build_options)
+    networks = {NETWORK: Network(model.network, config, model.spec, system.build_options)}
     if packed.network is not None and hasattr(packed.network, "save_pretrained"):
         vae = packed.network
     elif packed.network is not None:
         of_codec: Any = packed.network
-        networks[CODEC] = Network(packed.network, of_codec.config, of_codec.spec, {})
+        networks[CODEC] = Network(packed.network, of_codec.config, of_codec.spec)
     described = {
         "reading": dump(system.reading),
         "codec": {"class": place_of(type(codec)), "settings": packed.settings},
@@ -106,7 +107,7 @@ def write_dvae(system: DVAESystem, model: TrainedNetwork, codec: Codec, folder: 
     """Write a folder with its own pipeline.py."""
     from image_diffusion.export.bundle import token_pipeline
 
-    networks = trained(model.network, system.network, model.spec, {})
+    networks = {NETWORK: Network(model.network, system.network, model.spec)}
     write_hub_folder(folder, ExportedTokens, token_pipeline, networks, {})
     return CardUse("image-to-image", "DiffusionPipeline", _TOKEN_CODE)
 
@@ -115,7 +116,7 @@ def write_prior(system: PriorSystem, model: TrainedNetwork, codec: Codec, folder
     """Write a folder with its own pipeline.py."""
     from image_diffusion.export.bundle import embedding_pipeline
 
-    networks = trained(model.network, system.network, model.spec, {})
+    networks = {NETWORK: Network(model.network, system.network, model.spec)}
     described = {"reading": dump(system.reading(model.spec))}
     write_hub_folder(folder, ExportedPrior, embedding_pipeline, networks, described)
     return CardUse("feature-extraction", "DiffusionPipeline", _PRIOR_CODE)

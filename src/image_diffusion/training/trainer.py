@@ -96,10 +96,7 @@ class Trainer:
             world.broadcast(tensor)
         self.network.to(memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         if task.objective.teacher is not None:
-            teacher = deepcopy(self.network).eval().requires_grad_(False)
-            if config.compile:
-                compile_by_block(teacher, config.records)
-            task.objective.teacher.network = cast("Network", teacher)
+            task.objective.teacher.network = _teacher(self.network, config)
         self.flat = _flat(self.network, config, world)
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device, self.flat.is_whole, not self.flat.sums_gradients)
@@ -348,10 +345,6 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
         config.augment.check(task.data.manifest["kind"], task.data.shape[-3], task.data.shape[-2:])
     if task.objective.pairs_samples:
         check_pairs(config, world)
-    if task.objective.teacher is not None and config.init_from is None:
-        raise ValueError(
-            "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
-        )
 
 
 def _flat(network: nn.Module, config: TrainConfig, world: World) -> Flat:
@@ -363,6 +356,18 @@ def _flat(network: nn.Module, config: TrainConfig, world: World) -> Flat:
     from image_diffusion.training.parallel.fsdp import ShardedFlat  # its imports take seconds
 
     return ShardedFlat(network, world, computes_in, reduce, config.sharding == "machine")
+
+
+def _teacher(network: nn.Module, config: TrainConfig) -> Network:
+    """Return a frozen copy of a network."""
+    if config.init_from is None:
+        raise ValueError(
+            "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
+        )
+    teacher = deepcopy(network).eval().requires_grad_(False)
+    if config.compile:
+        compile_by_block(teacher, config.records)
+    return cast("Network", teacher)
 
 
 def check_pairs(config: TrainConfig, world: World) -> None:

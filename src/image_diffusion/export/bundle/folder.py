@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.files.atomic import atomic_folder, digest, to_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.export.bundle import loader
-from image_diffusion.export.bundle.base import NETWORK, ExportedModel
+from image_diffusion.export.bundle.base import ExportedModel
 
 _PACKAGE = "image_diffusion"
 _ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ class Network:
     network: nn.Module
     config: Config
     spec: DataSpec
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_hub_folder(
@@ -53,8 +53,8 @@ def write_hub_folder(
     """Atomically write a folder that `DiffusionPipeline.from_pretrained` loads.
 
     model: the class that loads the networks and that the pipeline calls. pipeline: the module that becomes pipeline.py.
-    networks: by file name. described: further plain data for `model`. needed: further classes that `model` loads by
-    name (`place_of`). vae: an autoencoder of diffusers.
+    networks: by file name; NETWORK is the trained one. described: further plain data for `model`. needed: further
+    classes that `model` loads by name (`place_of`). vae: an autoencoder of diffusers.
     """
     classes = (model, *needed, *(type(part.config) for part in networks.values()))
     package, sources = bundled(part.__module__ for part in classes)
@@ -91,11 +91,6 @@ def write_hub_folder(
             safetensors.torch.save_file(tensors, written / "model" / f"{name}.safetensors")
         if vae is not None:
             vae.save_pretrained(written / "vae")
-
-
-def trained(network: nn.Module, config: Config, spec: DataSpec, options: Mapping[str, Any]) -> dict[str, Network]:
-    """Return the network that was trained, for `write_hub_folder`."""
-    return {NETWORK: Network(network, config, spec, options)}
 
 
 def place_of(kind: type) -> list[str]:

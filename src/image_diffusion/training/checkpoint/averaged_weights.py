@@ -179,7 +179,7 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
     return np.asarray(solution / solution.sum(), dtype=np.float64)
 
 
-def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage]:
+def _kept_averages(state: Path, last_step: int) -> list[KeptAverage]:
     """Return the averages in the checkpoints of a run's state folder, up to a step: later checkpoints are of a longer
     configuration of the run. Raises ValueError if there are none to combine."""
     averages = []
@@ -204,9 +204,8 @@ def kept_averages(state: Path, last_step: int = sys.maxsize) -> list[KeptAverage
 
 def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
     """Return the weights averaged with a relative width, and their step, the last stored step up to `last_step`. Sums
-    are float64, with one average in memory at a time. Raises ValueError as `kept_averages` does.
-    """
-    kept = kept_averages(state, last_step)
+    are float64, with one average in memory at a time. Raises ValueError if there are none to combine."""
+    kept = _kept_averages(state, last_step)
     steps = [int(average.record["step"]) for average in kept]
     last = max(steps)
     factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
