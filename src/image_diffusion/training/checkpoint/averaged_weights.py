@@ -24,6 +24,7 @@ from image_diffusion.core.config.base import differing_keys, read_yaml
 from image_diffusion.core.files.weights import read_weights
 from image_diffusion.training.checkpoint.checkpoint import (
     Checkpoint,
+    checkpoints_in,
     damage_as_value_error,
     folder_name,
     read_checkpoint,
@@ -78,7 +79,7 @@ def weights_in(
     run = _only_run(state) if trained_by is None else _run_of(state, trained_by)
     if trained_by is not None and average is None:
         average = TrainConfig.model_validate(read_yaml(trained_by)["train"]).average or "raw"
-    saved = _steps(run)
+    saved = checkpoints_in(run)
     folder = saved[-1] if step is None else run / folder_name(step)
     if folder not in saved:
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in saved)
@@ -108,11 +109,11 @@ def _run_of(state: Path, trained_by: Path) -> Path:
     described = read_yaml(trained_by)
     config: dict[str, Any] = json.loads(json.dumps(TrainConfig.model_validate(described["train"]).identity()))
     wanted = {"train": config, "system": described["system"], "codec": described["codec"]}
-    saved = sorted((steps[-1].stat().st_mtime, run) for run in state.glob("*/") if (steps := _steps(run)))
+    saved = sorted((steps[-1].stat().st_mtime, run) for run in state.glob("*/") if (steps := checkpoints_in(run)))
     others: list[str] = []
     for _, run in reversed(saved):
-        with damage_as_value_error(_steps(run)[-1]):
-            identity = read_checkpoint(_steps(run)[-1])[1]
+        with damage_as_value_error(checkpoints_in(run)[-1]):
+            identity = read_checkpoint(checkpoints_in(run)[-1])[1]
         saved_as = {"train": identity["train"], "system": identity["system"], "codec": identity["codec"]["config"]}
         differing = differing_keys(wanted, saved_as)
         if not differing:
@@ -120,11 +121,6 @@ def _run_of(state: Path, trained_by: Path) -> Path:
         others += [f"that of {run.name} differs in {'; '.join(differing)}"]
     reason = f": {others[0]}" if others else ""
     raise ValueError(f"{state} holds no checkpoint of the training that {trained_by} describes{reason}. Wait for one.")
-
-
-def _steps(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
-    return sorted(path for path in run.glob("step-*") if path.is_dir())
 
 
 def _named(average: str) -> str | None:

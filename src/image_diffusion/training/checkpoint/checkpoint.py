@@ -132,6 +132,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:07d}"
 
 
+def checkpoints_in(run: Path) -> list[Path]:
+    """Return the folders of the checkpoints of a run, oldest first."""
+    return sorted(path for path in run.glob("step-*") if path.is_dir())
+
+
 def temporary_folder(parent: Path, step: int, token: str) -> Path:
     """Return the folder that a checkpoint is written to until it is complete. token: token of the owner, so that
     orphans of earlier starts do not write to the same folder."""
