@@ -44,26 +44,18 @@ class Export(Generic[S]):
     check: Callable[[S, Sections, Others], None] | None = None
 
 
-def _formats(system: type[S], **exports: Export[S]) -> tuple[type, dict[str, Export[Any]]]:
-    """Return an entry of `EXPORTS`. The type checker compares the writers with the type of system."""
-    return system, exports
-
-
-EXPORTS: dict[type, dict[str, Export[Any]]] = dict(
-    (
-        _formats(DiTSystem, diffusers=Export(write_dit, check_dit)),
-        _formats(IddpmSystem, diffusers=Export(write_unet, check_unet)),
-        _formats(DiffusionSystem, pipeline=Export(write_diffusion_model)),  # type: ignore[type-abstract]
-        _formats(AutoencoderSystem, diffusers=Export(write_vae)),
-        _formats(DVAESystem, pipeline=Export(write_dvae)),
-        _formats(
-            PriorSystem,
-            diffusers=Export(write_prior_transformer, check_prior_transformer),
-            pipeline=Export(write_prior),
-        ),
-        _formats(TokensSystem, pipeline=Export(write_token_model)),
-    )
-)
+EXPORTS: dict[type, dict[str, Export[Any]]] = {
+    DiTSystem: {"diffusers": Export(write_dit, check_dit)},
+    IddpmSystem: {"diffusers": Export(write_unet, check_unet)},
+    DiffusionSystem: {"pipeline": Export(write_diffusion_model)},
+    AutoencoderSystem: {"diffusers": Export(write_vae)},
+    DVAESystem: {"pipeline": Export(write_dvae)},
+    PriorSystem: {
+        "diffusers": Export(write_prior_transformer, check_prior_transformer),
+        "pipeline": Export(write_prior),
+    },
+    TokensSystem: {"pipeline": Export(write_token_model)},
+}
 """Formats by name, for each type of system. A type also has the formats of its bases; one without an entry has none."""
 
 
