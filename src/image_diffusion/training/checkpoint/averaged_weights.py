@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +141,6 @@ def _weights(checkpoint: Checkpoint, average: str | None, identity: dict[str, An
     return written(checkpoint.groups["network"] | averaged, lora_of(identity))
 
 
-@dataclass(frozen=True)
-class KeptAverage:
-    """A stored average: its checkpoint, the record of the checkpoint, its name in the checkpoint, and its exponent
-    gamma."""
-
-    folder: Path
-    record: dict[str, Any]
-    name: str
-    gamma: float
-
-
 def inner_products(times: Profiles, gammas: Profiles, other_times: Profiles, other_gammas: Profiles) -> Profiles:
     """Compute the inner products of the profiles p(s) = (gamma + 1) s^gamma / t^(gamma + 1), 0 <= s <= t: [n], [n],
     [m], [m] -> [n, m].
@@ -175,44 +163,39 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
     return np.asarray(solution / solution.sum(), dtype=np.float64)
 
 
-def _kept_averages(state: Path, last_step: int) -> list[KeptAverage]:
-    """Return the averages in the checkpoints of a run's state folder, up to a step: later checkpoints are of a longer
-    configuration of the run. Raises ValueError if there are none to combine."""
-    averages = []
+def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
+    """Return the weights averaged with a relative width, and their step, the last stored step up to `last_step`: later
+    checkpoints are of a longer configuration of the run. Sums are float64, with one average in memory at a time. Raises
+    ValueError if there are none to combine."""
+    records: dict[Path, dict[str, Any]] = {}
+    kept: list[tuple[Path, float]] = []  # the stored averages: checkpoint and width of each
     for folder in sorted(state.glob("step-*")):
         if int(folder.name.removeprefix("step-")) > last_step:
             continue
         with damage_as_value_error(folder, _THEN):
-            record = read_record(folder)
-        ema: dict[str, Any] = record["identity"]["train"]["ema"]
+            records[folder] = read_record(folder)
+        ema: dict[str, Any] = records[folder]["identity"]["train"]["ema"]
         if ema["type"] != "power":
             raise ValueError(
                 f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined; one that was "
                 "kept is had with --average."
             )
-        averages += [KeptAverage(folder, record, average_name(width), power_of_width(width)) for width in ema["widths"]]
-    if not averages:
+        kept += [(folder, its_width) for its_width in ema["widths"]]
+    if not kept:
         raise ValueError(
             f"{state} holds no checkpoint. Give the folder of one run: results/x/train/state/<fingerprint>."
         )
-    return averages
-
-
-def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
-    """Return the weights averaged with a relative width, and their step, the last stored step up to `last_step`. Sums
-    are float64, with one average in memory at a time. Raises ValueError if there are none to combine."""
-    kept = _kept_averages(state, last_step)
-    steps = [int(average.record["step"]) for average in kept]
-    last = max(steps)
-    factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
-    newest = max(kept, key=lambda average: average.folder)
-    with damage_as_value_error(newest.folder, _THEN):
-        network = read_group(newest.folder, newest.record, "network")
+    steps = [int(records[folder]["step"]) for folder, _ in kept]
+    gammas = [power_of_width(its_width) for _, its_width in kept]
+    factors = coefficients(steps, gammas, max(steps), power_of_width(width))
+    newest = max(records)
+    with damage_as_value_error(newest, _THEN):
+        network = read_group(newest, records[newest], "network")
     sums: dict[str, Tensor] = {}
-    for factor, average in zip(factors.tolist(), kept, strict=True):
-        with damage_as_value_error(average.folder, _THEN):
-            weights = read_group(average.folder, average.record, average.name)
+    for factor, (folder, its_width) in zip(factors.tolist(), kept, strict=True):
+        with damage_as_value_error(folder, _THEN):
+            weights = read_group(folder, records[folder], average_name(its_width))
         for name, tensor in weights.items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
     averaged = {name: tensor.to(network[name].dtype) for name, tensor in sums.items()}
-    return written(network | averaged, lora_of(newest.record["identity"])), last
+    return written(network | averaged, lora_of(records[newest]["identity"])), max(steps)
