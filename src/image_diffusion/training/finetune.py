@@ -27,9 +27,9 @@ _ADDED = f"{PROJECTOR}.", f"{DISCRIMINATOR}.", f"{AUGMENTATION}."
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
-def check_tuning(network: nn.Module, config: TrainConfig) -> None:
-    """Raise ValueError for a pattern of `config` that matches nothing in the network, impossible adapters, rates by
-    depth without blocks, or an optimizer without parameters."""
+def check_tuning(network: nn.Module, config: TrainConfig) -> list[str]:
+    """Return the names of the frozen parameters. Raises ValueError for a pattern of `config` that matches nothing in
+    the network, impossible adapters, rates by depth without blocks, or an optimizer without parameters."""
     parameters = dict(network.named_parameters())
     frozen = _matching(parameters, config.freeze, "train.freeze", "parameter")
     config.optimizer.check(inner_matrices(network).keys() - set(frozen))
@@ -47,15 +47,14 @@ def check_tuning(network: nn.Module, config: TrainConfig) -> None:
         _whole(network, config.lora)
         if importlib.util.find_spec("peft") is None:
             raise ValueError(f"train.lora needs {package('peft', 'lora')} Or leave train.lora out.")
+    return frozen
 
 
 def tune(network: nn.Module, config: TrainConfig) -> dict[str, float]:
     """Freeze parameters and add adapters, in place. Returns the factor of each trained parameter's learning rate, by
     name. Raises ValueError as `check_tuning` does."""
-    check_tuning(network, config)
-    parameters = dict(network.named_parameters())
-    for name in _matching(parameters, config.freeze, "train.freeze", "parameter"):
-        parameters[name].requires_grad_(False)
+    for name in check_tuning(network, config):
+        network.get_parameter(name).requires_grad_(False)
     if config.lora is not None:
         add_adapters(network, config.lora)
     factors = _by_depth(network, config.layer_decay)

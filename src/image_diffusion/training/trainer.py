@@ -152,7 +152,8 @@ class Trainer:
         they seed PyTorch's generator, which only dropout uses."""
         if self.config.records and part < self.world.size:  # the first part of this process in the step
             torch.compiler.cudagraph_mark_step_begin()
-        _generator(self.world.device).manual_seed(_seed_of(self.config.seed, step, part))
+        seed = hashlib.sha256(repr((self.config.seed, step, part)).encode()).digest()[:7]
+        _generator(self.world.device).manual_seed(int.from_bytes(seed, "little"))
         augment = self.config.augment.at((step - 1) / self.config.steps) if self.config.augment is not None else None
         return self._losses(self.task.objective, self.config.seed, step, examples, augment)
 
@@ -382,7 +383,3 @@ def _generator(device: torch.device) -> torch.Generator:
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return torch.default_generator
-
-
-def _seed_of(*key: int) -> int:
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little")
