@@ -61,21 +61,22 @@ def run(
         world = stack.enter_context(join(hang_s))
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         stack.enter_context(switches(config.deterministic, config.tf32, bool(config.compile)))
-        here = on_hardware(config, world)
-        preflight.check(world, DTYPES[here.precision])
+        identity, asked = config.identity(), dump(config)
+        config = on_hardware(config, world)
+        preflight.check(world, DTYPES[config.precision])
 
         torch.manual_seed(config.seed)
         task = build(world)
         if start is None and isinstance(config.init_from, str):
             start = Path(config.init_from)
         warm = _warm_start(task.network, model, start) if world.is_main and start is not None else None
-        trainer = Trainer(task, here, world)
+        trainer = Trainer(task, config, world)
 
         state: State | NullState = NullState()
         book: Journal | NullJournal = NullJournal()
         checkpoint = None
         if world.is_main:
-            described = _identity(config.identity(), model, data, start)
+            described = _identity(identity, model, data, start)
             state = State(output / "state", described, config.checkpoint, config.steps, hang_s, split)
             state.claim()
             checkpoint = state.load()
@@ -89,7 +90,7 @@ def run(
             book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint}, after=before)
 
         with book:
-            book.params({"train": dump(config), **model, **data})
+            book.params({"train": asked, **model, **data})
             train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
             if world.is_main and trainer.last_step < config.steps:
                 print(
@@ -101,7 +102,7 @@ def run(
                 book.params({"ended_early_at": trainer.last_step})
         for shards in filter(None, (task.data, task.validation)):
             shards.verified()
-        _write(trainer, {**model, "train": dump(config)}, output, state)
+        _write(trainer, {**model, "train": asked}, output, state)
 
 
 def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:
