@@ -22,7 +22,7 @@ from image_diffusion.core.process import command
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates
 from image_diffusion.metrics.features.base import AT_ONCE
-from image_diffusion.training.forecast.flops import Memory
+from image_diffusion.training.flops import Memory
 
 NEIGHBOURS = ("precision, recall, density, coverage", "copies")
 """Comparisons that run on a GPU."""

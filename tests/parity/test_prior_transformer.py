@@ -15,7 +15,7 @@ from image_diffusion.core.config.base import merged, read_yaml, to_yaml
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.resolve import load_all
-from image_diffusion.export.registry import export_of
+from image_diffusion.export import export_of
 from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.objectives.embedding import EmbeddingDenoising
 from image_diffusion.stages.export import read_foreign

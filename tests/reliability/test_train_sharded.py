@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from image_diffusion.training.checkpoint.checkpoint import read_checkpoint
-from image_diffusion.training.finetune.lora import written
+from image_diffusion.training.finetune import written
 
 pytestmark = pytest.mark.slow
 

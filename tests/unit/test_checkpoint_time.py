@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from image_diffusion.training.forecast import forecast
-from image_diffusion.training.forecast.forecast import seconds_to_save, signal_lead_advice
+from image_diffusion.training import forecast
+from image_diffusion.training.forecast import seconds_to_save, signal_lead_advice
 from image_diffusion.workflow.resources import Machine
 from plans import a_plan, plans_of
 

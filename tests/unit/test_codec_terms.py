@@ -20,7 +20,7 @@ from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import Others
 from image_diffusion.systems.codec.base import PerceptualConfig
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import written
+from image_diffusion.training.finetune import written
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 from tiny_models import lpips_files

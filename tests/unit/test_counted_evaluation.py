@@ -22,7 +22,7 @@ from image_diffusion.metrics.distances.precision_recall import manifold_estimate
 from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
 from image_diffusion.metrics.images import memorization
 from image_diffusion.metrics.images.memorization import find_feature_copies
-from image_diffusion.training.forecast.flops import Memory
+from image_diffusion.training.flops import Memory
 
 _FILE = Path(__file__).parents[1] / "bench" / "bench_evaluation.py"
 N, M, D = 400, 300, 8

@@ -29,7 +29,7 @@ from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.forecast import Deadline, Forecast, forecast, memory_limit
+from image_diffusion.training.forecast import Deadline, Forecast, forecast, memory_limit
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task
 
@@ -93,14 +93,14 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
 
 
 def test_memory_sharded_to_other_processes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
+    monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
     none, optimizer, full = (found(sharding=sharding).memory_gib * 2**30 for sharding in ("none", "optimizer", "full"))
     assert none - full == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
     assert none - optimizer == pytest.approx(4 * (3 - 2) * 4000 / 2, rel=0.01)  # slices of weights and sum are more
 
 
 def test_memory_replicated_on_each_machine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
+    monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
     assert found(sharding="machine", per_machine=1).memory_gib == 1.0 > found(sharding="machine").memory_gib
 
 

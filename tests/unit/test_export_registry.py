@@ -10,8 +10,8 @@ import pytest
 
 from image_diffusion.core.config.base import merged, read_yaml, to_yaml
 from image_diffusion.experiments.resolve import load_all
-from image_diffusion.export.registry import export_of, exports_of
-from image_diffusion.foreign.registry import READERS
+from image_diffusion.export import export_of, exports_of
+from image_diffusion.foreign import READERS
 from image_diffusion.systems import SYSTEMS
 from image_diffusion.systems.base import System, name_of
 from image_diffusion.systems.diffusion.dit import DiTSystem

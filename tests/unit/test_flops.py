@@ -32,7 +32,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.stages.doctor import print_estimated_cost
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import Counted, _disable_module_to, counted, operations_per_example
+from image_diffusion.training.flops import Counted, _disable_module_to, counted, operations_per_example
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 

@@ -15,7 +15,7 @@ from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn.blocks import inner_matrices, set_num_maps
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.parameter_groups import tune
+from image_diffusion.training.finetune import tune
 from image_diffusion.training.optim.lion import Lion
 from image_diffusion.training.optim.muon import Muon
 from image_diffusion.training.parallel.flat_parameters import Flat

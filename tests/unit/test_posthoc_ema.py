@@ -16,9 +16,9 @@ import torch
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.files.weights import read_weights, save_weights
 from image_diffusion.stages import ema as verb
+from image_diffusion.training.checkpoint.averaged_weights import coefficients, inner_products, reconstruct
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, part_list_path, write_checkpoint, write_rows
 from image_diffusion.training.optim.ema import Averages, PowerEma, power_of_width
-from image_diffusion.training.optim.posthoc_ema import coefficients, inner_products, reconstruct
 
 WIDTHS, STEPS, EVERY = (0.05, 0.1), 800, 40
 

@@ -16,7 +16,7 @@ from image_diffusion.core.config.base import parse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.resolve import load_all
-from image_diffusion.foreign.dalle2_prior import network_of_shapes
+from image_diffusion.foreign.prior import network_of_shapes
 from image_diffusion.metrics.images.embedding_similarity import (
     baselines,
     nearest_captions,

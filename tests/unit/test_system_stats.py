@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from image_diffusion.training.monitor.system_stats import Machine
+from image_diffusion.training.monitor.reports import Machine
 
 
 def test_readings_are_within_their_ranges() -> None:

@@ -19,8 +19,8 @@ from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.monitor import throughput
 from image_diffusion.training.monitor.meter import Health, Meter
-from image_diffusion.training.monitor.patience import Patience
 from image_diffusion.training.monitor.reports import Reports, _at
+from image_diffusion.training.monitor.validation import Patience
 from image_diffusion.training.optim.adam import Adam, AdamW
 from image_diffusion.training.optim.ema import (
     Averages,

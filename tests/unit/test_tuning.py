@@ -22,10 +22,9 @@ from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn import transformer
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.training.checkpoint.averaged_weights import weights_at, weights_in
-from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import Lora, add_adapters, merged
-from image_diffusion.training.finetune.parameter_groups import check_tuning, tune
-from image_diffusion.training.forecast.flops import counted
+from image_diffusion.training.config import Lora, TrainConfig
+from image_diffusion.training.finetune import add_adapters, check_tuning, merged, tune
+from image_diffusion.training.flops import counted
 from image_diffusion.training.load_model import load_model
 from image_diffusion.training.optim.adam import AdamW
 from image_diffusion.training.parallel.flat_parameters import Flat

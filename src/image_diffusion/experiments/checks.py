@@ -6,7 +6,7 @@ from image_diffusion.core.classes import class_number
 from image_diffusion.core.devices import shapes_only
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import Experiment
-from image_diffusion.export.registry import check_export
+from image_diffusion.export import check_export
 from image_diffusion.metrics.choice import check_measured
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.synthesis.request import TAKEN, check_count, read_table
@@ -20,7 +20,7 @@ from image_diffusion.systems.base import (
     spec_of,
 )
 from image_diffusion.systems.pairs.numbers import LABEL
-from image_diffusion.training.finetune.parameter_groups import check_tuning
+from image_diffusion.training.finetune import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
 """Keys of the section data that apply to latents."""

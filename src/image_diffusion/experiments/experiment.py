@@ -32,7 +32,7 @@ from image_diffusion.core.config.base import (
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.data.sources import Source
-from image_diffusion.export.registry import export_of
+from image_diffusion.export import export_of
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.systems import SYSTEMS, AnySystem

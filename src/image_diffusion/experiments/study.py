@@ -26,7 +26,7 @@ from image_diffusion.experiments.experiment import Experiment, load_experiment, 
 from image_diffusion.metrics.choice import check_metric, lacks_detector, one_of
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems.base import makes, spec_of
-from image_diffusion.training.forecast.flops import operations_per_example
+from image_diffusion.training.flops import operations_per_example
 from image_diffusion.training.trainer import Task
 
 BASE = "base"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def _file(folder: Path, name: str, description: str, sha256: str) -> Entity:
     }
 
 
-def _references(names: Any) -> list[Entity]:
+def _references(names: Iterable[str]) -> list[Entity]:
     return [{"@id": name if ":" in name else quote(name)} for name in names]
 
 

@@ -27,8 +27,8 @@ from image_diffusion.nn.precision import tf32
 from image_diffusion.stages.train import Training, prepare_training
 from image_diffusion.systems.sampling import Sampling
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import counted
-from image_diffusion.training.forecast.forecast import (
+from image_diffusion.training.flops import counted
+from image_diffusion.training.forecast import (
     GIB,
     MEASURING_S,
     Deadline,

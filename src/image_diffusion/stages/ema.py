@@ -27,9 +27,8 @@ from image_diffusion.core.files.atomic import read_json, write_bytes
 from image_diffusion.core.files.weights import read_model, save_weights
 from image_diffusion.core.names import carried_files, inside
 from image_diffusion.core.process import command
-from image_diffusion.training.checkpoint.averaged_weights import weights_at, weights_in
+from image_diffusion.training.checkpoint.averaged_weights import reconstruct, weights_at, weights_in
 from image_diffusion.training.optim.ema import average_name
-from image_diffusion.training.optim.posthoc_ema import reconstruct
 
 
 def main() -> None:

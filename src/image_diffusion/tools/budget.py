@@ -31,8 +31,8 @@ from image_diffusion.metrics.images.segmentation import training_s
 from image_diffusion.stages.embed import embed
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems.pairs.images import ImageFilePairs
-from image_diffusion.training.forecast.flops import counted
-from image_diffusion.training.forecast.forecast import GIB, Deadline, forecast, memory_limit
+from image_diffusion.training.flops import counted
+from image_diffusion.training.forecast import GIB, Deadline, forecast, memory_limit
 
 _MEASURING_S = 6.0
 """Seconds for measuring the steps and passes of one design."""

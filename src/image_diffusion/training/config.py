@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from image_diffusion.core.config.base import Config, Sparse, dump
 from image_diffusion.core.types import WeightsOf
 from image_diffusion.data.augment import Augment
-from image_diffusion.training.finetune.lora import Lora
 from image_diffusion.training.optim import Optimizer
 from image_diffusion.training.optim.adam import AdamW
 from image_diffusion.training.optim.determinism import Mode
@@ -32,6 +31,19 @@ class CheckpointConfig(Config):
     """Number of newest checkpoints to keep."""
     keep_every: int | None = Field(None, gt=0)
     """Keep the checkpoints of multiples of this number of steps permanently; unset: none."""
+
+
+class Lora(Config):
+    """Adapters that are trained instead of the weights. Needs the package peft."""
+
+    rank: int = Field(16, gt=0)
+    """Rank of an adapter's update of a weight."""
+    alpha: float = Field(16.0, gt=0)
+    """The update of an adapter is multiplied by alpha / rank."""
+    layers: tuple[str, ...] = Field(("*",), min_length=1)
+    """Linear layers with an adapter, by name: ["blocks.*.attn.*"]. * matches any characters."""
+    whole: tuple[str, ...] = ()
+    """Parameters to train directly, in addition to the adapters, by name, such as a table of new classes."""
 
 
 class TrainConfig(Sparse):
@@ -131,7 +143,7 @@ class TrainConfig(Sparse):
     def _fits_together(self) -> TrainConfig:
         if self.weights == "ema" and not self.ema.names:
             raise ValueError("weights is ema but ema.rates is empty. Name a rate, or set weights to raw.")
-        if isinstance(self.weights, float) and self.average is None:
+        if isinstance(self.weights, float) and average_name(self.weights) not in self.ema.names:
             averages = ", ".join(self.ema.names) or "none"
             raise ValueError(
                 f"weights is {self.weights:g}, but the averages are: {averages}. Name the number of one of them."
@@ -181,8 +193,7 @@ class TrainConfig(Sparse):
         if self.weights == "raw":
             return None
         if isinstance(self.weights, float):
-            named = average_name(self.weights)
-            return named if named in self.ema.names else None
+            return average_name(self.weights)
         return next(iter(self.ema.names), None)
 
     @property
@@ -256,12 +267,6 @@ class TrainConfig(Sparse):
             averages = ", ".join(self.ema.names) or "none"
             raise ValueError(f"the averages of train.ema are: {averages}. Name the number of one of them, or raw.")
 
-    @property
-    def _has_horizon(self) -> bool:
-        """Return True if an update depends on the total number of steps."""
-        ends = self.augment is not None and self.augment.probability > 0 and self.augment.until < 1
-        return self.schedule.has_horizon or self.patience is not None or ends
-
     def identity(self) -> dict[str, Any]:
         """Return the part of this section that identifies a run. Only checkpoints of the same identity are resumed.
 
@@ -275,8 +280,9 @@ class TrainConfig(Sparse):
         validated = self.weights == "best" or self.patience is not None
         if validated:  # the state contains the best validation so far
             free -= {"weights", "validate_every_steps", "validation_samples"}
-        if not self._has_horizon:
-            free.add("steps")
+        augment_ends = self.augment is not None and self.augment.probability > 0 and self.augment.until < 1
+        if not (self.schedule.has_horizon or self.patience is not None or augment_ends):
+            free.add("steps")  # no update depends on it
         if self.deterministic != "strict":
             free.add("strict_chunk")
         if self.reduce == "float32":
@@ -290,6 +296,5 @@ class TrainConfig(Sparse):
         if self.deterministic == "run":  # the same numbers except for the last bits, as with `compile`
             identity["deterministic"] = "off"
         if not validated:  # of the first average, unless `weights` names another
-            key = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
-            identity["ema"][key].sort()
+            identity["ema"][self.ema.numbers].sort()
         return identity

@@ -23,11 +23,11 @@ from image_diffusion.systems.warm_start import Change, Trained, fitted, other_se
 from image_diffusion.training.checkpoint.manager import NullState, State, part_writer
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import plain_name
+from image_diffusion.training.finetune import plain_name
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
 from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import dtype_of, faster_in_bf16, on_hardware
+from image_diffusion.training.optim.precision import DTYPES, faster_in_bf16, on_hardware
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.world import HANG_S, World, join
 from image_diffusion.training.trainer import Task, Trainer
@@ -63,7 +63,7 @@ def run(
         stack.enter_context(switches(config.deterministic, config.tf32, bool(config.compile)))
         identity, asked = config.identity(), dump(config)
         config = on_hardware(config, world)
-        preflight.check(world, dtype_of(config.precision))
+        preflight.check(world, DTYPES[config.precision])
 
         torch.manual_seed(config.seed)
         task = build(world)
@@ -93,7 +93,12 @@ def run(
             book.params({"train": asked, **model, **data})
             train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
             if world.is_main and trainer.last_step < config.steps:
-                print(_early_end(trainer), flush=True)
+                print(
+                    f"The training ends at step {trainer.last_step:,} of {config.steps:,}: the validation loss is "
+                    f"smallest, {trainer.patience.loss:.4g}, at step {trainer.patience.step:,}, and train.patience is "
+                    f"{config.patience:g}.",
+                    flush=True,
+                )
                 book.params({"ended_early_at": trainer.last_step})
         for shards in filter(None, (task.data, task.validation)):
             shards.verified()
@@ -175,15 +180,6 @@ def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     if ours["identity"] != theirs["identity"]:
         return f" They were trained in the space of another codec, {theirs['identity']}."
     return " Their latents were normalised otherwise." if ours != theirs else ""
-
-
-def _early_end(trainer: Trainer) -> str:
-    """Return a sentence that explains why a training ended before its last step."""
-    config, patience = trainer.config, trainer.patience
-    return (
-        f"The training ends at step {trainer.last_step:,} of {config.steps:,}: the validation loss is smallest, "
-        f"{patience.loss:.4g}, at step {patience.step:,}, and train.patience is {config.patience:g}."
-    )
 
 
 def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:

@@ -22,17 +22,22 @@ from image_diffusion.data.shards.loader import Batches, Examples
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.conditioning import add_augmentation
-from image_diffusion.training.checkpoint.checkpoint import Checkpoint
-from image_diffusion.training.checkpoint.state_dict import Groups, StateDict, Stateful, add_tensors, load_in_place
+from image_diffusion.training.checkpoint.checkpoint import (
+    Checkpoint,
+    Groups,
+    StateDict,
+    Stateful,
+    add_tensors,
+    load_in_place,
+)
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import written
-from image_diffusion.training.finetune.parameter_groups import tune
+from image_diffusion.training.finetune import tune, written
 from image_diffusion.training.monitor.meter import Health, Meter
-from image_diffusion.training.monitor.patience import Patience
 from image_diffusion.training.monitor.throughput import Speed
+from image_diffusion.training.monitor.validation import BestWeights, Patience
 from image_diffusion.training.optim.base import FlatOptimizer
 from image_diffusion.training.optim.ema import Averages
-from image_diffusion.training.optim.precision import Precision, dtype_of
+from image_diffusion.training.optim.precision import DTYPES, Precision
 from image_diffusion.training.parallel.flat_parameters import Flat, Vector
 from image_diffusion.training.parallel.gradients import OrderedGradient, SharedGradient, gather_losses, shares
 from image_diffusion.training.parallel.preflight import check_memory
@@ -71,35 +76,6 @@ class Task:
     carried: Mapping[str, Path] = field(default_factory=dict)
 
 
-class BestWeights:
-    """The average at the validation with the smallest loss so far, and the network's buffers at that step.
-
-    step: step of that validation; 0 before the first. buffers: copies the buffers learned without gradients, by name.
-    """
-
-    def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]]) -> None:
-        self._flat, self._copy_buffers = flat, buffers
-        self.loss, self.step = math.inf, 0
-        self.values, self.buffers = flat.values, dict[str, Tensor]()
-
-    def offer(self, loss: float, step: int, values: Tensor) -> None:
-        """Store the average of a validation, the same in every process, if its loss is the smallest so far."""
-        if not self.step or loss < self.loss:
-            self.loss, self.step, self.values, self.buffers = loss, step, values.clone(), self._copy_buffers()
-
-    def tensors(self) -> StateDict:
-        """Return the tensors to load a checkpoint into, after `load_state_dict`."""
-        return {"": Vector(self._flat, self.values), **self.buffers}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return loss and step, empty before the first validation."""
-        return {"loss": self.loss, "step": self.step} if self.step else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set loss and step, and allocate the tensors of their weights."""
-        self.offer(state["loss"], state["step"], self._flat.values)
-
-
 class Trainer:
     """The components of a training, on this process's device, the same in every process. Use it within
     `determinism.switches`."""
@@ -108,13 +84,12 @@ class Trainer:
         strict = config.deterministic == "strict"
         check_task(task, config, world)
         self.task, self.config, self.world = task, config, world
-        factors = tune(task.network, config)
+        rates = tune(task.network, config)
         for name, build in task.objective.layers.items():
             task.network.add_module(name, build())
         if config.augment is not None:
             add_augmentation(task.network, NUM_LABELS)
-        trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
-        factors = {name: factors.get(name, 1.0) for name in trained}
+        factors = {name: rates.get(name, 1.0) for name, p in task.network.named_parameters() if p.requires_grad}
         check_memory(world, task.network, config)
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # with `init_from` only the first process has loaded weights
@@ -122,16 +97,14 @@ class Trainer:
         self.network.to(memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
         if task.objective.teacher is not None:
             task.objective.teacher.network = _teacher(self.network, config)
-        self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
+        self.flat = _flat(self.network, config, world)
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device, self.flat.is_whole, not self.flat.sums_gradients)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
-        self.gradients: SharedGradient | OrderedGradient = (
-            OrderedGradient(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scaler.scale)
-            if strict
-            else SharedGradient(self.flat, world, config.global_batch, config.microbatch, self.precision.scaler.scale)
-        )
+        kind: type[SharedGradient | OrderedGradient] = OrderedGradient if strict else SharedGradient
+        at_once = config.strict_chunk if strict else config.microbatch or config.global_batch
+        self.gradients = kind(self.flat, world, config.global_batch, at_once, self.precision.scaler.scale)
         self.averages = Averages(config.ema, self.flat.values)
         self.best = BestWeights(self.flat, self._copy_buffers)
         self.patience = Patience(config.steps, config.patience)
@@ -179,7 +152,8 @@ class Trainer:
         they seed PyTorch's generator, which only dropout uses."""
         if self.config.records and part < self.world.size:  # the first part of this process in the step
             torch.compiler.cudagraph_mark_step_begin()
-        _generator(self.world.device).manual_seed(_seed_of(self.config.seed, step, part))
+        seed = hashlib.sha256(repr((self.config.seed, step, part)).encode()).digest()[:7]
+        _generator(self.world.device).manual_seed(int.from_bytes(seed, "little"))
         augment = self.config.augment.at((step - 1) / self.config.steps) if self.config.augment is not None else None
         return self._losses(self.task.objective, self.config.seed, step, examples, augment)
 
@@ -374,7 +348,8 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
         check_pairs(config, world)
 
 
-def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: torch.dtype, reduce: torch.dtype) -> Flat:
+def _flat(network: nn.Module, config: TrainConfig, world: World) -> Flat:
+    computes_in, reduce = DTYPES[config.precision], DTYPES[config.reduce]
     if config.sharding == "none" or world.size == 1:
         return Flat(network, reduce)
     if config.sharding == "optimizer":
@@ -408,7 +383,3 @@ def _generator(device: torch.device) -> torch.Generator:
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return torch.default_generator
-
-
-def _seed_of(*key: int) -> int:
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little")

@@ -7,10 +7,12 @@ diffusers keeps its own, if the model has one.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,11 +21,14 @@ import safetensors.torch
 from torch import nn
 
 from image_diffusion.core.config.base import Config, dump
-from image_diffusion.core.files.atomic import atomic_folder, to_json
+from image_diffusion.core.files.atomic import atomic_folder, digest, to_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.export.bundle import loader
-from image_diffusion.export.bundle.base import NETWORK, ExportedModel
-from image_diffusion.export.bundle.module_sources import bundled
+from image_diffusion.export.bundle.base import ExportedModel
+
+_PACKAGE = "image_diffusion"
+_ROOT = Path(__file__).parents[3]
+_IMPORT = re.compile(rf"^(\s*(?:from|import) ){_PACKAGE}(?=[.\s])", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Network:
     network: nn.Module
     config: Config
     spec: DataSpec
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_hub_folder(
@@ -48,8 +53,8 @@ def write_hub_folder(
     """Atomically write a folder that `DiffusionPipeline.from_pretrained` loads.
 
     model: the class that loads the networks and that the pipeline calls. pipeline: the module that becomes pipeline.py.
-    networks: by file name. described: further plain data for `model`. needed: further classes that `model` loads by
-    name (`place_of`). vae: an autoencoder of diffusers.
+    networks: by file name; NETWORK is the trained one. described: further plain data for `model`. needed: further
+    classes that `model` loads by name (`place_of`). vae: an autoencoder of diffusers.
     """
     classes = (model, *needed, *(type(part.config) for part in networks.values()))
     package, sources = bundled(part.__module__ for part in classes)
@@ -88,14 +93,54 @@ def write_hub_folder(
             vae.save_pretrained(written / "vae")
 
 
-def trained(network: nn.Module, config: Config, spec: DataSpec, options: Mapping[str, Any]) -> dict[str, Network]:
-    """Return the network that was trained, for `write_hub_folder`."""
-    return {NETWORK: Network(network, config, spec, options)}
-
-
 def place_of(kind: type) -> list[str]:
     """Return the place where an exported model finds a class: its module, without the package, and its name."""
     return [kind.__module__.partition(".")[2], kind.__name__]
+
+
+def bundled(modules: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """Return the name of a package, and the source of each of its modules by the name inside it.
+
+    modules: dotted names, `image_diffusion.…`, with all that they import from this package, directly or not. The name
+    contains a digest of the sources, so that two exported models never import each other's code or an installed
+    `image_diffusion`. Imports for the type checker only are left out. Packages from which no name is imported are
+    empty.
+    """
+    sources: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        path = _path(module)
+        assert path is not None, module
+        if module.partition(".")[2] in sources:
+            continue
+        text = path.read_text(encoding="utf-8")
+        sources[module.partition(".")[2]] = text
+        waiting += _imported(ast.parse(text))
+    name = f"{_PACKAGE}_{digest(sources)[:12]}"
+    return name, {module: _IMPORT.sub(rf"\1{name}", text) for module, text in sorted(sources.items())}
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return the modules of this package that some code imports when it runs."""
+    modules = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            modules += [name for branch in child.orelse for name in _imported(branch)]
+        elif isinstance(child, ast.ImportFrom) and child.module and child.module.split(".")[0] == _PACKAGE:
+            inside = [f"{child.module}.{alias.name}" for alias in child.names]
+            modules += [name if _path(name) else child.module for name in inside]
+        elif isinstance(child, ast.Import):
+            modules += [alias.name for alias in child.names if alias.name.split(".")[0] == _PACKAGE]
+        else:
+            modules += _imported(child)
+    return modules
+
+
+def _path(module: str) -> Path | None:
+    """Return the file of a module; None for a name inside a module."""
+    stem = _ROOT / Path(*module.split("."))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
 def _with_sources(package: str, sources: Mapping[str, str]) -> str:

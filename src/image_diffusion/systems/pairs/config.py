@@ -32,9 +32,9 @@ from image_diffusion.systems.pairs.inputs import PairInputs, PairSettings, sets_
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.pairs.teacher_features import FeaturePairs
 from image_diffusion.text_encoders.base import TextEncoder
-from image_diffusion.text_encoders.clip import ClipConfig
 from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.text_encoders.learned import FILE as TEXT_FILE
+from image_diffusion.text_encoders.pretrained import ClipConfig
 
 PARTS = ("image", "text")
 """Names of the first rows of a pair."""

@@ -1,24 +1,42 @@
-"""Weights of a training at any step and by any average that a stored checkpoint contains."""
+"""Weights of a training from its stored checkpoints: at any step, by any average that a checkpoint contains, or by one
+of any width that is reconstructed from averages of a few widths.
+
+Karras et al. 2024, section 3.2: each stored average is an integral of the weights over time with a known profile. A
+linear combination of averages has the same combination of their profiles, which least squares fits to the wanted
+profile.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.core.config.base import differing_keys, read_yaml
 from image_diffusion.core.files.weights import read_weights
 from image_diffusion.training.checkpoint.checkpoint import (
     Checkpoint,
+    checkpoints_in,
     damage_as_value_error,
     folder_name,
     read_checkpoint,
+    read_group,
+    read_record,
 )
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.lora import lora_of, written
-from image_diffusion.training.optim.ema import average_name
+from image_diffusion.training.finetune import lora_of, written
+from image_diffusion.training.optim.ema import average_name, power_of_width
+
+Profiles = NDArray[np.float64]
+
+_THEN = "run this again"  # without a damaged checkpoint there are others to combine
 
 
 def weights_at(
@@ -59,8 +77,8 @@ def weights_in(
     """
     run = _only_run(state) if trained_by is None else _run_of(state, trained_by)
     if trained_by is not None and average is None:
-        average = _written_by(trained_by)
-    saved = _steps(run)
+        average = TrainConfig.model_validate(read_yaml(trained_by)["train"]).average or "raw"
+    saved = checkpoints_in(run)
     folder = saved[-1] if step is None else run / folder_name(step)
     if folder not in saved:
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in saved)
@@ -90,11 +108,11 @@ def _run_of(state: Path, trained_by: Path) -> Path:
     described = read_yaml(trained_by)
     config: dict[str, Any] = json.loads(json.dumps(TrainConfig.model_validate(described["train"]).identity()))
     wanted = {"train": config, "system": described["system"], "codec": described["codec"]}
-    saved = sorted((steps[-1].stat().st_mtime, run) for run in state.glob("*/") if (steps := _steps(run)))
+    saved = sorted((steps[-1].stat().st_mtime, run) for run in state.glob("*/") if (steps := checkpoints_in(run)))
     others: list[str] = []
     for _, run in reversed(saved):
-        with damage_as_value_error(_steps(run)[-1]):
-            identity = read_checkpoint(_steps(run)[-1])[1]
+        with damage_as_value_error(checkpoints_in(run)[-1]):
+            identity = read_checkpoint(checkpoints_in(run)[-1])[1]
         saved_as = {"train": identity["train"], "system": identity["system"], "codec": identity["codec"]["config"]}
         differing = differing_keys(wanted, saved_as)
         if not differing:
@@ -102,16 +120,6 @@ def _run_of(state: Path, trained_by: Path) -> Path:
         others += [f"that of {run.name} differs in {'; '.join(differing)}"]
     reason = f": {others[0]}" if others else ""
     raise ValueError(f"{state} holds no checkpoint of the training that {trained_by} describes{reason}. Wait for one.")
-
-
-def _written_by(trained_by: Path) -> str:
-    """Return the name of the average that the training of a train.yaml writes; for `best`, of the validated average."""
-    return TrainConfig.model_validate(read_yaml(trained_by)["train"]).average or "raw"
-
-
-def _steps(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first."""
-    return sorted(path for path in run.glob("step-*") if path.is_dir())
 
 
 def _named(average: str) -> str | None:
@@ -131,3 +139,63 @@ def _weights(checkpoint: Checkpoint, average: str | None, identity: dict[str, An
         raise ValueError(f"There is no average {average} at step {checkpoint.step:,}. Kept are: {averages}.")
     averaged = checkpoint.groups[average] if average is not None else {}
     return written(checkpoint.groups["network"] | averaged, lora_of(identity))
+
+
+def inner_products(times: Profiles, gammas: Profiles, other_times: Profiles, other_gammas: Profiles) -> Profiles:
+    """Compute the inner products of the profiles p(s) = (gamma + 1) s^gamma / t^(gamma + 1), 0 <= s <= t: [n], [n],
+    [m], [m] -> [n, m].
+
+    The integral of the product over their common time is
+    (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g + 1) u^(h + 1)), computed in logarithms.
+    """
+    t, g = times[:, None], gammas[:, None]
+    u, h = other_times[None, :], other_gammas[None, :]
+    both = g + h + 1.0
+    powers = both * np.log(np.minimum(t, u)) - (g + 1.0) * np.log(t) - (h + 1.0) * np.log(u)
+    return np.asarray((g + 1.0) * (h + 1.0) / both * np.exp(powers))
+
+
+def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma: float) -> Profiles:
+    """Return the coefficient of each kept average: the least-squares fit of their profiles to the wanted one."""
+    t, g = np.array(steps, dtype=np.float64), np.array(gammas, dtype=np.float64)
+    wanted = inner_products(t, g, np.array([float(step)]), np.array([gamma]))
+    solution = np.linalg.lstsq(inner_products(t, g, t, g), wanted[:, 0], rcond=1e-13)[0]
+    return np.asarray(solution / solution.sum(), dtype=np.float64)
+
+
+def reconstruct(state: Path, width: float, last_step: int = sys.maxsize) -> tuple[dict[str, Tensor], int]:
+    """Return the weights averaged with a relative width, and their step, the last stored step up to `last_step`: later
+    checkpoints are of a longer configuration of the run. Sums are float64, with one average in memory at a time. Raises
+    ValueError if there are none to combine."""
+    records: dict[Path, dict[str, Any]] = {}
+    kept: list[tuple[Path, float]] = []  # the stored averages: checkpoint and width of each
+    for folder in sorted(state.glob("step-*")):
+        if int(folder.name.removeprefix("step-")) > last_step:
+            continue
+        with damage_as_value_error(folder, _THEN):
+            records[folder] = read_record(folder)
+        ema: dict[str, Any] = records[folder]["identity"]["train"]["ema"]
+        if ema["type"] != "power":
+            raise ValueError(
+                f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined; one that was "
+                "kept is had with --average."
+            )
+        kept += [(folder, its_width) for its_width in ema["widths"]]
+    if not kept:
+        raise ValueError(
+            f"{state} holds no checkpoint. Give the folder of one run: results/x/train/state/<fingerprint>."
+        )
+    steps = [int(records[folder]["step"]) for folder, _ in kept]
+    gammas = [power_of_width(its_width) for _, its_width in kept]
+    factors = coefficients(steps, gammas, max(steps), power_of_width(width))
+    newest = max(records)
+    with damage_as_value_error(newest, _THEN):
+        network = read_group(newest, records[newest], "network")
+    sums: dict[str, Tensor] = {}
+    for factor, (folder, its_width) in zip(factors.tolist(), kept, strict=True):
+        with damage_as_value_error(folder, _THEN):
+            weights = read_group(folder, records[folder], average_name(its_width))
+        for name, tensor in weights.items():
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
+    averaged = {name: tensor.to(network[name].dtype) for name, tensor in sums.items()}
+    return written(network | averaged, lora_of(records[newest]["identity"])), max(steps)

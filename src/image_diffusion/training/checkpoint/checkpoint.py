@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -33,10 +33,18 @@ from image_diffusion.core.files.atomic import (
 from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.out_of_resources import writing
+from image_diffusion.training.parallel.flat_parameters import Vector
+from image_diffusion.training.parallel.world import World
+
+StateDict = Mapping[str, Tensor | Vector]
+"""Tensors by name, the same in every process; and vectors by the prefix of their tensors' names."""
+Groups = dict[str, dict[str, Tensor]]
 
 FORMATS = (1, 2)
 """1: each group is a file. 2: rows of its tensors may be in files of several processes."""
 
+_PLAIN = "step", "examples_seen", "reports_due", "extra", "attempts", "split"
+"""Fields of a checkpoint in checkpoint.json."""
 _SUFFIX = ".safetensors"
 _ROWS = re.compile(r"(?P<group>.+)\.(?P<part>\d+)-of-\d+")
 
@@ -71,18 +79,62 @@ class Checkpoint:
     step: int
     examples_seen: int
     reports_due: bool
-    groups: dict[str, dict[str, Tensor]]
+    groups: Groups
     extra: dict[str, Any] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     split: str = ""
-    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    rows: Groups = field(default_factory=dict)
     part: int = 0
     parts: int = 1
+
+
+class Stateful(Protocol):
+    """Component whose state is small: each process loads all of it. Either tensors or plain data."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state. All processes call it together."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Resume from the state that `state_dict` returned."""
+        ...
+
+
+def add_tensors(group: str, state: StateDict, groups: Groups, rows: Groups) -> None:
+    """Add the tensors of a state to a group, and this process's rows of sharded tensors. All processes call it
+    together."""
+    for name, value in state.items():
+        if isinstance(value, Vector):
+            for destination, tensors in zip((groups, rows), value.layout.checkpoint_tensors(value.values), strict=True):
+                if tensors:  # no empty file
+                    destination.setdefault(group, {}).update({f"{name}{key}": part for key, part in tensors.items()})
+        else:
+            groups.setdefault(group, {})[name] = value
+
+
+def load_in_place(state: StateDict, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+    """Copy the tensors of a group from the first process into those of a state in every process. All processes call it
+    together."""
+    for name, value in state.items():
+        if isinstance(value, Vector):
+            own = None
+            if tensors is not None:
+                own = {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
+            value.layout.fill(value.values, own, world)
+        else:
+            if tensors is not None:
+                value.copy_(tensors[name])
+            world.broadcast(value)
 
 
 def folder_name(step: int) -> str:
     """Return the folder name of the checkpoint of a step."""
     return f"step-{step:07d}"
+
+
+def checkpoints_in(run: Path) -> list[Path]:
+    """Return the folders of the checkpoints of a run, oldest first."""
+    return sorted(path for path in run.glob("step-*") if path.is_dir())
 
 
 def temporary_folder(parent: Path, step: int, token: str) -> Path:
@@ -135,12 +187,7 @@ def write_checkpoint(
             part_list_path(temporary, part).unlink()
         record = {
             "format": FORMATS[bool(checkpoint.rows)],
-            "step": checkpoint.step,
-            "examples_seen": checkpoint.examples_seen,
-            "reports_due": checkpoint.reports_due,
-            "extra": checkpoint.extra,
-            "attempts": checkpoint.attempts,
-            "split": checkpoint.split,
+            **{name: getattr(checkpoint, name) for name in _PLAIN},
             "identity": identity,
             "environment": environment,
             "files": files,
@@ -161,15 +208,8 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     """Return a checkpoint and the identity of its run, after verifying every file. Raises Damaged."""
     record = read_record(folder)
     groups = dict.fromkeys(_group_of(name)[0] for name in record["files"])
-    checkpoint = Checkpoint(
-        step=record["step"],
-        examples_seen=record["examples_seen"],
-        reports_due=record["reports_due"],
-        groups={group: read_group(folder, record, group) for group in groups},
-        extra=record["extra"],
-        attempts=record.get("attempts", {}),
-        split=record.get("split", ""),
-    )
+    plain = {name: record[name] for name in _PLAIN if name in record}  # older versions have fewer
+    checkpoint = Checkpoint(groups={group: read_group(folder, record, group) for group in groups}, **plain)
     return checkpoint, record["identity"]
 
 

@@ -30,6 +30,7 @@ from image_diffusion.training.checkpoint.async_writer import Background, wait_fo
 from image_diffusion.training.checkpoint.checkpoint import (
     Checkpoint,
     Damaged,
+    checkpoints_in,
     folder_name,
     part_list_path,
     read_checkpoint,
@@ -117,10 +118,10 @@ class State(Background):
         """
         make_folder(self.folder)
         self.token = uuid.uuid4().hex
-        write_json(
-            self._root / "owner.json",
-            {"token": self.token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
-        )
+        owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
+        if job := os.environ.get("SLURM_JOB_ID"):
+            owner["slurm_job"] = job
+        write_json(self._root / "owner.json", owner)
         for left in self._root.glob("*/.*.tmp"):  # also of a run before this one
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
         for folder in (self._root, self._root.parent, self._root.parent / "raw", *self.previews.parent.glob("*")):
@@ -133,7 +134,7 @@ class State(Background):
         Raises ValueError if the checkpoint belongs to another configuration, with the keys that differ, or to another
         split into training and held-out images.
         """
-        if later := [path.name for path in self._all() if path not in self.checkpoints()]:
+        if later := [path.name for path in checkpoints_in(self.folder) if path not in self.checkpoints()]:
             log_line(
                 f"note: {self.folder} also holds {', '.join(later)}, past the {self._num_steps:,} steps asked for. "
                 f"It is kept for a longer run."
@@ -168,7 +169,7 @@ class State(Background):
         """If this run has no checkpoint, print how it differs from the last run in this root that got beyond step 0,
         and where that run is stored."""
         paths = [path for path in self._root.glob("*/step-*") if path.name != folder_name(0)]
-        if self._all() or not paths:
+        if checkpoints_in(self.folder) or not paths:
             return
         try:
             path = max(paths, key=lambda path: path.stat().st_mtime)
@@ -186,17 +187,14 @@ class State(Background):
     def check_previews(self) -> None:
         """Print which previews are damaged; nothing else reads them before the end. Without a checkpoint, remove them,
         since all are drawn again."""
-        if self._all():
+        if checkpoints_in(self.folder):
             warn_about_previews(self.previews)
         else:
             shutil.rmtree(self.previews, ignore_errors=True)
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of checkpoints, oldest first."""
-        return [path for path in self._all() if int(path.name.removeprefix("step-")) <= self._num_steps]
-
-    def _all(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+        return [path for path in checkpoints_in(self.folder) if int(path.name.removeprefix("step-")) <= self._num_steps]
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint to the host and write it in the background. Waits for the previous write.
@@ -326,8 +324,3 @@ def environment() -> dict[str, str]:
         "processes": os.environ.get("WORLD_SIZE", "1"),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _slurm_job() -> dict[str, str]:
-    job = os.environ.get("SLURM_JOB_ID")
-    return {"slurm_job": job} if job else {}

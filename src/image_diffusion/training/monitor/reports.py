@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
@@ -9,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median_low
 
+import psutil
+import torch
 import torch.distributed as dist
 
 from image_diffusion.core.files.checksums import write_listing
@@ -18,7 +21,6 @@ from image_diffusion.data.shards.loader import Examples
 from image_diffusion.training.checkpoint.manager import NullState, State
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.monitor.meter import means_of
-from image_diffusion.training.monitor.system_stats import Machine
 from image_diffusion.training.monitor.validation import validation_sums
 from image_diffusion.training.trainer import Trainer
 
@@ -213,3 +215,29 @@ class Reports:
 def _at(step: int, every: int | None, steps: int) -> bool:
     """Return True if an event at an interval of steps, and at the end, is due after this step."""
     return every is not None and step > 0 and (step % every == 0 or step == steps)
+
+
+class Machine:
+    """Load of the machine of the first process, and of this process's GPU. A reading takes microseconds. Shares of the
+    CPUs are means since the last reading."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._process = psutil.Process()
+        self._device = device
+        self.readings()  # from here on the first means are taken
+
+    def readings(self) -> dict[str, float]:
+        """Return the readings under the names that MLflow groups as system metrics."""
+        memory = psutil.virtual_memory()
+        values = {
+            "system/cpu_utilization_percentage": psutil.cpu_percent(),
+            "system/process_cpu_percentage": self._process.cpu_percent(),
+            "system/memory_usage_percentage": memory.percent,
+            "system/process_memory_gib": self._process.memory_info().rss / 2**30,
+        }
+        if self._device.type == "cuda":
+            values["system/gpu_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            with contextlib.suppress(Exception):  # the driver does not tell everywhere, and training goes on
+                values["system/gpu_utilization_percentage"] = float(torch.cuda.utilization(self._device))
+                values["system/gpu_power_usage_watts"] = torch.cuda.power_draw(self._device) / 1000
+        return values

@@ -40,15 +40,13 @@ class OptimizerConfig(Config, ABC):
 
 class Piece(NamedTuple):
     """Consecutive parameters of the flat layout, start … stop, with the same learning rate and weight decay, all
-    matrices or none. name: of the first parameter. A piece may be empty, so that the number of pieces is always the
-    same."""
+    matrices or none. name: of the first parameter. A piece may be empty, so that their number is always the same."""
 
     name: str
     start: int
     stop: int
     factor: float
     decay: float
-    is_matrix: bool
 
 
 def pieces(
@@ -75,7 +73,6 @@ def pieces(
             stop,
             factor=factors.get(name_at[start], 1.0),
             decay=decay if decay_vectors or start < flat.matrices_end else 0.0,
-            is_matrix=start < flat.matrices_end,
         )
         for start, stop in pairwise(ends)
     ]
@@ -107,13 +104,13 @@ class FlatOptimizer:
         self.steps = torch.zeros(len(cut), device=flat.values.device)
         groups: list[dict[str, Any]] = []
         states: dict[Tensor, Any] = {}
-        for i, (first, start, stop, factor, decay, is_matrix) in enumerate(cut):
+        for i, (first, start, stop, factor, decay) in enumerate(cut):
             if start == stop:
                 continue
             begin, end = flat.place(start), flat.place(stop)  # may be empty in this process; the step counts
             part = nn.Parameter(flat.values[begin:end])
             part.grad = flat.gradient[begin:end]
-            groups.append({"params": [part], "weight_decay": decay, "factor": factor, "is_matrix": is_matrix})
+            groups.append({"params": [part], "weight_decay": decay, "factor": factor})
             own = {
                 name: vector[moments[name].place(starts[name][first]) :][: end - begin]
                 for name, vector in self.moments.items()

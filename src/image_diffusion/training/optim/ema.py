@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -54,8 +54,27 @@ class RampUp(Config):
         return min(math.pow(0.5, every / (self.ratio * step)), rate)
 
 
-class ExponentialEma(Config):
+class _Ema(Config):
+    numbers: ClassVar[str]
+    """Key of the numbers of the averages."""
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Self:
+        if len(set(self.names)) < len(self.names):
+            rates = list(getattr(self, self.numbers))
+            raise ValueError(f"{rates} name an average twice: {', '.join(self.names)}. Give each once.")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the averages, in files and in the journal."""
+        return [average_name(number) for number in getattr(self, self.numbers)]
+
+
+class ExponentialEma(_Ema):
     """ema <- rate ema + (1 - rate) weights."""
+
+    numbers: ClassVar[str] = "rates"
 
     type: Literal["exponential"] = "exponential"
     """Exponential averages."""
@@ -66,16 +85,6 @@ class ExponentialEma(Config):
     """Warmup of the averages; unset: the full rate from the first step."""
     update_every: int = Field(1, gt=0)
     """Number of steps between updates of the averages."""
-
-    @model_validator(mode="after")
-    def _told_apart(self) -> ExponentialEma:
-        _check_names(self.rates)
-        return self
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the averages, in files and in the journal."""
-        return [average_name(rate) for rate in self.rates]
 
     def decays(self, step: int) -> list[float | None]:
         """Return the decay of each average in step number `step`, counted from 1; None: not updated."""
@@ -98,28 +107,20 @@ class ExponentialEma(Config):
         return round(1.0 - math.ceil(left / digit - 1e-9) * digit, 15)
 
 
-class PowerEma(Config):
+class PowerEma(_Ema):
     """Averages whose length grows with training: beta(t) = (1 - 1/t)^(gamma + 1) (Karras et al. 2024, section 3.1).
 
     From two of them in permanent checkpoints (`checkpoint.keep_every`), `python -m image_diffusion ema` reconstructs
     the average of any width after training.
     """
 
+    numbers: ClassVar[str] = "widths"
+
     type: Literal["power"] = "power"
     """Power-function averages."""
     widths: tuple[Width, ...] = Field((0.05, 0.1), min_length=1)
     """Relative widths sigma_rel of the averages. The first average is written as the weights, unless `train.weights`
     names another."""
-
-    @model_validator(mode="after")
-    def _told_apart(self) -> PowerEma:
-        _check_names(self.widths)
-        return self
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the averages, in files and in the journal."""
-        return [average_name(width) for width in self.widths]
 
     def decays(self, step: int) -> list[float | None]:
         """Return the decay of each average in step number `step`, counted from 1; 0 copies."""
@@ -129,12 +130,6 @@ class PowerEma(Config):
 def average_name(rate: float) -> str:
     """Return the name of the average of a rate or a width."""
     return f"ema-{rate:g}"
-
-
-def _check_names(rates: tuple[float, ...]) -> None:
-    names = [average_name(rate) for rate in rates]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{list(rates)} name an average twice: {', '.join(names)}. Give each once.")
 
 
 Ema = Annotated[ExponentialEma | PowerEma, Field(discriminator="type")]

@@ -17,12 +17,7 @@ from image_diffusion.training.parallel.world import World
 
 Name = Literal["float32", "bf16", "fp16"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def dtype_of(name: Name) -> torch.dtype:
-    """Return the dtype of a precision."""
-    return _DTYPES.get(name, torch.float32)
+DTYPES: dict[Name, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -35,7 +30,7 @@ class Precision:
     """
 
     def __init__(self, name: Name, device: torch.device, sees_all: bool = True, keeps_weights: bool = True) -> None:
-        self.dtype = dtype_of(name)
+        self.dtype = DTYPES[name]
         self._device, self._caches = device, keeps_weights and _cache_keeps_gradients()
         kind = torch.amp.GradScaler if sees_all else _Agreeing
         self.scaler = kind(device.type, enabled=name == "fp16")

@@ -65,7 +65,9 @@ class SharedGradient:
             losses.append(losses_of(part, self._world.rank + self._world.size * i))
             last = i + 1 == len(parts)
             self._flat.before_pass(last)
-            self._arm(last)
+            self._armed, self._next = last, 0
+            for piece in self._pieces:
+                piece.missing = piece.num_parameters
             self._scale(losses[-1].loss.sum() / self._global_batch).backward()
         self._flat.finish()
         self._launch(everything=True)
@@ -74,11 +76,6 @@ class SharedGradient:
                 work.wait()
         self._running.clear()
         return joined(losses)
-
-    def _arm(self, armed: bool) -> None:
-        self._armed, self._next = armed, 0
-        for piece in self._pieces:
-            piece.missing = piece.num_parameters
 
     def _ready(self, piece: _Piece, _: Tensor) -> None:
         piece.missing -= 1

@@ -21,7 +21,7 @@ from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import bytes_on_other_processes
+from image_diffusion.training.flops import bytes_on_other_processes
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
 from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
@@ -164,12 +164,6 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.resolve().parents) if path.exists())
 
 
-def _train(trainer: Trainer, world: World, start: int, stop: int) -> None:
-    trainer.config = trainer.config.model_copy(update={"steps": stop, "log_every_steps": stop})
-    stop_signal = Stop(world, None)
-    train(trainer, Reports(trainer, stop_signal, start), stop_signal, start)  # its log line waits for the device
-
-
 def _steps(trainer: Trainer, world: World, last: int, steps: int, until: Deadline) -> tuple[float, int]:
     """Return the seconds of a step, and the number of timed steps: `steps` from the middle of the training, fewer if
     time is short, or a warmup step if no time is left. The first and the last step warm up (a second step can still
@@ -177,7 +171,9 @@ def _steps(trainer: Trainer, world: World, last: int, steps: int, until: Deadlin
 
     def timed(start: int, stop: int) -> float:
         started = time.perf_counter()
-        _train(trainer, world, start, stop)
+        trainer.config = trainer.config.model_copy(update={"steps": stop, "log_every_steps": stop})
+        signals = Stop(world, None)
+        train(trainer, Reports(trainer, signals, start), signals, start)  # its log line waits for the device
         return (time.perf_counter() - started) / (stop - start)
 
     step_s = timed(0, 1)
@@ -200,14 +196,14 @@ def _passes(
             seconds[precision] = reckoned_s
             not_measured.append(precision or "the training's")
         else:
-            seconds[precision] = (
-                _pass(trainer, world, precision, until) if precision else _evaluation(trainer, world, until)
-            )
+            seconds[precision] = _pass(trainer, world, precision, until)
     return seconds, tuple(not_measured)
 
 
-def _pass(trainer: Trainer, world: World, precision: SampledIn, until: Deadline) -> float:
-    """Return the seconds of one image in a forward pass in another precision."""
+def _pass(trainer: Trainer, world: World, precision: SampledIn | None, until: Deadline) -> float:
+    """Return the seconds of one image in a forward pass in a precision; None: the training's."""
+    if precision is None:
+        return _evaluation(trainer, world, until)
     trained_in = trainer.precision
     trainer.precision = Precision("bf16" if precision == "bf16" else "float32", world.device)
     try:
@@ -240,16 +236,11 @@ def _memory(device: torch.device, checkpoint: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(torch.cuda.max_memory_reserved(device)) + total - free - torch.cuda.memory_reserved(device)
-    return _most_in_use() + checkpoint
-
-
-def _most_in_use() -> int:
-    """Return the peak memory of this process in bytes."""
     status = Path("/proc/self/status")
     if status.exists():  # Linux: of this program alone, where getrusage also counts what started it
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return 1024 * int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+        return 1024 * int(line.split()[1]) + checkpoint
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + checkpoint  # macOS: bytes
 
 
 def _checkpoints_at_most(config: TrainConfig) -> int:

@@ -1,1 +1,0 @@
-"""Fine-tuning: LoRA and groups of parameters."""

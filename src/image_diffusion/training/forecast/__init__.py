@@ -1,1 +1,0 @@
-"""Estimates of a training's time and memory."""
