@@ -98,6 +98,11 @@ GOOD = {"train": {"steps": 3}}
         ),
         (None, "the file is empty, but a section is expected, with keys such as train, slow, shape, shapes."),
         ({"train": {"steps": 1, "mode": "fsat"}}, "Unknown train.mode 'fsat'. Known: fast or exact."),
+        ({"train": {"steps": True}}, "train.steps is 'true': input should be a valid integer"),
+        (
+            {**GOOD, "shape": {"type": "circle", "radius": False}},
+            "shape.radius is 'false': input should be a valid number",
+        ),
     ],
 )
 def test_each_mistake_is_reported_with_its_message(data: object, message: str) -> None:
