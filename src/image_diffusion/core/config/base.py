@@ -139,7 +139,10 @@ def read_yaml(path: Path) -> Any:
         return yaml12.from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.{_files_beside(path)}") from None
-    except ValueError as error:  # bytes that are no text, too
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path} is not valid YAML: line {line} is not UTF-8 text; save the file in UTF-8.") from None
+    except ValueError as error:
         raise ValueError(f"{path} is not valid YAML: {error}.") from None
 
 
