@@ -40,6 +40,7 @@ class Outer(Config):
     slow: Deeper = Deeper()
     shape: Annotated[Circle | Square, Field(discriminator="type")] = Circle()
     shapes: list[Annotated[Circle | Square, Field(discriminator="type")]] = Field(default_factory=list)
+    pair: tuple[int, ...] = ()
 
 
 class Named(Config):
@@ -98,6 +99,12 @@ GOOD = {"train": {"steps": 3}}
         ),
         (None, "the file is empty, but a section is expected, with keys such as train, slow, shape, shapes."),
         ({"train": {"steps": 1, "mode": "fsat"}}, "Unknown train.mode 'fsat'. Known: fast or exact."),
+        ({"pair": 3, **GOOD}, "pair is 3: input should be a valid list."),
+        ({"train": {"steps": True}}, "train.steps is 'true': input should be a valid integer"),
+        (
+            {**GOOD, "shape": {"type": "circle", "radius": False}},
+            "shape.radius is 'false': input should be a valid number",
+        ),
     ],
 )
 def test_each_mistake_is_reported_with_its_message(data: object, message: str) -> None:
@@ -151,10 +158,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
         ("train:\n  steps: 1\n\tmode: fast\n", "line 3 begins with a tab; indent with spaces."),
         ("train: a: b", "line 1, column 9: mapping values are not allowed here."),
         ("train: \x00", "unacceptable character"),
+        (b"train:\n  mode: f\xe4st\n", "line 2 is not UTF-8 text; save the file in UTF-8."),
     ],
 )
-def test_yaml_syntax_errors_are_reported_with_line_numbers(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "config.yaml").write_text(text)
+def test_yaml_syntax_errors_are_reported_with_line_numbers(tmp_path: Path, text: str | bytes, message: str) -> None:
+    (tmp_path / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError) as caught:
         load(Outer, tmp_path / "config.yaml")
     assert message in str(caught.value)

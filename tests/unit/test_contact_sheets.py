@@ -77,3 +77,9 @@ def test_grid_equals_torchvision_make_grid(channels: int, count: int, columns: i
 )
 def test_grid_is_nearly_square_with_one_class_per_column(images: int, classes: int, columns: int) -> None:
     assert grid_columns(images, classes) == columns
+
+
+def test_pictures_show_letters_of_other_languages() -> None:
+    images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    first, second = (image_grid(images, 1, titles=[text]).tobytes() for text in ("B\u00e4ume", "B\u20acume"))
+    assert first != second  # a font without these letters draws the same box for both

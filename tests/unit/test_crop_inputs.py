@@ -148,6 +148,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "half a tiff": (encoded(RGB, "tiff")[:200], "damaged"),
     "a png with a flipped bit": (encoded(RGB, "png")[:60] + b"\xff" + encoded(RGB, "png")[61:], "damaged"),
     "zeros": (bytes(1000), "not an image"),
+    "photograph of a phone": (b"\0\0\0\x18ftypheic" + bytes(100), r"a format that is not read \(HEIC\); known: JPEG"),
     "32-bit float tiff": (encoded(Image.fromarray(np.ones((40, 48), np.float32)), "tiff"), "32-bit floating-point"),
     "32-bit integer tiff": (encoded(Image.fromarray(np.ones((40, 48), np.int32)), "tiff"), "32-bit integer"),
     "a bomb of 50,000 x 50,000 pixels": (png_of_size(50_000, 50_000, bytes(10_000_000)), "too large: 50000 x 50000"),

@@ -228,3 +228,11 @@ def test_samples_without_classes_or_prompts_cannot_be_guided(scripts: ModuleType
 def test_metrics_are_shown_by_name_and_key(scripts: ModuleType) -> None:
     named = sys.modules["pages"].metric("inpipe_fd")
     assert ">Fr\u00e9chet distance</abbr>" in named and '<small class="key">inpipe_fd</small>' in named
+
+
+def test_energy_is_shown_only_for_a_training_without_a_pause(scripts: ModuleType, tmp_path: Path) -> None:
+    for step in (1, 2):  # any time may pass between the two attempts
+        with Journal.open(tmp_path, "train", step - 1 or None, {"fingerprint": "a"}) as journal:
+            journal.metrics({"system/gpu_power_usage_watts": 400.0}, step=step)
+        shown = scripts.facts(scripts.read_journal(tmp_path / "train"), "0:10:00")
+        assert list(shown) == (["energy of one GPU", "training time"] if step == 1 else ["training time"])

@@ -68,3 +68,13 @@ def test_project_that_cannot_name_a_folder_is_refused(folder: Path, project: str
         f"{folder}/config.yaml: tracking.project: '{project}' is not valid. The MLflow experiment that holds the runs: "
         "at most 80 characters, and not only dots."
     )
+
+
+@pytest.mark.parametrize("name", ["a b", "-x", "../x", "datasets", "studies", "summary.html"])
+def test_names_that_cannot_be_folders_of_results_are_refused(folder: Path, name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(folder, {"experiments": [name]})
+    assert str(caught.value) == (
+        f"{folder}/config.yaml: experiments.0: '{name}' is not valid. A name has letters, digits, dots, hyphens and "
+        "underscores, begins with a letter or digit, and is not datasets, studies or summary.html."
+    )

@@ -142,3 +142,10 @@ def test_run_ends_with_paths_to_its_results(tmp_path: Path) -> None:
     assert str(tmp_path / "summary.html") not in places(study, tmp_path, "sqlite:///mlflow.db").splitlines()
     both = replace(study, requested=("one",))
     assert str(tmp_path / "summary.html") in places(both, tmp_path, "sqlite:///mlflow.db").splitlines()
+
+
+def test_a_single_job_is_in_the_singular(logger: logging.Logger) -> None:
+    (handler,) = logger.handlers
+    assert use_brief_output(settings())
+    logger.info("Job stats:", extra={"event": LogEvent.RUN_INFO, "stats": {"train": 1, "total": 1}})
+    assert "1 job, which logs to logs/" in handler.stream.getvalue()  # type: ignore[attr-defined]

@@ -53,8 +53,8 @@ PICTURES = {
     "evaluation/similarities.png": "Predicted and real image embeddings",
 }
 NOTES = {
-    "samples/steps.png": "The noise, and what the network predicts while it becomes an image: a row a seed.",
-    "evaluation/nearest.png": "A row each: the sample that is nearest to a training image, and the nearest of these.",
+    "samples/steps.png": "The noise, and what the network predicts while it becomes an image. Each row is a seed.",
+    "evaluation/nearest.png": "Each row: a sample and its nearest training images. The nearest samples come first.",
 }
 SECTIONS = {"train": "Loss", "validation": "Validation", "preview": "Previews", "speed": "Speed", "system": "Machine"}
 
@@ -152,7 +152,7 @@ def proposals(
         yield f"The previews were still improving at the end.{anew}", f"train: {{steps: {2 * steps}}}"
     drops_labels = model["system"].get("objective", {}).get("label_drop_probability", 0) > 0
     if not (experiment / "sweep").is_dir() and judged["can_guide"] and drops_labels:
-        yield "Other settings of sampling were not tried.", "sweep: {guidance_scale: [1, 1.5, 2, 4]}"
+        yield "Other sampling settings were not tried.", "sweep: {guidance_scale: [1, 1.5, 2, 4]}"
     few = [entry["n"] for entry in metrics.values() if str(entry["note"]).startswith(("biased", "no interval"))]
     if few and (experiment / "config" / "sample.yaml").is_file():  # a codec draws no samples
         yield f"{min(few):,} samples are few for these metrics.", f"sample: {{num_samples: {10 * min(few)}}}"
@@ -178,11 +178,11 @@ def facts(history: History | None, time: str | None) -> dict[str, object]:
     values: dict[str, object] = {}
     if history is not None:
         power = history.series("system/gpu_power_usage_watts")[1]
-        if power and history.ended:
+        if power and history.ended and len(history.starts) == 1:  # the pauses between attempts take no energy
             watts = sum(power) / len(power)
-            values["energy of the GPU"] = f"{watts * (history.ended - history.starts[0]) / 3.6e9:.3g} kWh"
+            values["energy of one GPU"] = f"{watts * (history.ended - history.starts[0]) / 3.6e9:.3g} kWh"
     if time is not None:
-        values["time of train"] = time
+        values["training time"] = time
     return values
 
 

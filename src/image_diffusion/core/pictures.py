@@ -68,16 +68,24 @@ def _titled(images: Tensor, columns: int, titles: list[str]) -> Image.Image:
     pictures = [image_grid(image[None], 1) for image in images]
     width, height = pictures[0].size
     wide = max(width, _TITLED)
-    lines = [textwrap.wrap(title, max(1, wide // _LETTER))[:_LINES] for title in titles]
+    lines = [textwrap.wrap(title, max(6, wide // _LETTER), max_lines=_LINES, placeholder=" …") for title in titles]
     below = _LINE * max(map(len, lines)) + _GAP
     rows = -(-len(pictures) // columns)
     canvas = Image.new("RGB", (columns * (wide + _GAP), rows * (height + below)), "white")
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_LINE - 5)
+    draw, font = ImageDraw.Draw(canvas), font_of(_LINE - 5)
     for i, (picture, title) in enumerate(zip(pictures, lines, strict=True)):
         x, y = (i % columns) * (wide + _GAP), (i // columns) * (height + below)
         canvas.paste(picture.convert("RGB"), (x + (wide - width) // 2, y))
         draw.multiline_text((x + wide // 2, y + height), "\n".join(title), "black", font, "ma", align="center")
     return canvas
+
+
+def font_of(size: int) -> ImageFont.FreeTypeFont:
+    """Return the font of texts in pictures, DejaVu Sans of matplotlib: Pillow's own has only the letters of ASCII.
+    size: in pixels."""
+    from matplotlib import get_data_path
+
+    return ImageFont.truetype(str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:

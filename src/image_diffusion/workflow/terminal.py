@@ -69,7 +69,8 @@ class BriefHandler(logging.Handler):
         if event == "RUN_INFO":
             self._num_jobs = values.stats["total"]
             several = [f"{rule} {count}" for rule, count in values.stats.items() if count > 1 and rule != "total"]
-            return "\n".join([f"{self._num_jobs} jobs, which log to logs/", *several])
+            jobs = "1 job, which logs" if self._num_jobs == 1 else f"{self._num_jobs} jobs, which log"
+            return "\n".join([f"{jobs} to logs/", *several])
         if event == "JOB_INFO":
             name = values.log[0].removeprefix("logs/").removesuffix(".log") if values.log else values.rule_name
             if title := self.titles.get(name.partition("/")[0]):

@@ -52,7 +52,10 @@ class Config(BaseModel):
         if not isinstance(data, dict):
             return data
         fields = cls.model_fields
-        return {key: merged(fields[key].default, value) if key in fields else value for key, value in data.items()}
+        return {
+            key: merged(fields[key].default, _word(value, fields[key].annotation)) if key in fields else value
+            for key, value in data.items()
+        }
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
@@ -64,6 +67,17 @@ class Config(BaseModel):
         for name, about in _sentences(cls).items():
             properties[cls.model_fields[name].alias or name]["description"] = about
         return schema
+
+
+def _word(value: Any, annotation: Any) -> Any:
+    """Return true or false as a word if the field takes a number and no boolean: pydantic reads them as 1 and 0."""
+    number = isinstance(value, bool) and _takes(annotation, int, float) and not _takes(annotation, bool, Any)
+    return str(value).lower() if number else value
+
+
+def _takes(annotation: Any, *kinds: Any) -> bool:
+    """Return True if one of the kinds occurs in an annotation."""
+    return annotation in kinds or any(_takes(part, *kinds) for part in typing.get_args(annotation))
 
 
 class Sparse(Config):
@@ -127,7 +141,10 @@ def read_yaml(path: Path) -> Any:
         return yaml12.from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.{_files_beside(path)}") from None
-    except ValueError as error:  # bytes that are no text, too
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path} is not valid YAML: line {line} is not UTF-8 text; save the file in UTF-8.") from None
+    except ValueError as error:
         raise ValueError(f"{path} is not valid YAML: {error}.") from None
 
 

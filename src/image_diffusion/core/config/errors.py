@@ -32,6 +32,8 @@ def sentence(problem: Any, kind: Any, data: Any) -> str:
             return f"{key}.{by} is required. Known: {', '.join(_tags(_models_at(kind, data, location), by))}."
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"{key} is {_section_expected(problem['input'], _models_at(kind, data, location), location)}"
+        case "tuple_type":
+            return f"{key} is {problem['input']!r}: input should be a valid list."
         case "literal_error":
             return f"Unknown {key} '{problem['input']}'. Known: {problem['ctx']['expected'].replace(chr(39), '')}."
         case "value_error":

@@ -38,6 +38,9 @@ FORMATS = (
 )  # fmt: skip
 """Formats that are read, by Pillow's names: all of them decode without running another program. JPEG includes MPO."""
 
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+"""Brands in the header of HEIC files, as phones write them. Pillow recognises the last two as AVIF, too."""
+
 READER = 2
 """Version of the reader of files. Shards of an earlier version are cropped again."""
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
@@ -151,6 +154,8 @@ def _not_read(data: bytes) -> str:
         with Image.open(io.BytesIO(data)) as image:  # of any format; nothing is decoded
             return f"a format that is not read ({image.format}); known: {', '.join(FORMATS)}"
     except Exception:
+        if data[4:8] == b"ftyp" and data[8:12] in _HEIC:
+            return f"a format that is not read (HEIC); known: {', '.join(FORMATS)}"
         return f"not an image: it starts with {data[:8]!r}"
 
 

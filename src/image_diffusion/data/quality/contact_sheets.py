@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from image_diffusion.core.files.atomic import atomic_write, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.levels import Levels
-from image_diffusion.core.pictures import as_pictures, new_figure, save_figure
+from image_diffusion.core.pictures import as_pictures, font_of, new_figure, save_figure
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.data.shards.records import ShardRecord
 
@@ -151,7 +151,7 @@ def _write_sheet(rows: list[tuple[str, list[NDArray[Any]]]], tile: int, path: Pa
     height = sum(tile + gap + (_LINE if title else 0) for title, _ in rows)
     width = max([1, *(len(images) for _, images in rows)]) * (tile + gap)
     sheet = Image.new("RGB", (width, max(height, 1)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_LINE - 3)
+    draw, font = ImageDraw.Draw(sheet), font_of(_LINE - 3)
     top = 0
     for title, images in rows:
         if title:
