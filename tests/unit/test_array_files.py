@@ -22,7 +22,7 @@ from image_diffusion.core.files.tiff import write_tiff
 from image_diffusion.core.levels import Levels
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Undecided
-from image_diffusion.data.crop.arrays import Arrays, read_array
+from image_diffusion.data.crop.arrays import Arrays, crops_of_array, read_array
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import open_shards
@@ -374,3 +374,17 @@ def test_files_of_mixed_dtypes_keep_their_values(tmp_path: Path) -> None:
     crop_dataset(config(source=source, resolution=20, num_shards=1), tmp_path / "out")
     crops = open_shards(tmp_path / "out", "train").gather(np.arange(4))
     assert crops.unique(dim=0).shape[0] == 1 and crops.to(torch.int32).max() == (STACK[0] % 200)[:, 2:22].max()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32"])
+@pytest.mark.parametrize("crop", ["adm", "resize", "random_resized"])
+def test_crops_of_every_dtype_are_computed_in_float32(dtype: str, crop: str) -> None:
+    numbers = np.random.default_rng(5).integers(0, 256, (77, 91)).astype(dtype)
+    settings = config(dtype=dtype, crop={"type": crop})
+    image = Image.fromarray(numbers.astype(np.float32))
+    with quiet_pillow():
+        crops = crops_of_array(numbers[None], settings, b"seed")
+        expected = settings.crop.crops(image, settings.size, (0, 0, 0), b"seed")
+    for pixels, view in zip(crops, expected, strict=True):
+        view = view.clip(numbers.min(), numbers.max())
+        assert np.array_equal(pixels[0], (view if dtype == "float32" else np.rint(view)).astype(dtype))

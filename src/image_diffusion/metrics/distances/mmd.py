@@ -78,13 +78,13 @@ def cmmd(features: Tensor, reference: Tensor) -> Estimate:
     """Return CMMD between [N, D] and [M, D], normalized to norm 1; its interval leaves out a block of samples at a
     time."""
     x, y = (F.normalize(rows.to(torch.float64), dim=1) for rows in (features, reference))
-    return kernel_distance(x, y, lambda a, b: _CMMD_SCALE * gaussian_kernel(a, b, _CMMD_SIGMA))
+    return kernel_distance(x, y, lambda a, b: gaussian_kernel(a, b, _CMMD_SIGMA).mul_(_CMMD_SCALE))
 
 
 def gaussian_kernel(x: Tensor, y: Tensor, sigma: float) -> Tensor:
     """Return exp(-|x_i - y_j|² / (2 sigma²)), [N, M], in the precision of x and y."""
-    squared = x.square().sum(dim=1, keepdim=True) + y.square().sum(dim=1) - 2 * x @ y.T
-    return torch.exp(-squared.clamp(min=0) / (2 * sigma**2))
+    squared = (x.square().sum(dim=1, keepdim=True) + y.square().sum(dim=1)).sub_(2 * x @ y.T)
+    return squared.clamp_(min=0).neg_().div_(2 * sigma**2).exp_()
 
 
 def _distance(inner: Tensor, among: Tensor, outer: Tensor, n: int, m: int) -> float:

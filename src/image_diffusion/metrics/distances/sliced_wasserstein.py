@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, too_few
@@ -36,8 +37,8 @@ def monge_distance(features: Tensor, reference: Tensor) -> Estimate:
         if len(along) == 1 and not few:
             of_block, of_reference_block = block_of_each(n)[order], block_of_each(m)[reference_order]
             for b in range(NUM_BLOCKS):
-                left_out[b] = _squared(x[of_block != b].view(len(some), -1), y).mean() - along[0]
-                remaining = y[of_reference_block != b].view(len(some), -1)
+                left_out[b] = _squared(x.masked_select(of_block != b).view(len(some), -1), y).mean() - along[0]
+                remaining = y.masked_select(of_reference_block != b).view(len(some), -1)
                 reference_left_out[b] = _squared(x, remaining).mean() - along[0]
     value = 3 * dimension * float(np.mean(along))
     if few:
@@ -58,14 +59,14 @@ def _squared(x: Tensor, y: Tensor) -> Tensor:
     """Return W₂² of rows [R, N] and [R, M] of sorted numbers, [R]: the integral of their squared difference over
     quantiles."""
     first, second, share = _quantiles(x.shape[1], y.shape[1])
-    return (x[:, first] - y[:, second]).square() @ share
+    difference = torch.from_numpy(x.numpy().take(first, axis=1) - y.numpy().take(second, axis=1))  # a third of the time
+    return difference.square() @ share
 
 
 @cache
-def _quantiles(n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
+def _quantiles(n: int, m: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor]:
     """Return the pieces on which the quantile functions of n and m sorted numbers are constant: the index in each, and
     the length."""
     ends = np.union1d(np.arange(1, n + 1) * m, np.arange(1, m + 1) * n)  # in units of 1 / nm, so exact
     starts = np.concatenate([[0], ends[:-1]])
-    first, second, share = (torch.from_numpy(array) for array in (starts // m, starts // n, (ends - starts) / (n * m)))
-    return first, second, share
+    return starts // m, starts // n, torch.from_numpy((ends - starts) / (n * m))
