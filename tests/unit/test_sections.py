@@ -333,3 +333,14 @@ def test_numbers_that_overflow_in_float32_are_rejected(sections: dict[str, Any],
 def test_empty_sweep_is_rejected(tmp_path: Path) -> None:
     message = told(tmp_path, DIT | {"sweep": {}})
     assert "mine.yaml: sweep is empty. Name the values to vary" in message
+
+
+@pytest.mark.parametrize(
+    ("train", "key"), [({"weights": "best"}, "weights is best"), ({"patience": 0.2}, "patience is set")]
+)
+def test_settings_that_need_held_out_images_are_rejected_without_any(
+    train: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    sections = DIT | {"train": {"steps": 1, "validate_every_steps": 1} | train}
+    assert f"train.{key}, but no images are held out" in told(tmp_path, sections)
+    assert told(tmp_path, sections | {"data": DATA | {"validation_fraction": 0.2}}) == ""

@@ -317,6 +317,8 @@ def test_effective_number_counts_distinct_images() -> None:
     lone = effective_number(100 * torch.eye(150, dtype=torch.float64), 1.0)
     assert math.isnan(lone.value) and "no two images are alike" in lone.note
     assert math.isnan(effective_number(each[:1], 1.0).value)
+    distant = effective_number(4 * torch.eye(8, dtype=torch.float64), 1.0)  # k² is exp(-32): 8e13 is no measurement
+    assert math.isnan(distant.value) and "no two images are alike" in distant.note
 
 
 def test_effective_number_intervals_cover_the_true_value() -> None:

@@ -121,8 +121,8 @@ def effective_number(features: Tensor, sigma: float) -> Estimate:
     converge with finite samples?").
 
     A set of m equally frequent images that have nothing in common has m; identical images have 1. features: float32 [N,
-    D]. sigma: the bandwidth, in units of the features; the interval assumes it is exact. NaN if no two images are
-    similar, which means only that the number is large.
+    D]. sigma: the bandwidth, in units of the features; the interval assumes it is exact. NaN if all pairs together are
+    less similar than one pair of equal images, which means only that the number is large.
     """
     n = len(features)
     if n < 2 or not sigma > 0:
@@ -136,7 +136,7 @@ def effective_number(features: Tensor, sigma: float) -> Estimate:
         of_rows = torch.zeros(len(places), NUM_BLOCKS, dtype=torch.float64).index_add_(1, block, similar)
         sums.index_add_(0, block[places], of_rows)
     total = float(sums.sum())
-    if total == 0:
+    if total < 1:
         return Estimate(math.nan, n, note="not measured: no two images are alike")
     value = n * (n - 1) / total
     if few := too_few(n):
