@@ -206,7 +206,7 @@ def test_copies_warning_names_the_file_to_check(num_images: int, where: str) -> 
 def test_few_images_use_augmentation_best_weights_and_a_warning() -> None:
     _, experiment = proposed(replace(FEW, num_images=200), "10min")  # seen 600 times
     assert experiment.train.augment is not None
-    assert (experiment.train.augment.probability, experiment.train.augment.until) == (0.25, 0.9)
+    assert (experiment.train.augment.probability, experiment.train.augment.until) == (0.25, 0.75)
     assert experiment.train.weights == "best"
     few, experiment = proposed(FEW, "10min")  # fewer passes
     assert experiment.train.augment is not None and experiment.train.augment.probability == 0

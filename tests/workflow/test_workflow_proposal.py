@@ -45,7 +45,7 @@ def test_proposed_experiment_trains_samples_and_is_evaluated(tmp_path: Path) -> 
     assert proposed["train"]["steps"] >= 200
     # The speed of the machine decides how often each of the 48 images is seen, and so the augmentation against copies.
     passes = proposed["train"]["steps"] * proposed["train"]["global_batch"] / 48
-    augment = {"probability": 0.25, "until": 0.9} if passes >= 600 else {"probability": 0}
+    augment = {"probability": 0.25} if passes >= 600 else {"probability": 0}
     assert proposed["train"]["augment"] == augment
     assert proposed["train"].get("weights") == ("best" if passes >= 100 else None)
     # The same file with fewer steps, so that the test is short.

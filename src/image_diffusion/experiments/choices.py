@@ -34,7 +34,7 @@ from image_diffusion.metrics.features.classifier import FEATURES
 _WATCHED_PASSES, AUGMENTED_PASSES = 100, 600
 """Minimum numbers of passes over the images for keeping the best weights and for augmentation: with 500 images,
 augmentation lowered the distance at 640 passes, but not at 384 (docs/choosing.md)."""
-_AUGMENT = {"probability": 0.25, "until": 0.9}
+_AUGMENT = {"probability": 0.25}
 """Twice EDM's probability of 0.12; with 500 images, that halved the number of copies (docs/choosing.md)."""
 _INTERVAL_SAMPLES = SAMPLES_PER_DIMENSION * FEATURES
 """Minimum number of samples for an interval of the distance between features of the built-in classifier."""
@@ -235,9 +235,7 @@ def _augment(passes: float, on: Literal["pixels", "latents"]) -> Choice:
     if on == "latents" or passes < AUGMENTED_PASSES:
         reason = f"mirroring alone{', as latents allow no more' * (on == 'latents')}; a condition of the network"
         return Choice("augment", {"probability": 0}, reason)
-    return Choice(
-        "augment", _AUGMENT, f"{AUGMENTED_PASSES} passes or more: twice as often as EDM, in nine tenths of the steps"
-    )
+    return Choice("augment", _AUGMENT, f"{AUGMENTED_PASSES} passes or more: twice as often as EDM")
 
 
 def _optimizer(design: Design) -> Choice:
