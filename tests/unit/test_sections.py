@@ -330,11 +330,6 @@ def test_numbers_that_overflow_in_float32_are_rejected(sections: dict[str, Any],
     assert message in told(tmp_path, sections)
 
 
-def test_empty_sweep_is_rejected(tmp_path: Path) -> None:
-    message = told(tmp_path, DIT | {"sweep": {}})
-    assert "mine.yaml: sweep is empty. Name the values to vary" in message
-
-
 @pytest.mark.parametrize(
     ("train", "key"), [({"weights": "best"}, "weights is best"), ({"patience": 0.2}, "patience is set")]
 )

@@ -314,10 +314,6 @@ def parse_experiment(raw: Any, where: str) -> Experiment:
             f"{where}: train.seeds is a study now. Leave it out, write config/studies/NAME.yaml with base and seeds: "
             f"{train['seeds']}, and start snakemake --config study=NAME."
         )
-    if sections.get("sweep") == {}:
-        raise ValueError(
-            f"{where}: sweep is empty. Name the values to vary, as sweep: {{guidance_scale: [1, 2]}}, or leave it out."
-        )
     wanted = system.get("type") if isinstance(system, dict) else None
     kind = next((experiment_of(kind) for kind in SYSTEMS if name_of(kind) == wanted), Experiment)
     experiment: Experiment = parse(kind, raw, where)
