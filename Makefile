@@ -111,17 +111,17 @@ ui: .venv/.ready ## review every run in MLflow
 	sh workflow/scripts/ui.sh
 
 lock: .venv/.ready ## pin the newest packages that envs/requirements.in and the optional extras allow
-	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
+	uv pip compile --python-version 3.11 --upgrade --generate-hashes --no-header --no-annotate --quiet \
 		--output-file envs/requirements.lock envs/requirements.in
 	sed --in-place '1i # Made by `make lock` from envs/requirements.in: every package the project uses, pinned, with hashes.' \
 		envs/requirements.lock
-	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
+	uv pip compile --python-version 3.11 --upgrade --generate-hashes --no-header --no-annotate --quiet \
 		--all-extras --constraint envs/requirements.lock \
 		$$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' envs/requirements.lock) \
 		--output-file envs/extras.lock pyproject.toml
 	sed --in-place '1i # Made by `make lock` from the extras of pyproject.toml: what they add to requirements.lock.' \
 		envs/extras.lock
-	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
+	uv pip compile --python-version 3.11 --upgrade --generate-hashes --no-header --no-annotate --quiet \
 		--constraint <(sed -n 's/^\(torch\|torchvision\|pillow\)==\([^ ]*\).*/\1==\2/p' envs/requirements.lock) \
 		--output-file envs/peers.lock envs/peers.in
 	sed --in-place '1i # Made by `make lock` from envs/peers.in: what `make peers` measures the project beside, in an environment of its own.' \
