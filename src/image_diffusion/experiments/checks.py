@@ -20,7 +20,6 @@ from image_diffusion.systems.base import (
     spec_of,
 )
 from image_diffusion.systems.pairs.numbers import LABEL
-from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import check_tuning
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}
@@ -49,7 +48,7 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     learns_images = bool(experiment.system.joined_kinds) or not experiment.pair_sets  # pairs have splits of their own
     if learns_images and not experiment.data.has_validation:
-        check_unvalidated(experiment.train)
+        check_unvalidated(experiment.train.weights, experiment.train.patience)
     experiment.system.check(experiment, others)
     if isinstance(experiment.evaluate, EvaluateConfig):
         check_evaluate(experiment)
@@ -63,9 +62,9 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         check_tuning(network, experiment.train)
 
 
-def check_unvalidated(train: TrainConfig) -> None:
+def check_unvalidated(weights: str | float, patience: float | None) -> None:
     """Raise ValueError for settings that compare losses of held-out images."""
-    for key, is_set in (("weights is best", train.weights == "best"), ("patience is set", train.patience is not None)):
+    for key, is_set in (("weights is best", weights == "best"), ("patience is set", patience is not None)):
         if is_set:
             raise ValueError(
                 f"train.{key}, but no images are held out to measure the loss. Set data.validation_fraction: 0.1, or "
