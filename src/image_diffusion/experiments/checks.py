@@ -46,15 +46,15 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         check_imported(experiment, experiment.data.source)
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
-    learns_images = bool(experiment.system.joined_kinds) or not experiment.pair_sets  # pairs have splits of their own
-    if learns_images and not experiment.data.has_validation:
-        check_unvalidated(experiment.train.weights, experiment.train.patience)
     experiment.system.check(experiment, others)
     if isinstance(experiment.evaluate, EvaluateConfig):
         check_evaluate(experiment)
     check_export(experiment, others)
     if experiment.synthesize is not None:
         check_synthesize(experiment)
+    learns_images = bool(experiment.system.joined_kinds) or not experiment.pair_sets  # pairs have splits of their own
+    if learns_images and not experiment.data.has_validation:
+        check_unvalidated(experiment.train.weights, experiment.train.patience)
     if experiment.train.checks_network:
         spec = spec_of(experiment, others.codec)
         with shapes_only():
