@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -32,8 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = "from setuptools.build_meta import build_sdist; build_sdist('..')"
     subprocess.run([sys.executable, "-c", build], cwd=folder / "clone", check=True, capture_output=True)
     (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder / "unpacked", filter="data")
+    shutil.unpack_archive(archive, folder / "unpacked")
     (source,) = (folder / "unpacked").iterdir()
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", folder / "installed", source], check=True, capture_output=True)
