@@ -23,8 +23,8 @@ from browser import CHROMIUM, Browser
 from PIL import Image
 
 from image_diffusion.core.files.atomic import read_json, write_json
+from image_diffusion.core.files.checksums import manifest_digest
 from image_diffusion.core.journal.writer import Journal
-from image_diffusion.data.shards.records import content_digest
 from image_diffusion.tracking.connection import LINK
 from image_diffusion.tracking.plan import Request
 from tiny_models import write_model
@@ -47,7 +47,7 @@ def make_experiment(results: Path, name: str, decay: float) -> Path:
     """Write an experiment with curves, grids with less and less noise, system metrics, weights and an evaluation."""
     experiment, rng = results / name, np.random.default_rng(0)
     (experiment / "train").mkdir(parents=True)
-    with Journal.open(experiment / "journal", "train", tags={"manifest_digest": content_digest(MANIFEST)}) as journal:
+    with Journal.open(experiment / "journal", "train", tags={"manifest_digest": manifest_digest(MANIFEST)}) as journal:
         journal.params({"train": {"steps": 400, "lr": decay}, "network": {"type": "dit", "depth": 4}})
         for step in range(1, 401):
             loss = 0.1 + np.exp(-decay * step) + 0.02 * rng.normal()

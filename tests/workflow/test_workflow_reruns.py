@@ -75,6 +75,22 @@ def test_one_more_image_reruns_everything(finished: Project) -> None:
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
 
 
+def test_data_that_a_slow_clock_dates_before_their_results_still_rerun_everything(finished: Project) -> None:
+    """A clock that was set back gives the new crops an earlier time than the old weights, detector and reference."""
+    image = finished / "images/dark/000.png"
+    (finished / "images/dark/new.png").write_bytes(image.read_bytes())
+    dataset = finished / "results/datasets/dots-16"
+    earlier = (dataset / "crops/manifest.json").stat().st_mtime - 3600
+    finished.run("--until", "crop")
+    for path in dataset.glob("crops/**/*"):
+        os.utime(path, (earlier, earlier))
+    assert {"detect", "reference", "train", *AFTER_SAMPLE} <= finished.planned()
+    said = finished.run()
+    assert "model.json is made again: it was made from other data than those in results/datasets/dots-16/crops" in said
+    assert "detector.json is made again: it was made from other data than" in said
+    assert "Nothing to be done" in finished.run()
+
+
 def test_changed_number_of_shards_reruns_everything(finished: Project) -> None:
     finished.edit(lambda experiment: experiment["data"].update(num_shards=3))
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()

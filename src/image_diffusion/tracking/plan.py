@@ -16,6 +16,7 @@ from typing import Any
 
 from image_diffusion.core.config import yaml12
 from image_diffusion.core.files.atomic import digest, read_json, sha256_file, sha256_once
+from image_diffusion.core.files.checksums import manifest_digest
 from image_diffusion.core.journal.reader import (
     Artifact,
     History,
@@ -27,7 +28,6 @@ from image_diffusion.core.journal.reader import (
 from image_diffusion.core.names import carried_files
 from image_diffusion.core.process.commands import module_of
 from image_diffusion.core.process.errors import log_line_once
-from image_diffusion.data.shards.records import content_digest
 from image_diffusion.tracking.shown_metrics import measured, scalars, shown_points
 from image_diffusion.workflow.plans import used_weights
 
@@ -299,7 +299,7 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
             "shape": " x ".join(map(str, content["shape"])),
         }
         yield DataSet(
-            f"{folder.name}/{manifest.parent.name}", content_digest(content), manifest.parent.resolve(), profile
+            f"{folder.name}/{manifest.parent.name}", manifest_digest(content), manifest.parent.resolve(), profile
         )
 
 

@@ -102,7 +102,7 @@ def run(
                 book.params({"ended_early_at": trainer.last_step})
         for shards in filter(None, (task.data, task.validation)):
             shards.verified()
-        _write(trainer, {**model, "train": asked}, output, state)
+        _write(trainer, {**model, "train": asked, "data": data}, output, state)
 
 
 def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:

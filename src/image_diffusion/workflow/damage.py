@@ -1,24 +1,27 @@
 """Check that results are as their stages wrote them: Snakemake only notices missing and new files.
 
-Results that were damaged, or removed although no rule declares them, count as unfinished, so that the same command
-makes them again. A file is hashed once per stamp, up to a limit at each start: the rest, after results were copied
-here, is checked by the stages that read it and at the next starts.
+Results that were damaged, removed although no rule declares them, or made from other data or weights than those that
+are there now (of which Snakemake only compares times) count as unfinished, so that the same command makes them again.
+A file is hashed once per stamp, up to a limit at each start: the rest, after results were copied here, is checked by
+the stages that read it and at the next starts.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import reduce
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from image_diffusion.core.files.atomic import is_in_future, is_whole_page, read_checksums, read_json
-from image_diffusion.core.files.checksums import AT_ONCE_BYTES, damaged, unread, warn_about_previews
+from image_diffusion.core.files.atomic import digest, is_in_future, is_whole_page, read_checksums, read_json
+from image_diffusion.core.files.checksums import AT_ONCE_BYTES, damaged, manifest_digest, unread, warn_about_previews
 from image_diffusion.core.files.mirrored import is_mirrored
 from image_diffusion.core.names import carried_files
-from image_diffusion.workflow.plans import used_weights
+from image_diffusion.workflow.inputs import Files
+from image_diffusion.workflow.plans import Plans, plan_file, read_plan, used_weights
 
 _TIME_OF_A_FOLDER = ".snakemake_timestamp"
 
@@ -32,6 +35,7 @@ class Damage:
         self._looks: Mapping[str, Callable[[Path], str | None]] = {
             "manifest.json": self._manifest,
             "detector.json": self._detector,
+            "reference.json": self._reference,
             "model.json": self._model,
             "tracked.json": self._tracked,
             "diffusers": self._folder,
@@ -72,7 +76,9 @@ class Damage:
     def _manifest(self, path: Path) -> str | None:
         manifest = read_json(path)
         shards = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
-        return self._compared(path.parent, {**shards, "index.npy": manifest["index"], **manifest.get("files", {})})
+        fault = of_other_data(manifest.get("crops"), [path.parent.parent / "crops/manifest.json"])
+        files = {**shards, "index.npy": manifest["index"], **manifest.get("files", {})}
+        return fault or self._compared(path.parent, files)
 
     def _model(self, path: Path) -> str | None:
         model = read_json(path)
@@ -80,11 +86,19 @@ class Damage:
         fault = self._compared(path.parent, {"weights.safetensors": model["sha256"], **hashes})
         if fault is not None or path.parent.name != "train":
             return fault
+        if fault := of_other_data(model.get("data", {}).get("digest"), _training_data(path.parent.parent)):
+            return fault
         warn_about_previews(path.parent / "previews" / model["fingerprint"], self._compared)
         return self._model(path.parent / "raw" / "model.json") if model["train"]["keep_raw"] else None
 
     def _detector(self, path: Path) -> str | None:
-        return self._compared(path.parent, {"detector.safetensors": read_json(path)["sha256"]})
+        detector = read_json(path)
+        fault = of_other_data(detector["data"], [path.parent.parent / "crops/manifest.json"])
+        return fault or self._compared(path.parent, {"detector.safetensors": detector["sha256"]})
+
+    def _reference(self, path: Path) -> str | None:
+        crops = [path.parent.parent.parent / "crops/manifest.json"]
+        return of_other_data(read_json(path)["splits"]["train"]["data"], crops) or self._described(path)
 
     def _described(self, path: Path) -> str | None:
         return self._compared(path.parent, read_json(path).get("files", {}))
@@ -166,6 +180,31 @@ def of_other_weights(experiment: Path, sha256: str | None) -> str | None:
     except (ValueError, OSError, KeyError, TypeError):  # reported for that file itself
         return None
     return None if sha256 in (None, used) else f"it is of other weights than those in {folder}"
+
+
+def of_other_data(made_from: str | None, manifests: Sequence[Path]) -> str | None:
+    """Describe the fault of a result that was made from other data than manifests describe. made_from: the digest that
+    the result records; None for results of versions that record none. manifests: of the set, and of those joined to it.
+    """
+    try:
+        digests = [manifest_digest(read_json(path)) for path in manifests]
+    except (ValueError, OSError, TypeError):  # reported for the manifest itself
+        return None
+    if not digests:
+        return None
+    whole = reduce(lambda digest_so_far, other: digest([digest_so_far, other]), digests)
+    return None if made_from in (None, whole) else f"it was made from other data than those in {manifests[0].parent}"
+
+
+def _training_data(experiment: Path) -> list[Path]:
+    """Return the manifests of what an experiment trains on; none if its plan is not there."""
+    try:
+        plan = read_plan(plan_file(experiment.parent, experiment.name))
+    except (ValueError, OSError):
+        return []
+    files = Files(str(experiment.parent), Plans({plan.experiment: plan}))
+    job = {"experiment": plan.experiment}
+    return [Path(path) for path in (files.training_data(job), *files.inputs("pairs")["pairs"](job))]
 
 
 def _is_there(artifacts: str) -> bool:

@@ -66,6 +66,15 @@ def describe(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
     return {name: hashes[name] for name in (os.path.relpath(path, folder) for path in paths)}
 
 
+def manifest_digest(manifest: dict[str, Any]) -> str:
+    """Return a digest of the samples of a set of shards, their order and the shares of the splits. It does not change
+    when files are saved again with equal pixels, although other images may then be held out."""
+    names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
+    # Absent keys are omitted, so that manifests of versions without these keys keep their digest.
+    chosen = {name: manifest[name] for name in ("not_held_out", "held_out", "levels") if manifest.get(name)}
+    return digest({name: manifest[name] for name in names if name in manifest} | chosen)
+
+
 def write_checksums(folder: Path) -> None:
     """Write SHA256SUMS over all files in a folder and below it, as `sha256sum --check` reads it.
 

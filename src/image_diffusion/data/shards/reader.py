@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.core.files.atomic import digest, read_json
-from image_diffusion.core.files.checksums import Inspection, check_files
+from image_diffusion.core.files.checksums import Inspection, check_files, manifest_digest
 from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.names import inside
@@ -27,7 +27,7 @@ from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.process.secrets import without_credentials
 from image_diffusion.data.shards.manifest import check_manifest
 from image_diffusion.data.shards.mmap import Region
-from image_diffusion.data.shards.records import content_digest, read_index, share_of_hashes
+from image_diffusion.data.shards.records import read_index, share_of_hashes
 from image_diffusion.data.shards.remote import Remote, cache_folder
 from image_diffusion.data.shards.tar_layout import BLOCK, Layout
 
@@ -51,7 +51,7 @@ class Shards:
 
     num_samples: N, of the split. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without
     classes. shape, dtype: of one stored sample. levels: of array crops; None for other samples. manifest: the set's
-    manifest. digest: from `content_digest`. joined_sets: other sets that were joined to this one, sample by sample, by
+    manifest. digest: from `manifest_digest`. joined_sets: other sets that were joined to this one, sample by sample, by
     their kind. renders: see `open_shards`."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Shards:
     ) -> None:
         self.manifest, self._inspection, self._renders = manifest, inspection, renders
         self.levels = Levels(**manifest["levels"]) if manifest.get("levels") else None
-        self.digest = content_digest(manifest)
+        self.digest = manifest_digest(manifest)
         self.joined_sets: dict[str, Shards] = {}
         self.shape = tuple(manifest["shape"])
         self.dtype = _DTYPES[manifest["dtype"]]

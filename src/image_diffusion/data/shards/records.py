@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from image_diffusion.core.files.atomic import atomic_write, digest, read_json, sha256_file, write_json, write_text
+from image_diffusion.core.files.atomic import atomic_write, read_json, sha256_file, write_json, write_text
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.data.shards.tar_layout import KEY_DIGITS, MAX_SAMPLES, Layout
 
@@ -208,15 +208,6 @@ def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str,
             for record in records
         ],
     }
-
-
-def content_digest(manifest: dict[str, Any]) -> str:
-    """Return a digest of the samples, their order and the shares of the splits. It does not change when files are saved
-    again with equal pixels, although other images may then be held out."""
-    names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
-    # Absent keys are omitted, so that manifests of versions without these keys keep their digest.
-    chosen = {name: manifest[name] for name in ("not_held_out", "held_out", "levels") if manifest.get(name)}
-    return digest({name: manifest[name] for name in names if name in manifest} | chosen)
 
 
 def describe_files(folder: Path, num_shards: int, others: Iterable[Path] = ()) -> dict[str, Any]:

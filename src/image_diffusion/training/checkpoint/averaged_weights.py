@@ -89,7 +89,7 @@ def weights_in(
     if average is None and len(names) > 1:
         raise ValueError(f"{folder} holds the averages {', '.join(names)}. Name the number of one, or raw.")
     wanted = _named(average) if average is not None else next(iter(names), None)
-    keys = ("system", "spec", "codec", "classes", "untrained")
+    keys = ("system", "spec", "codec", "classes", "data", "untrained")
     about = {"step": checkpoint.step, "examples_seen": checkpoint.examples_seen, "ema": wanted}
     about["fingerprint"] = run.name
     return _weights(checkpoint, wanted, identity), {key: identity[key] for key in keys if key in identity} | about
