@@ -16,6 +16,7 @@ from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn.blocks import inner_matrices, set_num_maps
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import tune
+from image_diffusion.training.optim import muon
 from image_diffusion.training.optim.lion import Lion
 from image_diffusion.training.optim.muon import Muon
 from image_diffusion.training.parallel.flat_parameters import Flat
@@ -70,7 +71,12 @@ def trained(config: Muon | Lion, factors: dict[str, float] | None = None) -> dic
 
 @pytest.mark.parametrize("scale", scales())
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_matches_pytorch_on_each_matrix_and_adamw_on_the_rest(scale: str, nesterov: bool) -> None:
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_muon_matches_pytorch_on_each_matrix_and_adamw_on_the_rest(
+    scale: str, nesterov: bool, in_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch orthogonalises in bfloat16. Updates in float32 differ from it by at most 3 %: its rounding."""
+    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: in_bf16)
     plain = dict(network().named_parameters())
     settings: Any = {"lr": RATE, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
     config = Muon.model_validate(settings | {"scale": scale, "adamw": {"lr": 0.01, "weight_decay": 0.2}})
@@ -96,12 +102,18 @@ def test_muon_matches_pytorch_on_each_matrix_and_adamw_on_the_rest(scale: str, n
                 group["lr"] = group["factor"] / (step + 1)
             optimizer.step()
     for name, value in trained(config, factors).items():
-        expected = torch.cat(list(maps[name])).view_as(value) if name in maps else plain[name]
-        torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-7)
+        expected = (torch.cat(list(maps[name])).view_as(value) if name in maps else plain[name]).detach()
+        if name in maps and not in_bf16:
+            moved = expected - network().get_parameter(name).detach()
+            assert 0 < (value - expected).norm() < 0.03 * moved.norm()
+        else:
+            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_muon_update_has_singular_values_near_one() -> None:
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_muon_update_has_singular_values_near_one(in_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The published band is 0.5 to 1.5 (PyTorch's documentation of Newton and Schulz's five steps)."""
+    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: in_bf16)
     torch.manual_seed(0)
     dit = DiTConfig(depth=1, width=32, num_heads=2, patch=4).build(SPEC)
     flat = Flat(dit.to(memory_format=torch.channels_last))

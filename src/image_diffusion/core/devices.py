@@ -84,6 +84,11 @@ def has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Return False for CPUs on which PyTorch multiplies bfloat16 matrices number by number: those without AVX-512."""
+    return device.type != "cpu" or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def driver() -> str:
     """Return the version of NVIDIA's driver, empty without one."""
     with suppress(OSError):

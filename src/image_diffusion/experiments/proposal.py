@@ -172,9 +172,8 @@ def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
 
 
 def _faster_learning(request: Request, design: Design, speed: Speed, measure: Measure) -> tuple[Design, Speed]:
-    """Return the design with Muon and its speed, if a step does not take much longer, as on CPUs with bfloat16
-    products, and the budget allows enough steps. GPUs are excluded, as the learning rates of Muon were not measured
-    there."""
+    """Return the design with Muon and its speed, if a step does not take much longer and the budget allows enough
+    steps. GPUs are excluded, as the learning rates of Muon were not measured there."""
     steps = affordable(request, _cost(request, design, _LEAST_STEPS, _LEAST_SAMPLES, speed), speed.step_s)
     if request.machine.kind == "gpu" or steps < _LEAST_STEPS:
         return design, speed

@@ -2,13 +2,15 @@
 parameters that are not matrices.
 
 A matrix moves along its momentum, whose singular values five Newton-Schulz steps bring close to one. Layers that hold
-several maps are split first, which "CMuon" (arXiv:2608.02502) found to be necessary in long trainings.
+several maps are split first, which "CMuon" (arXiv:2608.02502) found to be necessary in long trainings. PyTorch takes
+these steps in bfloat16. CPUs without AVX-512 multiply bfloat16 matrices ten or more times slower than float32: there,
+the steps are taken in float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -16,6 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.devices import multiplies_bf16
 from image_diffusion.training.optim.base import FlatOptimizer, OptimizerConfig, Probability, pieces
 from image_diffusion.training.parallel.flat_parameters import Flat, Slot
 
@@ -106,7 +109,46 @@ Matrices = Sequence[tuple[Slot, float]]
 """Positions of the parameters, and the factor of the learning rate of each."""
 
 
-class _Whole(torch.optim.Muon):
+class _Muon(torch.optim.Muon):
+    """PyTorch's Muon, in float32 on CPUs that do not multiply bfloat16 matrices fast."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices."""
+        if multiplies_bf16(self.param_groups[0]["params"][0].device):
+            super().step()
+            return
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                mean = self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+                update = matrix.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+                update = _orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * _FACTORS[group["adjust_lr_fn"]](*matrix.shape))
+
+
+_FACTORS: Mapping[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+"""Factor of the update of a matrix, by the name of `Muon.scale`."""
+
+
+def _orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return a matrix with the same singular vectors and singular values near one: X becomes aX + (bA + cA^2)X with
+    A = XX^T, `steps` times, from the matrix divided by its norm (Jordan et al. 2024)."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if is_tall else x
+
+
+class _Whole(_Muon):
     """Muon on matrices that each process holds completely."""
 
     def __init__(self, flat: Flat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
@@ -140,7 +182,7 @@ class _Shared(torch.optim.Optimizer):
             slot = group["slot"]
             whole = [flat.gathered(vector, slot) for vector in (flat.values, flat.gradient, self._momentum)]
             parts = _parts([matrix.flatten(1) for matrix in whole], flat.inner[slot.name])
-            muon = torch.optim.Muon(list(parts), lr=group["lr"], **_settings(self._config))
+            muon = _Muon(list(parts), lr=group["lr"], **_settings(self._config))
             muon.state.update(parts)
             muon.step()
             flat.keep(flat.values, slot, whole[0])
