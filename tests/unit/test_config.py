@@ -78,6 +78,8 @@ GOOD = {"train": {"steps": 3}}
             {**GOOD, "shapes": [{"type": "square", "sid": 2}]},
             "shapes.0.sid is not a known key. Did you mean shapes.0.side?",
         ),
+        ({**GOOD, "train.steps": 1}, "train.steps is not a known key. Write it in its section, as train: {steps: …}."),
+        ({**GOOD, "slow.circle.radius": 1}, "Write it in its section, as slow: {circle: {radius: …}}."),
         ({**GOOD, "rate": 1}, "rate is not a known key. Did you mean slow.rate?"),
         ({**GOOD, "side": 1}, "side is not a known key. Did you mean shape.side?"),
         ({**GOOD, "slow": {"radius": 1}}, "slow.radius is not a known key. Did you mean slow.circle.radius?"),

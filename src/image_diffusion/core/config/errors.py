@@ -55,9 +55,13 @@ def suggestion(name: str, known: Sequence[str], otherwise: str | None = None) ->
 
 
 def _advice(kind: Any, data: Any, location: Location) -> str:
-    """Return a suggestion for an unknown key: a similar key, or a key of its name in another section."""
+    """Return a suggestion for an unknown key: a similar key, a key of its name in another section, or how to write a
+    dotted key."""
     *parent, last = location
     name, keys = str(last), sorted({key for model in _models_at(kind, data, parent) for key in _keys(model)})
+    section, dot, rest = name.partition(".")
+    if dot and section in keys:
+        return f"Write it in its section, as {section}: {{{rest.replace('.', ': {')}: …}}{'}' * rest.count('.')}."
     below = list(_paths_below(_models_at(kind, data, parent), _value_at(data, parent)))
     others = [model for model in _variants_at(kind, data, parent) if name in model.model_fields]
     if others:
