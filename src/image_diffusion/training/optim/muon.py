@@ -116,7 +116,7 @@ class _Muon(torch.optim.Muon):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices."""
         if multiplies_bf16(self.param_groups[0]["params"][0].device):
-            super().step()
+            super().step()  # type: ignore[no-untyped-call]
             return
         for group in self.param_groups:
             for matrix in group["params"]:
