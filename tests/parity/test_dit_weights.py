@@ -29,8 +29,8 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.schedules import Cosine, Linear
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import initial_scale
-from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.multistep import DpmSolver

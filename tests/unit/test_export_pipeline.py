@@ -31,7 +31,7 @@ from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.networks.rin import RinConfig
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.objectives.edm import EdmDenoising
+from image_diffusion.objectives.denoising import EdmDenoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow

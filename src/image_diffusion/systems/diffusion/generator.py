@@ -20,8 +20,8 @@ from image_diffusion.nn.precision import Precision, computing_in, tf32
 from image_diffusion.process.grid import Denoiser
 from image_diffusion.process.tiles import Tiles
 from image_diffusion.samplers import Sampler
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import SamplerConfig
-from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
