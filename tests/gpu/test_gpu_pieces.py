@@ -10,7 +10,7 @@ import torch
 
 from crops import crops_of_twelve
 from image_diffusion.codecs.base import on_device
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.weights.dit import DiTWeights, folder_tensors, read_dit

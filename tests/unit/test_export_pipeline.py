@@ -15,11 +15,10 @@ from torch import nn
 
 from exported import load
 from image_diffusion.codecs.base import Codec
-from image_diffusion.codecs.diffusers import Diffusers
-from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import Diffusers, KlCodec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.tokens import TokenCodec, TokensOf
+from image_diffusion.codecs.trained import DVAECodec, DVAETokens
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT, DataSpec

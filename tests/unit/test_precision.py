@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.autoencoder import AutoencoderConfig
