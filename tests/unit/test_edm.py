@@ -15,7 +15,7 @@ from image_diffusion.objectives.denoising import Denoising, EdmDenoising
 from image_diffusion.process import Continuous, Edm, Flow, Process
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.ode import Heun
-from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.systems.diffusion.generator import Reading
 from trained_digits import train
 
 SPEC = DataSpec(channels=2, resolution=3)

@@ -27,11 +27,11 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.images.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.diffusion import paired_images
+from image_diffusion.systems.diffusion import evaluation as paired_images
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, read_images
+from image_diffusion.systems.diffusion.evaluation import evaluate_paired
 from image_diffusion.systems.diffusion.generator import SampleConfig, requested_labels
-from image_diffusion.systems.diffusion.paired_images import evaluate_paired
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3, conditions={"image": (3, 4, 4)})
 STREAMS = Streams(0, torch.zeros(64, dtype=torch.int64), torch.arange(64))

@@ -22,8 +22,7 @@ from image_diffusion.process.continuous import Continuous
 from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.diffusion.base import VectorConditioned
-from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.systems.diffusion.generator import Reading, SampleConfig
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.warm_start import WarmStart
 

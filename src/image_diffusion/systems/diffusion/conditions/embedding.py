@@ -19,6 +19,7 @@ from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
 from image_diffusion.systems.diffusion.conditions.base import (
+    EXAMPLE_PROMPTS,
     ConditionInputs,
     ConditionPart,
     SamplingRequest,
@@ -26,7 +27,6 @@ from image_diffusion.systems.diffusion.conditions.base import (
     held_out,
     rows_of,
 )
-from image_diffusion.systems.diffusion.conditions.rows import EXAMPLE_PROMPTS
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.sampling import Column
 

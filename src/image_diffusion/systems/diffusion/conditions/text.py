@@ -14,12 +14,13 @@ from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import (
+    EXAMPLE_PROMPTS,
     ConditionInputs,
     ConditionPart,
     SamplingRequest,
     ServedModel,
+    read_prompts,
 )
-from image_diffusion.systems.diffusion.conditions.rows import EXAMPLE_PROMPTS, read_prompts
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.sampling import Column
 from image_diffusion.text_encoders import encoder_of
