@@ -47,7 +47,7 @@ from image_diffusion.systems.prior.generator import EmbeddingGenerator, Embeddin
 from image_diffusion.systems.prior.prior import PriorSystem
 from image_diffusion.systems.tokens.generator import TokenSampleConfig
 from image_diffusion.systems.tokens.tokens import TokensSystem
-from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders import encode_captions
 from image_diffusion.text_encoders.hashing import HashedText
 from tiny_autoencoders import SHAPES, write_autoencoder
 

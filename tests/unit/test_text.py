@@ -33,7 +33,7 @@ from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.captions import CaptionPairs
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.sampling import SamplingInputs
-from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders import encode_captions
 from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.session import run

@@ -36,7 +36,7 @@ from image_diffusion.systems.prior.generator import (
     check_guided,
 )
 from image_diffusion.systems.sampling import SampleFiles, SamplesToWrite, Sampling, SamplingInputs
-from image_diffusion.text_encoders.base import TextEncoder, encode_captions
+from image_diffusion.text_encoders import TextEncoder, encode_captions
 from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.text_encoders.learned import read_text
 from image_diffusion.text_encoders.pretrained import ClipConfig

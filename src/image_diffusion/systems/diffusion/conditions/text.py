@@ -23,8 +23,7 @@ from image_diffusion.systems.diffusion.conditions.base import (
 )
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.sampling import Column
-from image_diffusion.text_encoders import encoder_of
-from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders import encode_captions, encoder_of
 
 
 class TextCondition(ConditionPart):
