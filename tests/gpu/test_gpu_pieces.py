@@ -25,8 +25,8 @@ from image_diffusion.nn.linear import plain_products
 from image_diffusion.nn.precision import Precision, computes_in, tf32
 from image_diffusion.nn.transformer import Mlp
 from image_diffusion.systems.diffusion.conditions.degradations import Edges, Gray, Hole, Small
+from image_diffusion.systems.diffusion.conditions.encoded import TextCondition
 from image_diffusion.systems.diffusion.conditions.paired_image import as_condition
-from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.prior.generator import ImageStatistics, Scaling
 
 CUDA = torch.device("cuda", 0)

@@ -28,7 +28,7 @@ from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, classes_named, read_prompts
-from image_diffusion.systems.diffusion.conditions.text import TextCondition
+from image_diffusion.systems.diffusion.conditions.encoded import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.captions import CaptionPairs
 from image_diffusion.systems.pairs.inputs import PairInputs

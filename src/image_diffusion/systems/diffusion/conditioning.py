@@ -26,10 +26,9 @@ from image_diffusion.systems.diffusion.conditions.base import (
     labels_of,
     read_rows,
 )
-from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
+from image_diffusion.systems.diffusion.conditions.encoded import EmbeddingCondition, TextCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
 from image_diffusion.systems.diffusion.conditions.paired_image import PairedImageCondition
-from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.conditions.vector import LabelCondition, NumbersCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.sampling import Column

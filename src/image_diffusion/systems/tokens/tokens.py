@@ -36,7 +36,7 @@ from image_diffusion.objectives.tokens import MaskedTokens, bits_of, hidden_bits
 from image_diffusion.systems.base import Others, Sections, System, on_best_device, spec_of
 from image_diffusion.systems.diffusion.checks import check_judged, check_kept, check_negative_prompt, check_pairs
 from image_diffusion.systems.diffusion.conditioning import Conditions
-from image_diffusion.systems.diffusion.conditions.text import TextCondition
+from image_diffusion.systems.diffusion.conditions.encoded import TextCondition
 from image_diffusion.systems.diffusion.conditions.vector import LabelCondition
 from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.diffusion.generator import SampleConfig, check_labels
