@@ -20,7 +20,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.sources.scikit_digits import Digits
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.samplers.heun import Heun
+from image_diffusion.samplers.ode import Heun
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 

@@ -32,7 +32,7 @@ import webdataset
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import sha256_file, write_json
 from image_diffusion.core.types import DataSpec

@@ -23,12 +23,10 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig
-from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.samplers.euler import Euler
-from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
+from image_diffusion.samplers.ode import Euler, Heun
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import Generator, requested_labels
 from image_diffusion.training.load_model import load_codec, load_model

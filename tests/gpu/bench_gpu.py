@@ -31,7 +31,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Network

@@ -10,7 +10,7 @@ import torch
 
 from crops import crops_of_twelve
 from image_diffusion.codecs.base import on_device
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
@@ -25,8 +25,8 @@ from image_diffusion.nn.linear import plain_products
 from image_diffusion.nn.precision import Precision, computes_in, tf32
 from image_diffusion.nn.transformer import Mlp
 from image_diffusion.systems.diffusion.conditions.degradations import Edges, Gray, Hole, Small
+from image_diffusion.systems.diffusion.conditions.encoded import TextCondition
 from image_diffusion.systems.diffusion.conditions.paired_image import as_condition
-from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.prior.generator import ImageStatistics, Scaling
 
 CUDA = torch.device("cuda", 0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from image_diffusion.nn import embedders
+from image_diffusion.nn import inputs
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -72,7 +72,7 @@ def golden_sinusoids(golden: Callable[[str], Golden], monkeypatch: pytest.Monkey
         assert torch.equal(times[places], t.double()) and dim == rows.shape[1] and not endpoint
         return rows[places]
 
-    monkeypatch.setattr(embedders, "sinusoid", look_up)
+    monkeypatch.setattr(inputs, "sinusoid", look_up)
     return times
 
 

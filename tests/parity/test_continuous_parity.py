@@ -20,8 +20,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.types import DataSpec
-from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.objectives.weighting import MinSnrWeighting, SnrWeighting
+from image_diffusion.objectives.denoising import Denoising, MinSnrWeighting, SnrWeighting
 from image_diffusion.process.base import broadcast
 from image_diffusion.process.continuous import Continuous, ContinuousProcess, SigmoidGamma
 from image_diffusion.process.parameterization import clamp, target, to_x0_and_eps

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.weights.dit import DiTWeights, folder_tensors, read_dit
@@ -29,8 +29,8 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.schedules import Cosine, Linear
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import initial_scale
-from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.multistep import DpmSolver

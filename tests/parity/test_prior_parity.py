@@ -20,15 +20,14 @@ from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.shards.order import share
 from image_diffusion.metrics.images.embedding_similarity import similarities, similarity_estimates
 from image_diffusion.networks.prior import Norm, Prior, PriorConfig, bucket_of
+from image_diffusion.objectives.denoising import P2Weighting
 from image_diffusion.objectives.embedding import EmbeddingDenoising, with_norm
-from image_diffusion.objectives.weighting import P2Weighting
 from image_diffusion.process.base import broadcast
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoised
 from image_diffusion.process.parameterization import clamp, read_output, target, to_x0_and_eps
 from image_diffusion.process.schedules import Cosine, Jsd, Linear, Quad, Sigmoid
-from image_diffusion.samplers.dalle2_ddim import LegacyDdim
-from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.ancestral import Ddim, LegacyDdim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, pair_batch

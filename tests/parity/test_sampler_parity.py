@@ -19,9 +19,8 @@ from image_diffusion.process.discrete import Discrete, DiscreteProcess
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.parameterization import Prediction, Variance, to_x0_and_eps
 from image_diffusion.process.schedules import Cosine, Linear
-from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig, clipped, initial_scale
-from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 
 F64 = {"rtol": 1e-8, "atol": 1e-9}

@@ -20,7 +20,7 @@ from image_diffusion.metrics.distances.jackknife import share_estimate
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.images.memorization import find_copies, reduced
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.samplers.heun import Heun
+from image_diffusion.samplers.ode import Heun
 from image_diffusion.synthesis.scorecard import faults, measure_privacy, score_of
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig

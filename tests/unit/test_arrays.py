@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from image_diffusion.codecs.dvae import DVAECodec
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.codecs.trained import DVAECodec
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.tiff import write_tiff
 from image_diffusion.core.levels import Levels

@@ -26,8 +26,8 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.rin import RinConfig
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.nn.conditioning import AUGMENTATION, add_augmentation
-from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.nn.inputs import AUGMENTATION, add_augmentation
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.stages.train import Training, prepare_training
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.training.checkpoint.averaged_weights import weights_at

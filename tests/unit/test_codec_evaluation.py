@@ -21,8 +21,7 @@ from image_diffusion.metrics.images.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
-from image_diffusion.systems.codec.evaluation import evaluate_codec
-from image_diffusion.systems.codec.reconstruction import reconstruct
+from image_diffusion.systems.codec.reconstruction import evaluate_codec, reconstruct
 
 SPEC = DataSpec(channels=3, resolution=16)
 

@@ -15,7 +15,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import parse_experiment
-from image_diffusion.objectives.codec_terms import DISCRIMINATOR, Adversarial, PatchDiscriminator, Perceptual
+from image_diffusion.objectives.autoencoding import DISCRIMINATOR, Adversarial, PatchDiscriminator, Perceptual
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import Others
 from image_diffusion.systems.codec.base import PerceptualConfig

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from image_diffusion.codecs.base import from_uint8, to_uint8
+from image_diffusion.codecs.diffusers import StabilityVae
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.weights import save_weights

@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 
 from image_diffusion.codecs.base import from_uint8, to_uint8
-from image_diffusion.codecs.diffusers import Diffusers
+from image_diffusion.codecs.diffusers import Diffusers, StabilityVae
 from image_diffusion.codecs.diffusers_families import Factors, Rae, as_declared
-from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.tokens import TokensOf
 from image_diffusion.core.config.base import to_yaml
 from image_diffusion.core.random.streams import Streams

@@ -35,7 +35,7 @@ from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.systems.diffusion.conditioning import Part, VectorCondition
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource
-from image_diffusion.systems.diffusion.conditions.label import LabelCondition
+from image_diffusion.systems.diffusion.conditions.vector import LabelCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.pairs.numbers import NumberPairs

@@ -21,8 +21,8 @@ from image_diffusion.nn.precision import Precision
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.samplers import Sampler
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import SamplerConfig
-from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.stages.doctor import check, cut_short, decoding_seconds, sampling_seconds, steps_in_words
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem

@@ -12,8 +12,7 @@ import yaml
 from PIL import Image
 
 from image_diffusion.codecs.base import from_uint8, to_uint8
-from image_diffusion.codecs.dvae import DVAECodec
-from image_diffusion.codecs.trained import Trained
+from image_diffusion.codecs.trained import DVAECodec, Trained
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.random.streams import Streams

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec
-from image_diffusion.codecs.dvae import DVAECodec
-from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.codecs.trained import Trained
+from image_diffusion.codecs.diffusers import KlCodec
+from image_diffusion.codecs.trained import DVAECodec, Trained
 from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec

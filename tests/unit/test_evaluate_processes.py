@@ -26,7 +26,7 @@ from image_diffusion.metrics.features.base import Detected, detect_each
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.metrics.samples import GeneratedRows, Samples
 from image_diffusion.networks.dvae import DVAEConfig
-from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.stages import evaluate, sample, synthesize
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.diffusion.dit import DiTSystem

@@ -9,8 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from image_diffusion.codecs.diffusers import Diffusers
-from image_diffusion.codecs.stability_vae import StabilityVae
+from image_diffusion.codecs.diffusers import Diffusers, StabilityVae
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.files.atomic import to_json, write_text
 from image_diffusion.experiments.experiment import TrainStage, load_sections, parse_experiment, schema

@@ -15,11 +15,10 @@ from torch import nn
 
 from exported import load
 from image_diffusion.codecs.base import Codec
-from image_diffusion.codecs.diffusers import Diffusers
-from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import Diffusers, KlCodec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.tokens import TokenCodec, TokensOf
+from image_diffusion.codecs.trained import DVAECodec, DVAETokens
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT, DataSpec
@@ -31,7 +30,7 @@ from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.networks.rin import RinConfig
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.objectives.edm import EdmDenoising
+from image_diffusion.objectives.denoising import EdmDenoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
@@ -48,7 +47,7 @@ from image_diffusion.systems.prior.generator import EmbeddingGenerator, Embeddin
 from image_diffusion.systems.prior.prior import PriorSystem
 from image_diffusion.systems.tokens.generator import TokenSampleConfig
 from image_diffusion.systems.tokens.tokens import TokensSystem
-from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders import encode_captions
 from image_diffusion.text_encoders.hashing import HashedText
 from tiny_autoencoders import SHAPES, write_autoencoder
 

@@ -13,9 +13,9 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.flow_matching import FlowMatching, FlowMatchingObjective, Said
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.parameterization import target, to_x0_and_eps
-from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.samplers.ode import Heun
+from image_diffusion.systems.diffusion.generator import Reading
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import check_pairs

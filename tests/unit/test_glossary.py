@@ -27,8 +27,8 @@ from image_diffusion.metrics.samples import Samples
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.process.likelihood import BitsPerDim
-from image_diffusion.systems.codec.evaluation import evaluate_codec
-from image_diffusion.systems.diffusion.paired_images import evaluate_paired
+from image_diffusion.systems.codec.reconstruction import evaluate_codec
+from image_diffusion.systems.diffusion.evaluation import evaluate_paired
 
 DOCS = Path(__file__).parents[2] / "docs"
 

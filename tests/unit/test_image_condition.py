@@ -27,11 +27,11 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.images.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.diffusion import paired_images
+from image_diffusion.systems.diffusion import evaluation
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, read_images
+from image_diffusion.systems.diffusion.evaluation import evaluate_paired
 from image_diffusion.systems.diffusion.generator import SampleConfig, requested_labels
-from image_diffusion.systems.diffusion.paired_images import evaluate_paired
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3, conditions={"image": (3, 4, 4)})
 STREAMS = Streams(0, torch.zeros(64, dtype=torch.int64), torch.arange(64))
@@ -341,7 +341,7 @@ def samples_of(images: np.ndarray, first_seed: int, digest: str) -> Samples:
 @pytest.mark.parametrize("first_seed", [0, 2])
 @pytest.mark.parametrize("at_once", [1, 2, 8])
 def test_mean_of_samples_has_higher_psnr_than_single_samples(first_seed, at_once, monkeypatch):
-    monkeypatch.setattr(paired_images, "AT_ONCE", at_once)
+    monkeypatch.setattr(evaluation, "AT_ONCE", at_once)
     originals = Samples(np.random.default_rng(0).integers(60, 190, (3, 16, 16, 3), dtype=np.uint8), None, [], "set")
     rows = (first_seed + np.arange(9)) % 3
     signs = np.where(np.arange(9)[:, None, None, None] % 2, 1, -1) * np.arange(1, 10)[:, None, None, None]

@@ -15,12 +15,12 @@ from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.linear import derivative
-from image_diffusion.objectives.mean_flow import MeanFlow
+from image_diffusion.objectives.flow_matching import MeanFlow
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.samplers.flow_map import FlowMap
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
+from image_diffusion.samplers.ode import FlowMap
 
 MEAN, STD = 0.7, 0.5
 SPEC = DataSpec(channels=1, resolution=2, num_classes=3)

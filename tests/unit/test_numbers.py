@@ -25,7 +25,7 @@ from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.metrics.distances.jackknife import Estimate
-from image_diffusion.nn.conditioning import NumberEmbedder
+from image_diffusion.nn.inputs import NumberEmbedder
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages import sample
 from image_diffusion.stages.train import prepare_training

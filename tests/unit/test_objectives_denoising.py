@@ -12,12 +12,17 @@ from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives import Objective
-from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.objectives.edm import EdmDenoising
+from image_diffusion.objectives.denoising import (
+    Denoising,
+    EdmDenoising,
+    MinSnrWeighting,
+    P2Weighting,
+    SnrWeighting,
+    UniformWeighting,
+)
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.objectives.timestep_sampling import ImportanceSampled, LossSecondMoment
-from image_diffusion.objectives.weighting import MinSnrWeighting, P2Weighting, SnrWeighting, UniformWeighting
 from image_diffusion.process import Continuous, Discrete, Flow
 from image_diffusion.process.parameterization import target, to_x0_and_eps
 

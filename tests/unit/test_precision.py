@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.precision import computing_in, tf32
 from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig

@@ -24,7 +24,7 @@ from image_diffusion.metrics.images.embedding_similarity import (
     similarities,
 )
 from image_diffusion.networks.prior import PriorConfig
-from image_diffusion.samplers.dalle2_ddim import LegacyDdim
+from image_diffusion.samplers.ancestral import LegacyDdim
 from image_diffusion.stages.export import read_foreign
 from image_diffusion.systems.prior.evaluation import EvaluatedPrior, PredictionConfig, evaluate_prior
 from image_diffusion.systems.prior.generation import EmbeddingMaker, PriorSampleConfig

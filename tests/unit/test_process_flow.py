@@ -15,7 +15,7 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
 from image_diffusion.process.flow import Flow, LogitNormalTimes, UniformTimes
-from image_diffusion.samplers.euler import Euler
+from image_diffusion.samplers.ode import Euler
 
 
 def streams(count: int) -> Streams:

@@ -13,19 +13,16 @@ from image_diffusion.core.config.base import dump, parse, to_yaml
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.resolve import load_all
-from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.objectives.self_conditioning import SelfConditioning
+from image_diffusion.objectives.denoising import Denoising, SelfConditioning
 from image_diffusion.objectives.timestep_sampling import LossSecondMoment
 from image_diffusion.process.base import broadcast
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.parameterization import target, to_x0_and_eps
-from image_diffusion.samplers.ancestral import Ddpm
-from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.samplers.euler import Euler
+from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
+from image_diffusion.samplers.ode import Euler, Heun
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.rin import RinSystem

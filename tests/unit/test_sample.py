@@ -22,8 +22,7 @@ from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
-from image_diffusion.samplers.ancestral import Ddpm
-from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.stages import export, sample
 from image_diffusion.systems.diffusion.dit import DiTSystem

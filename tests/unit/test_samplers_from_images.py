@@ -15,15 +15,12 @@ from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.tiles import Tiles
-from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig
-from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.samplers.euler import Euler
-from image_diffusion.samplers.flow_map import FlowMap
 from image_diffusion.samplers.from_images import FromImages, with_known
-from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
+from image_diffusion.samplers.ode import Euler, FlowMap, Heun
 from image_diffusion.samplers.sde import Sde
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own

@@ -16,9 +16,8 @@ from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Grid
 from image_diffusion.samplers.guidance import Guidance, guided, times_between
-from image_diffusion.samplers.heun import Heun
-from image_diffusion.systems.diffusion.generator import SampleConfig, check_guidance
-from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.samplers.ode import Heun
+from image_diffusion.systems.diffusion.generator import Reading, SampleConfig, check_guidance
 
 NULL = {"label": torch.tensor(10)}
 

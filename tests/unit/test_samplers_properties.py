@@ -20,13 +20,11 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.samplers import Sampler
-from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig, TimeDifferenceSampler, clipped
-from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.samplers.euler import Euler
-from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
+from image_diffusion.samplers.ode import Euler, Heun
 from image_diffusion.samplers.sde import Sde
 from image_diffusion.systems.diffusion.generator import SampleConfig
 

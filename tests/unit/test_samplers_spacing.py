@@ -17,9 +17,8 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.process.schedules import Cosine, Jsd
 from image_diffusion.samplers.base import SpacedByNoise
-from image_diffusion.samplers.euler import Euler
-from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
+from image_diffusion.samplers.ode import Euler, Heun
 from image_diffusion.samplers.sde import Sde
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own

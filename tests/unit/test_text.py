@@ -27,14 +27,13 @@ from image_diffusion.experiments.experiment import TrainStage
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages.train import prepare_training
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs
-from image_diffusion.systems.diffusion.conditions.rows import classes_named, read_prompts
-from image_diffusion.systems.diffusion.conditions.text import TextCondition
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, classes_named, read_prompts
+from image_diffusion.systems.diffusion.conditions.encoded import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.captions import CaptionPairs
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.sampling import SamplingInputs
-from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders import encode_captions
 from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.session import run

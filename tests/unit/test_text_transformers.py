@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from image_diffusion.core.config.base import parse
-from image_diffusion.text_encoders import TextEncoderConfig
-from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders import TextEncoderConfig, encode_captions
 
 CPU = torch.device("cpu")
 WORDS = ["<pad>", "</s>", "<unk>", "a", "dog", "red", "on", "grass"]

@@ -21,9 +21,8 @@ from image_diffusion.networks.token_transformer import TokenTransformer, TokenTr
 from image_diffusion.objectives.tokens import MaskedTokens, NextToken, hide
 from image_diffusion.samplers.image_noise import at_step, image_streams
 from image_diffusion.samplers.tokens import Autoregressive, Masked, Predictor, cut, drawn, hidden_counts
-from image_diffusion.systems.tokens.evaluation import _bound
 from image_diffusion.systems.tokens.generator import TokenGenerator, TokenSampleConfig
-from image_diffusion.systems.tokens.tokens import TokensSystem
+from image_diffusion.systems.tokens.tokens import TokensSystem, _bound
 
 SMALL = TokenTransformerConfig(depth=2, width=16, num_heads=2, rope=True, dropout=0)
 LABELLED = DataSpec(channels=8, resolution=3, num_classes=4)

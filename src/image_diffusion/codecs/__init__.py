@@ -4,9 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from image_diffusion.codecs.diffusers import Diffusers
+from image_diffusion.codecs.diffusers import Diffusers, StabilityVae
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.tokens import TokensOf
 from image_diffusion.codecs.trained import Trained
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, Tokens, TokenShape, latent_spec
 from image_diffusion.codecs.diffusers import Diffusers, DiffusersCodec, VqTokens
 from image_diffusion.codecs.diffusers_families import Vq
-from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
-from image_diffusion.codecs.trained import Trained
+from image_diffusion.codecs.trained import DVAECodec, DVAETokens, Trained
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.config.base import Config, differing_keys, dump, load, merged, merged_over, read_inherited
 from image_diffusion.core.config.errors import suggestion
 from image_diffusion.core.files.atomic import digest

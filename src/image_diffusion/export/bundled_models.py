@@ -16,8 +16,7 @@ from image_diffusion.export.bundle.folder import Network, place_of, write_hub_fo
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
 from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
 from image_diffusion.export.model_card import PIPELINE, CardUse
-from image_diffusion.samplers.flow_map import FlowMap
-from image_diffusion.samplers.heun import Heun
+from image_diffusion.samplers.ode import FlowMap, Heun
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from image_diffusion.codecs.base import Codec
-from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.files.atomic import atomic_folder
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.autoencoder import Autoencoder

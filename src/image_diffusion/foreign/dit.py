@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from image_diffusion.codecs.stability_vae import StabilityVae
+from image_diffusion.codecs.diffusers import StabilityVae
 from image_diffusion.foreign.weights import Described, ForeignWeights
 from image_diffusion.networks.weights import dit
 from image_diffusion.networks.weights.dit import as_flow, is_dit, is_dit_folder

@@ -14,7 +14,7 @@ from image_diffusion.codecs.base import CodecSettings
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
-from image_diffusion.networks.weights.fit import check_fit
+from image_diffusion.networks.weights import check_fit
 from image_diffusion.systems.base import System, name_of
 
 S = TypeVar("S", bound=System)

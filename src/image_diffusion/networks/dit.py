@@ -28,9 +28,20 @@ from torch.utils.checkpoint import checkpoint
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.nn.blocks import set_num_maps
-from image_diffusion.nn.conditioning import add_numbers, with_added
-from image_diffusion.nn.embedders import ImageEmbedder, LabelEmbedder, PatchEmbedder, TextEmbedder, TimeEmbedder
-from image_diffusion.nn.inputs import check_inputs, grid_of, input_channels, unpatchify, with_image
+from image_diffusion.nn.inputs import (
+    ImageEmbedder,
+    LabelEmbedder,
+    PatchEmbedder,
+    TextEmbedder,
+    TimeEmbedder,
+    add_numbers,
+    check_inputs,
+    grid_of,
+    input_channels,
+    unpatchify,
+    with_added,
+    with_image,
+)
 from image_diffusion.nn.linear import Linear
 from image_diffusion.nn.positions import check_rope, grid_positions, rotary_angles
 from image_diffusion.nn.transformer import Mlp, SelfAttention, SwiGlu

@@ -20,8 +20,7 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.blocks import set_num_maps
-from image_diffusion.nn.conditioning import add_numbers, with_added
-from image_diffusion.nn.inputs import check_inputs, grid_of, input_channels, with_image
+from image_diffusion.nn.inputs import add_numbers, check_inputs, grid_of, input_channels, with_added, with_image
 
 
 class RinConfig(Config):

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import TEXT, DataSpec
-from image_diffusion.nn.embedders import LabelEmbedder, TextEmbedder
+from image_diffusion.nn.inputs import LabelEmbedder, TextEmbedder
 from image_diffusion.nn.linear import Linear
 from image_diffusion.nn.positions import check_rope, rotary_angles
 from image_diffusion.nn.transformer import KeyValues, Mlp, SelfAttention

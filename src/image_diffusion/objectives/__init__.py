@@ -4,10 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.objectives.edm import EdmDenoising
-from image_diffusion.objectives.flow_matching import FlowMatching
-from image_diffusion.objectives.mean_flow import MeanFlow
+from image_diffusion.objectives.denoising import Denoising, EdmDenoising
+from image_diffusion.objectives.flow_matching import FlowMatching, MeanFlow
 from image_diffusion.objectives.tokens import MaskedTokens, NextToken
 
 Objective = Annotated[Denoising | FlowMatching | MeanFlow | EdmDenoising, Field(discriminator="type")]

@@ -6,12 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from image_diffusion.samplers.ancestral import Ddpm
-from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.samplers.euler import Euler
-from image_diffusion.samplers.flow_map import FlowMap
-from image_diffusion.samplers.heun import Heun
+from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
+from image_diffusion.samplers.ode import Euler, FlowMap, Heun
 from image_diffusion.samplers.sde import Sde
 from image_diffusion.samplers.tokens import Autoregressive, Masked
 

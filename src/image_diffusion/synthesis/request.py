@@ -13,7 +13,7 @@ from image_diffusion.core.number_columns import NumberColumns, numbers_of
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
-from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, read_rows
+from image_diffusion.systems.diffusion.conditions.base import check_names, labels_of, read_rows
 from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
 
 COUNT = "count"

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.text_encoders.base import TextEncoder
 
 _SEED = 0
 VERSION = 1
@@ -34,7 +33,7 @@ class HashedText(Config):
     dim: int = Field(128, ge=8)
     """Dimension of an embedding."""
 
-    def build(self, device: torch.device, num_tokens: int) -> TextEncoder:
+    def build(self, device: torch.device, num_tokens: int) -> HashingText:
         """Build the encoder. device: ignored, since the computation is trivial."""
         return HashingText(self.dim, num_tokens, context=True)
 

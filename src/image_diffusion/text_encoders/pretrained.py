@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.weights import content_digest
 from image_diffusion.core.process.errors import package
-from image_diffusion.text_encoders.base import TextEncoder
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's images
 
@@ -35,7 +34,7 @@ class PretrainedText(Config):
     attends_to_padding: ClassVar[bool] = False
     """True if the model was trained without an attention mask, so that it reads the padding too."""
 
-    def build(self, device: torch.device, num_tokens: int) -> TextEncoder:
+    def build(self, device: torch.device, num_tokens: int) -> TransformerText:
         """Load the encoder. Raises ValueError when the package or the weights are missing or do not fit."""
         try:
             import transformers

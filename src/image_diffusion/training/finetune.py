@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from image_diffusion.core.process.errors import package
 from image_diffusion.nn.blocks import inner_matrices
-from image_diffusion.nn.conditioning import AUGMENTATION
+from image_diffusion.nn.inputs import AUGMENTATION
 from image_diffusion.objectives.alignment import PROJECTOR
-from image_diffusion.objectives.codec_terms import DISCRIMINATOR
+from image_diffusion.objectives.autoencoding import DISCRIMINATOR
 from image_diffusion.training.config import Lora, TrainConfig
 
 _ADDED = f"{PROJECTOR}.", f"{DISCRIMINATOR}.", f"{AUGMENTATION}."

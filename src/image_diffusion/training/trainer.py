@@ -21,7 +21,7 @@ from image_diffusion.data.augment import NUM_LABELS, Augment, augmented
 from image_diffusion.data.shards.loader import Batches, Examples
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.nn.blocks import compile_by_block
-from image_diffusion.nn.conditioning import add_augmentation
+from image_diffusion.nn.inputs import add_augmentation
 from image_diffusion.training.checkpoint.checkpoint import (
     Checkpoint,
     Groups,

@@ -13,10 +13,8 @@ from image_diffusion.core.number_columns import NumberColumns, numbers_of
 from image_diffusion.core.pictures import as_pictures
 from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT
 from image_diffusion.export.bundle.base import ExportedModel, named
-from image_diffusion.systems.diffusion.generator import Generator, SampleConfig, requested_labels
-from image_diffusion.systems.diffusion.reading import Reading
-from image_diffusion.text_encoders import encoder_of
-from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.systems.diffusion.generator import Generator, Reading, SampleConfig, requested_labels
+from image_diffusion.text_encoders import encode_captions, encoder_of
 
 CODEC = "codec"
 """Name of the network of a codec that diffusers does not have."""

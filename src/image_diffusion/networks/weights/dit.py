@@ -26,8 +26,8 @@ from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.files.weights import without_wrappers
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import SIZES, DiTConfig
-from image_diffusion.networks.weights.fit import listed, misfits, num_blocks
-from image_diffusion.nn.embedders import TIME_CHANNELS
+from image_diffusion.networks.weights import listed, misfits, num_blocks
+from image_diffusion.nn.inputs import TIME_CHANNELS
 from image_diffusion.nn.positions import grid_positions, sinusoid
 
 _TABLE = "y_embedder.embedding_table.weight"

@@ -16,7 +16,7 @@ from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.weights.dit import diffusers_names
-from image_diffusion.nn.embedders import TIME_CHANNELS
+from image_diffusion.nn.inputs import TIME_CHANNELS
 from image_diffusion.nn.positions import grid_positions, sinusoid
 
 if TYPE_CHECKING:  # diffusers takes seconds to import

@@ -24,8 +24,8 @@ from image_diffusion.networks.unet import (
     UNet,
     UNetConfig,
 )
+from image_diffusion.networks.weights import listed, num_blocks
 from image_diffusion.networks.weights.dit_diffusers import prediction_type
-from image_diffusion.networks.weights.fit import listed, num_blocks
 from image_diffusion.nn.positions import sinusoid
 
 if TYPE_CHECKING:  # diffusers takes seconds to import

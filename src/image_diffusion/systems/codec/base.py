@@ -15,10 +15,9 @@ from image_diffusion.codecs.base import LatentShape
 from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.images.lpips import LpipsConfig
-from image_diffusion.objectives.codec_terms import Adversarial, Discriminated, Perceptual
+from image_diffusion.objectives.autoencoding import Adversarial, Discriminated, Perceptual
 from image_diffusion.systems.base import Others, Sections, System, spec_of
-from image_diffusion.systems.codec.evaluation import CodecEvaluation
-from image_diffusion.systems.codec.reconstruction import CodecSampling
+from image_diffusion.systems.codec.reconstruction import CodecEvaluation, CodecSampling
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section
 

@@ -42,11 +42,10 @@ from image_diffusion.systems.diffusion.checks import (
     check_tiles,
 )
 from image_diffusion.systems.diffusion.conditioning import Conditions, VectorCondition
-from image_diffusion.systems.diffusion.conditions.label import LabelCondition
+from image_diffusion.systems.diffusion.conditions.vector import LabelCondition
 from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
-from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.systems.diffusion.generator import Generator, Reading, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
-from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.diffusion.sweep import SweepConfig, checked_points
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.config import SeveralVectorPairs

@@ -21,17 +21,17 @@ from image_diffusion.process.grid import Grid
 from image_diffusion.samplers.from_images import first_point
 from image_diffusion.systems.base import Others, Sections, makes
 from image_diffusion.systems.diffusion.conditioning import Conditions
+from image_diffusion.systems.diffusion.conditions.base import labels_of, read_rows
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
-from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
 from image_diffusion.systems.diffusion.generator import (
+    Reading,
     SampleConfig,
     check_guidance,
     check_labels,
     check_scale,
     chosen_classes,
 )
-from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pictures import check_crop, listed

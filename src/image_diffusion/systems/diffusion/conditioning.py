@@ -20,16 +20,16 @@ from image_diffusion.systems.diffusion.conditions.base import (
     ConditionInputs,
     SamplingRequest,
     ServedModel,
+    check_names,
     check_unused,
     joined,
+    labels_of,
+    read_rows,
 )
-from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
+from image_diffusion.systems.diffusion.conditions.encoded import EmbeddingCondition, TextCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
-from image_diffusion.systems.diffusion.conditions.label import LabelCondition
-from image_diffusion.systems.diffusion.conditions.numbers import NumbersCondition
 from image_diffusion.systems.diffusion.conditions.paired_image import PairedImageCondition
-from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, read_rows
-from image_diffusion.systems.diffusion.conditions.text import TextCondition
+from image_diffusion.systems.diffusion.conditions.vector import LabelCondition, NumbersCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.sampling import Column
 

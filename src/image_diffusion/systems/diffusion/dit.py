@@ -24,7 +24,7 @@ from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.diffusion.base import NOT_IN_PREVIEWS, DiffusionSystem
 from image_diffusion.systems.diffusion.conditioning import AnyCondition
-from image_diffusion.systems.diffusion.conditions.label import LabelCondition
+from image_diffusion.systems.diffusion.conditions.vector import LabelCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.config import SeveralImagePairs

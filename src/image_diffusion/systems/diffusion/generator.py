@@ -1,4 +1,6 @@
-"""Images from a diffusion system: seeds and labels -> pixels, for the sample stage and for previews while training."""
+"""Images from a diffusion system: seeds and labels -> pixels, for the sample stage and for previews while training; and
+the properties of the system that they depend on: its noise, and the meaning of its network's output.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,60 @@ from torch import Tensor, nn
 from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.classes import ClassLabel, class_number
-from image_diffusion.core.config.base import Sparse
+from image_diffusion.core.config.base import Config, Sparse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Network, SamplesOf
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.precision import Precision, computing_in, tf32
-from image_diffusion.process.grid import Denoiser
+from image_diffusion.process import Process
+from image_diffusion.process.denoiser import NetworkDenoiser, SelfConditionedDenoiser
+from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.parameterization import Prediction, Variance, clamp
 from image_diffusion.process.tiles import Tiles
 from image_diffusion.samplers import Sampler
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import SamplerConfig
-from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
-from image_diffusion.systems.diffusion.reading import Reading
 
 if TYPE_CHECKING:
     from image_diffusion.systems.pictures import Pictures
 
 Cell = int | float | str | None
 """A number of an image, its class, or the path of an image file; None: a missing number."""
+
+
+class Reading(Config):
+    """Properties of a system that `Generator` needs. An exported model contains them instead of the system."""
+
+    process: Process
+    """Process by which noise was added."""
+    prediction: Prediction
+    """Prediction of the network."""
+    variance: Variance
+    """Parametrization of the variance."""
+    drops_labels: bool
+    """True if labels were dropped in training, so that guidance is possible."""
+    drops_alone: tuple[str, ...] = ()
+    """Parts of the condition that were dropped alone, so that guidance can have a scale for each."""
+    estimates: Literal["none", "clamped", "free"] = "none"
+    """Self-conditioning on the network's own earlier x0: none, clamped to [-1, 1], or unchanged."""
+
+    def denoiser(
+        self,
+        network: Network,
+        grid: Grid,
+        cond: Mapping[str, Tensor],
+        guide: Callable[[Network], Network] = lambda network: network,
+    ) -> Denoiser:
+        """Return the denoiser for a sampler on `grid`, for one batch of images. guide: maps a network to the guided
+        one."""
+        process = self.process.build()
+        if self.estimates == "none":
+            return NetworkDenoiser(guide(network), process, grid, self.prediction, self.variance, cond)
+        restrict: Callable[[Tensor], Tensor] = clamp if self.estimates == "clamped" else lambda x0: x0
+        return SelfConditionedDenoiser(network, process, grid, self.prediction, cond, restrict, guide)
 
 
 class SampleConfig(Sparse):

@@ -23,9 +23,16 @@ from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import Conditions
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, SamplingRequest, ServedModel
+from image_diffusion.systems.diffusion.conditions.base import (
+    ConditionInputs,
+    ImageSource,
+    SamplingRequest,
+    ServedModel,
+    classes_named,
+    read_prompts,
+    read_rows,
+)
 from image_diffusion.systems.diffusion.conditions.image import condition_pictures
-from image_diffusion.systems.diffusion.conditions.rows import classes_named, read_prompts, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
 from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.pairs.numbers import LABEL

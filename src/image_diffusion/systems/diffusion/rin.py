@@ -17,15 +17,12 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.networks.rin import Rin, RinConfig
-from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.objectives.self_conditioning import SelfConditionedObjective, SelfConditioning
-from image_diffusion.objectives.weighting import MinSnrWeighting
+from image_diffusion.objectives.denoising import Denoising, MinSnrWeighting, SelfConditionedObjective, SelfConditioning
 from image_diffusion.process.continuous import Continuous
-from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.diffusion.base import VectorConditioned
-from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.systems.diffusion.generator import Reading, SampleConfig
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.warm_start import WarmStart
 

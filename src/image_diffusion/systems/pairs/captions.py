@@ -15,8 +15,7 @@ from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, Clas
 from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.shards.records import Quarantined, Sample
 from image_diffusion.systems.pairs.inputs import JoinedPairs, PairInputs
-from image_diffusion.text_encoders import TextEncoderConfig
-from image_diffusion.text_encoders.base import TextEncoder, encode_captions
+from image_diffusion.text_encoders import TextEncoder, TextEncoderConfig, encode_captions
 from image_diffusion.text_encoders.hashing import HashedText
 
 

@@ -31,7 +31,7 @@ from image_diffusion.systems.pairs.images import ImageFilePairs
 from image_diffusion.systems.pairs.inputs import PairInputs, PairSettings, sets_of
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.pairs.teacher_features import FeaturePairs
-from image_diffusion.text_encoders.base import TextEncoder
+from image_diffusion.text_encoders import TextEncoder
 from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.text_encoders.learned import FILE as TEXT_FILE
 from image_diffusion.text_encoders.pretrained import ClipConfig

@@ -26,7 +26,7 @@ from image_diffusion.data.encoded.pairs import TEXT
 from image_diffusion.data.sources.embeddings import write_columns
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import on_best_device
-from image_diffusion.systems.diffusion.conditions.rows import read_prompts
+from image_diffusion.systems.diffusion.conditions.base import read_prompts
 from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.prior.generator import (
     EmbeddingGenerator,
@@ -36,7 +36,7 @@ from image_diffusion.systems.prior.generator import (
     check_guided,
 )
 from image_diffusion.systems.sampling import SampleFiles, SamplesToWrite, Sampling, SamplingInputs
-from image_diffusion.text_encoders.base import TextEncoder, encode_captions
+from image_diffusion.text_encoders import TextEncoder, encode_captions
 from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.text_encoders.learned import read_text
 from image_diffusion.text_encoders.pretrained import ClipConfig

@@ -23,9 +23,7 @@ from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.parameterization import clamp
-from image_diffusion.samplers.ancestral import Ddpm
-from image_diffusion.samplers.dalle2_ddim import LegacyDdim
-from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.ancestral import Ddim, Ddpm, LegacyDdim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
 

@@ -36,10 +36,11 @@ from image_diffusion.systems.diffusion.conditions.base import (
     ImageSource,
     SamplingRequest,
     ServedModel,
+    images_of,
+    read_rows,
     rows_of,
 )
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
-from image_diffusion.systems.diffusion.conditions.rows import images_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.images import ImageCropper
 from image_diffusion.systems.sampling import Column

@@ -1,16 +1,24 @@
-"""Heun's method for the probability flow ODE, dx = x0 dalpha + eps dsigma: the mean of the slopes at both ends.
+"""Solvers of the probability flow ODE, dx = x0 dalpha + eps dsigma.
 
-Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", Algorithm 1, for any (alpha,
-sigma): on the straight path of flow matching it is the ODE solver of Ma et al. 2024, "SiT". Order 2. With `s_churn`, on
-the edm process, their Algorithm 2: each step first adds noise, and starts from the larger sigma. The grid then has two
-points per step; the initial noise includes the noise that the first step would add.
+Euler's method, order 1: on the straight path of flow matching it is x + (s - t) v with v = eps - x0 (Liu et al. 2023,
+"Flow straight and fast"; Ma et al. 2024, "SiT"); with alpha = 1 it is x + (sigma_s - sigma_t) eps (Karras et al. 2022,
+"Elucidating the design space of diffusion-based generative models", Algorithm 1 without its correction).
+
+Heun's method, order 2, takes the mean of the slopes at both ends: Algorithm 1 of Karras et al. for any (alpha, sigma);
+on the straight path it is the ODE solver of SiT. With `s_churn`, on the edm process, it is their Algorithm 2: each step
+first adds noise, and starts from the larger sigma. The grid then has two points per step; the initial noise includes
+the noise that the first step would add.
+
+The flow map takes one, two or four steps by average velocities, x_r = x_t - (t - r) u(x_t, r, t), of a network that
+predicts them: Geng et al. 2025, "Mean flows for one-step generative modeling", arXiv:2505.13447.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -19,9 +27,25 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
 from image_diffusion.process.edm import Edm
+from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.base import SpacedByNoise, Step
+from image_diffusion.process.parameterization import Variance
+from image_diffusion.samplers.base import NumSteps, SamplerConfig, SpacedByNoise, Step
 from image_diffusion.samplers.image_noise import step_noise
+
+
+class Euler(SpacedByNoise):
+    """Euler's method: one network call per step, order 1."""
+
+    type: Literal["euler"] = "euler"
+
+    def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
+        """x_s = x_t + (alpha_s - alpha_t) x0 + (sigma_s - sigma_t) eps."""
+        d_alphas, d_sigmas = grid.alpha.diff().tolist(), grid.sigma.diff().tolist()
+        for i, (d_alpha, d_sigma) in enumerate(zip(d_alphas, d_sigmas, strict=True)):
+            denoised = denoiser(x, i)
+            x = x + d_alpha * denoised.x0 + d_sigma * denoised.eps
+            yield Step(x, denoised.x0)
 
 
 class Heun(SpacedByNoise):
@@ -101,3 +125,33 @@ class Heun(SpacedByNoise):
                 eps = (eps + denoiser(x + d_sigma * eps, i + 1).eps) / 2
             x = x + d_sigma * eps
             yield Step(x, first.x0)
+
+
+class FlowMap(SamplerConfig):
+    """Sampler with one network call per step, conditioned on the length of the step. If the network is exact, so is the
+    sampler, with any number of steps."""
+
+    needs_average_velocity: ClassVar[bool] = True
+
+    type: Literal["flow_map"] = "flow_map"
+    num_steps: NumSteps = 1
+
+    def grid(self, process: Process) -> Grid:
+        """Return the grid of points, as for every sampler, with the intervals. Raises ValueError for another process
+        than flow."""
+        if not isinstance(process, Flow):
+            raise ValueError(
+                f"The flow_map sampler needs average velocities, and the process {process.type} has none. Use it with "
+                "process flow and objective mean_flow."
+            )
+        grid = super().grid(process)
+        return replace(grid, interval=-grid.sigma.diff() * process.time_scale)
+
+    def fitted(self, variance: Variance, bounded: bool) -> Self:
+        """Return the sampler fitted to the model, without clamping unless it is set: the x0 of a step is the end point
+        of its velocity, not an estimate of the image."""
+        return super().fitted(variance, bounded=False)
+
+    def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
+        """Euler's steps, with average velocities."""
+        return Euler().steps(denoiser, grid, x, streams)
