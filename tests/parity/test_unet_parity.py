@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.iddpm import read_iddpm
+from image_diffusion.foreign.diffusion import read_iddpm
 from image_diffusion.networks.unet import UNet, UNetConfig
 from image_diffusion.systems.diffusion.conditions.degradations import Small
 

@@ -20,9 +20,9 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record
-from image_diffusion.data.sources.archives.tars import TarStream
 from image_diffusion.data.sources.changes import refresh
 from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.tars import TarStream
 from image_diffusion.stages import crop
 from warm import warm_python
 

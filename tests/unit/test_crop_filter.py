@@ -18,7 +18,7 @@ from PIL import Image
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.filter_expression import MissingValue, parse_rule
 from image_diffusion.data.cropped.dataset import crop_dataset
-from image_diffusion.data.cropped.plan import plan_crops
+from image_diffusion.data.cropped.plan import CropPlan
 from image_diffusion.data.shards.records import read_record, tar_path
 from image_diffusion.stages.datasheet import write_datasheet
 
@@ -134,7 +134,8 @@ def test_first_row_of_a_duplicated_image_decides(tmp_path: Path) -> None:
     source = table(tmp_path) | {"label_column": "label"}
     (tmp_path / "table.csv").write_text("path,label,score\n0.png,a,9\n1.png,b,9\n0.png,b,1\n")
     data = {"name": "x", "source": source, "resolution": 6, "num_shards": 1, "keep": "score > 5"}
-    plan = plan_crops(DataConfig.model_validate(data))
+    config = DataConfig.model_validate(data)
+    plan = CropPlan(config.source, config.rule, config.num_shards, data)
     assert [(item.name, item.label) for item in plan.listing.items] == [("0.png", 0), ("1.png", 1)]
 
 

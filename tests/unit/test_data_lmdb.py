@@ -12,7 +12,7 @@ from PIL import Image
 
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
-from image_diffusion.data.sources.archives.lmdb import Lmdb
+from image_diffusion.data.sources.archives import Lmdb
 from image_diffusion.data.sources.changes import record_source, refresh
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (7, 9, 12, 3), dtype=np.uint8)

@@ -24,7 +24,7 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record
-from image_diffusion.data.sources.archives import tars as tar_sources
+from image_diffusion.data.sources import tars as tar_sources
 from image_diffusion.data.sources.changes import refresh
 from image_diffusion.stages.datasheet import write_datasheet
 

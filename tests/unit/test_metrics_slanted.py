@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from image_diffusion.data.sources.slanted_digits import (
+from image_diffusion.data.sources.scikit_digits import (
     HELD_OUT,
     RANGES,
     SlantedDigits,

@@ -20,7 +20,7 @@ from image_diffusion.core.files.checksums import check_files
 from image_diffusion.core.names import FileName, Sha256, TarName, carried_files, inside
 from image_diffusion.data.shards.manifest import Manifest
 from image_diffusion.data.shards.reader import open_shards
-from image_diffusion.data.sources.image_tables import HuggingFace
+from image_diffusion.data.sources.arrow import HuggingFace
 from image_diffusion.stages import ema
 from image_diffusion.tracking.plan import _carried
 from image_diffusion.training.checkpoint.checkpoint import Damaged, read_checkpoint

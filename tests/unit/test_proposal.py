@@ -26,8 +26,7 @@ from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import Table
 from image_diffusion.experiments.choices import choices
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
-from image_diffusion.experiments.proposal import Proposal, least_steps, propose, seconds_of
-from image_diffusion.experiments.proposal_text import parsed
+from image_diffusion.experiments.proposal import Proposal, least_steps, parsed, propose, seconds_of
 from image_diffusion.experiments.request import DESIGNS, Machine, Request, Speed, classes_of, resolution_of, start_of
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.systems import AnySystem

@@ -12,7 +12,7 @@ import yaml
 import image_diffusion.__main__
 from image_diffusion.core.config.base import load
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.iddpm import PUBLISHED
+from image_diffusion.foreign.diffusion import PUBLISHED
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.process.flow import Flow
 from image_diffusion.stages import sample

@@ -32,8 +32,8 @@ from image_diffusion.core.process.secrets import (
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.archives.tars import TarStream
 from image_diffusion.data.sources.changes import refresh
+from image_diffusion.data.sources.tars import TarStream
 from image_diffusion.experiments.experiment import load_experiment
 from image_diffusion.stages import crop, datasheet, track, train
 from image_diffusion.tools import configure

@@ -18,7 +18,7 @@ from image_diffusion.core.config.base import parse, to_yaml
 from image_diffusion.core.files import checksums
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.number_columns import NumberColumns
-from image_diffusion.data.sources.archives.tars import Webdataset
+from image_diffusion.data.sources.tars import Webdataset
 from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.experiments.resolve import load_all

@@ -22,7 +22,7 @@ from image_diffusion.data.encoded.captions import BesideCaptions, ClassCaptions,
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Sample
-from image_diffusion.data.sources.image_tables import HuggingFace
+from image_diffusion.data.sources.arrow import HuggingFace
 from image_diffusion.experiments.experiment import TrainStage
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.objectives.label_dropout import LabelDropout

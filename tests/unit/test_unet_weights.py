@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.iddpm import PUBLISHED
+from image_diffusion.foreign.diffusion import PUBLISHED
 from image_diffusion.networks.unet import UNet, UNetConfig
 from image_diffusion.networks.weights.unet import is_unet, unet_of_shapes
 from image_diffusion.stages.export import read_foreign

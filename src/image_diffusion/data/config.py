@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.levels import DType
 from image_diffusion.core.resolution import Resolution, height_width, size_text
-from image_diffusion.data.crop.filter_expression import parse_rule
+from image_diffusion.data.crop.filter_expression import Rule, parse_rule
 from image_diffusion.data.crop.methods import AdmCrop, AnyCrop
 from image_diffusion.data.sources import Source
 
@@ -216,9 +216,25 @@ class DataConfig(Sparse):
         return tuple(self.channels.values() if isinstance(self.channels, dict) else self.channels)
 
     @property
+    def channel_ranges(self) -> dict[str, Range]:
+        """Return the range of each channel of arrays by its name; "measured" unless it is stated."""
+        stated = self.range if isinstance(self.range, dict) else dict.fromkeys(self.channel_names, self.range)
+        return {name: stated.get(name) or "measured" for name in self.channel_names}
+
+    @property
     def size(self) -> tuple[int, int]:
         """Return the height and the width of a crop in pixels."""
         return height_width(self.resolution)
+
+    @property
+    def crop_shape(self) -> tuple[int, int, int]:
+        """Return the shape of a crop, (channels, height, width)."""
+        return self.num_channels, *self.size
+
+    @property
+    def rule(self) -> Rule | None:
+        """Return the rule that the images to keep meet; None if all are kept."""
+        return None if self.keep is None else parse_rule(self.keep)
 
     def crop_identity(self) -> dict[str, Any]:
         """Return all settings that decide the pixels of a crop. Crops with different identities are never mixed."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from image_diffusion.core.resolution import height_width
 from image_diffusion.data.masks import MaskFacts, Value
 from image_diffusion.data.quality.facts import CaptionFacts, Facts
-from image_diffusion.experiments.proposal_text import Choice
 from image_diffusion.experiments.request import (
     DESIGNS,
     LARGEST_SIDE,
@@ -43,6 +42,14 @@ _SHOWN = 5
 """Number of prompts of the previews."""
 PROMPTS = "config/prompts.txt"
 """File of the project with captions to sample from."""
+
+
+class Choice(NamedTuple):
+    """Value of a key of the file, and its reason."""
+
+    key: str
+    value: Any
+    reason: str
 
 
 def choices(

@@ -1,4 +1,5 @@
-"""Size an experiment for a time budget: the largest design, and the numbers of steps and samples.
+"""Size an experiment for a time budget: the largest design, and the numbers of steps and samples. Write its file, with
+a reason for each choice.
 
 The same facts, machine, budget and measured speed always give the same file (`choices`).
 """
@@ -7,14 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from image_diffusion.core.config.yaml12 import in_line
 from image_diffusion.core.texts import duration
 from image_diffusion.data.quality.facts import Facts
-from image_diffusion.experiments.choices import AUGMENTED_PASSES, CHECKED, PREVIEWS, PROMPTS, VALIDATIONS, choices
-from image_diffusion.experiments.experiment import Experiment
-from image_diffusion.experiments.proposal_text import images_in_words, machine_in_words, parsed, text_of, warnings_of
+from image_diffusion.experiments.choices import (
+    AUGMENTED_PASSES,
+    CHECKED,
+    PREVIEWS,
+    PROMPTS,
+    VALIDATIONS,
+    Choice,
+    choices,
+)
+from image_diffusion.experiments.experiment import Experiment, parse_experiment
 from image_diffusion.experiments.request import (
     DESIGNS,
     Design,
@@ -25,8 +35,11 @@ from image_diffusion.experiments.request import (
     batch_of,
     captions_of,
     classes_of,
+    held_out_of,
+    masks_of,
     passes_of,
 )
+from image_diffusion.metrics.images.memorization import LEAST_HELD_OUT
 from image_diffusion.metrics.images.segmentation import MOST_HELD_OUT
 from image_diffusion.metrics.images.segmentation import TRAINING as MASKS
 
@@ -49,6 +62,9 @@ _DETECTOR_EXAMPLES = (4, 6_000, 200_000)
 _WORTH_MUON = 1.5
 """Maximum ratio of step times of Muon and AdamW; Muon needs at most half of AdamW's steps (docs/choosing.md)."""
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_FEW = 5_000
+"""Number of images below which the user is warned of copies: five times the number of samples compared with them."""
+_FEW_OF_A_CLASS = 10
 
 
 @dataclass(frozen=True)
@@ -260,3 +276,78 @@ def _too_small(budget: str, facts: Facts, cost: Cost, machine: Machine) -> str:
         f"{_LEAST_STEPS} steps of the smallest network, {_LEAST_SAMPLES} samples and their evaluation take "
         f"{duration(least_s)}. Give at least {math.ceil(least_s / _UNITS[unit])}{unit}."
     )
+
+
+def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
+    """Yield a warning for each critical property of the images."""
+    passes = passes_of(facts, design, steps)
+    if facts.num_images < _FEW:
+        where = "See `copies` in metrics.json."
+        if facts.num_images * (1 - held_out_of(facts)) < LEAST_HELD_OUT:
+            where = f"Look at evaluation/nearest.png: `copies` takes {LEAST_HELD_OUT} images."
+        yield (
+            f"{facts.num_images:,} images are few, and each is seen {passes:,.0f} times: samples may be copies of "
+            f"them. {where}"
+        )
+    if facts.captions is not None and captions_of(facts) is None:
+        yield f"{facts.captions.count:,} images have a caption. Captions are used if nine of ten images have one."
+    if facts.masks is not None and facts.dtype is not None:
+        cure = " For grey images, delete data.dtype, set data.range: [low, high] and name them in pairs."
+        yield (
+            f"{facts.masks.count:,} images have a mask, which is not used: masks are for pictures of 8 bits."
+            f"{cure if facts.channels == 1 else ''}"
+        )
+    elif facts.masks is not None and captions_of(facts) is not None:
+        yield (
+            f"{facts.masks.count:,} images have a mask, which is not used: the captions are the condition. Add the "
+            "masks to pairs and system.condition (docs/conditions.md#parts-of-a-condition) to use both."
+        )
+    elif facts.masks is not None and masks_of(facts) is None:
+        yield f"{facts.masks.count:,} images have a mask. Masks of pictures are used if nine of ten images have one."
+    if classes_of(facts) and (least := min(facts.per_class)) < _FEW_OF_A_CLASS:
+        yield f"The smallest class has {least} image{'s' * (least != 1)}: samples of it may be copies."
+    yield from facts.notices
+
+
+def images_in_words(facts: Facts) -> str:
+    """Return a description of the images."""
+    pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
+    kind = (
+        f"arrays of {facts.dtype} with {facts.channels} channel{'s' * (facts.channels != 1)}"
+        if facts.dtype
+        else pictures
+    )
+    count = len(facts.per_class)
+    classes = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
+    low, high = facts.aspect
+    shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
+    captions = ", captions" if captions_of(facts) else ""
+    masks = f", masks of {len(facts.masks.values)} labels" if facts.masks is not None and masks_of(facts) else ""
+    return f"{facts.num_images:,} {kind}, {classes}{captions}{masks}, {facts.short_side} pixels, {shape}"
+
+
+def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:
+    """Return the text of the file: comments at the top, and each choice with its reason."""
+    lines = [line for sentence in head for line in textwrap.wrap(sentence, 118)]
+    text = "".join(f"# {line}\n" for line in lines)
+    for section, rows in sections.items():
+        text += f"{section}:\n"
+        for key, value, reason in rows:
+            line = f"  {key}: {in_line(value)}"
+            if reason and len(line) + len(reason) + 4 <= 120:
+                text += f"{line}  # {reason}\n"
+            else:
+                text += "".join(f"  # {part}\n" for part in textwrap.wrap(reason, 116)) + f"{line}\n"
+    return text
+
+
+def parsed(sections: dict[str, list[Choice]]) -> Experiment:
+    return parse_experiment(
+        {section: {row.key: row.value for row in rows} for section, rows in sections.items()}, "the proposal"
+    )
+
+
+def machine_in_words(machine: Machine) -> str:
+    names = {"cpu": (machine.cores, "CPU core"), "gpu": (machine.gpus, "GPU")}
+    count, name = names[machine.kind]
+    return f"{count} {name}{'s' * (count != 1)}"

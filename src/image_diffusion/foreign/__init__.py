@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.foreign.dit import read_dit
+from image_diffusion.foreign.diffusion import read_dit, read_iddpm, read_rin
 from image_diffusion.foreign.dvae import read_dvae
-from image_diffusion.foreign.iddpm import read_iddpm
 from image_diffusion.foreign.prior import read_dalle2_prior, read_prior_transformer
-from image_diffusion.foreign.rin import read_rin
 from image_diffusion.foreign.weights import Described, ForeignWeights, Reader
 from image_diffusion.systems.base import System, name_of
 from image_diffusion.systems.codec.dvae import DVAESystem

@@ -22,8 +22,7 @@ from image_diffusion.data.quality.facts import Facts, describe_source, source_of
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.folder import Folder, files_in, stem_of
 from image_diffusion.experiments.experiment import EncodeStage, Experiment
-from image_diffusion.experiments.proposal import Proposal, propose, seconds_of
-from image_diffusion.experiments.proposal_text import images_in_words, machine_in_words
+from image_diffusion.experiments.proposal import Proposal, images_in_words, machine_in_words, propose, seconds_of
 from image_diffusion.experiments.request import Machine, Speed, captions_of, classes_of, masks_of, start_of
 from image_diffusion.experiments.resolve import embed_stage, encode_stage, write_stages
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector

@@ -19,7 +19,7 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.image import crop_image
 from image_diffusion.data.crop.stored import DARK, WIDE
 from image_diffusion.data.cropped.levels import measure_levels
-from image_diffusion.data.cropped.plan import CropPlan, plan_crops, records_of_parts, write_note
+from image_diffusion.data.cropped.plan import CropPlan, records_of_parts, write_note
 from image_diffusion.data.cropped.shard import ShardCropper, content_hashes, crop_shards
 from image_diffusion.data.quality.duplicates import dropped_rows, held_out_by_name, leaks_from_validation, same_crops
 from image_diffusion.data.shards.records import (
@@ -61,12 +61,14 @@ def crop_part(config: DataConfig, output: Path, note: Path, part: tuple[int, int
 
     note: output file that lists these shards for `crop_dataset`. processes: as in `crop_dataset`.
     """
-    plan = plan_crops(config)
+    plan = CropPlan(config.source, config.rule, config.num_shards, dump(config))
+    layout = Layout(("npy",), config.crop_shape, config.dtype or "uint8", labelled=bool(plan.listing.classes))
+    cropper = ShardCropper(config.source, partial(crop_image, config=config), config.crop_identity(), layout, output)
     index, count = part
     tasks = plan.tasks[index::count]
     make_folder(output)
     with Progress("crop", sum(len(items) for _, items in tasks), plan.listing.unit) as progress:
-        written = sum(is_new for _, is_new in crop_shards(_cropper(config, plan, output), tasks, processes, progress))
+        written = sum(is_new for _, is_new in crop_shards(cropper, tasks, processes, progress))
     write_note(note, plan, output, tasks)
     return written
 
@@ -81,14 +83,15 @@ def crop_dataset(
     compared with the source again unless it has changed since. Raises ValueError when the source is missing or empty,
     when more than `max_bad_fraction` of its files give no crop, or when a setting does not fit the images.
     """
-    plan = plan_crops(config)
+    plan = CropPlan(config.source, config.rule, config.num_shards, dump(config))
+    layout = Layout(("npy",), config.crop_shape, config.dtype or "uint8", labelled=bool(plan.listing.classes))
+    cropper = ShardCropper(config.source, partial(crop_image, config=config), config.crop_identity(), layout, output)
     if plan.listing.unit == "image":  # checked before cropping; the names in remote tars are known only afterwards
         held_out_by_name([item.name for item in plan.listing.items], config.held_out)
     for notice in plan.notices():
         log_line(f"crop: {notice}.")
     make_folder(output)
     remove_unfinished(output)
-    cropper = _cropper(config, plan, output)
     records, written = _crop_missing(cropper, plan, records_of_parts(made, plan, output), processes)
     duplicates = same_crops(records) if config.duplicates == "drop" else {}
     written |= _crop_without(duplicates, cropper, plan, records, processes)
@@ -104,28 +107,22 @@ def crop_dataset(
         if config.range in (None, "file"):
             check_range(records, is_decided=config.range is not None)
     _warn_of_empty_classes(plan.listing, records)
-    remove_surplus(output, config.num_shards)
+    remove_surplus(output, len(records))
     write_index(output / "index.npy", map(index_of, records))
-    moved = leaks_from_validation(records, output, cropper.layout, config.validation_fraction, processes)
-    manifest = _manifest(config, plan.listing, cropper.layout, records, len(bad), output)
+    moved = leaks_from_validation(records, output, layout, config.validation_fraction, processes)
+    manifest = _manifest(config, plan.listing, layout, records, len(bad), output)
     names = [sample.path for record in records for sample in record.samples]
     splits = {"not_held_out": moved, "held_out": held_out_by_name(names, config.held_out)}
     manifest |= {name: numbers for name, numbers in splits.items() if numbers}
     if config.dtype is not None:
-        manifest["levels"] = dump(measure_levels(config, output, cropper.layout, records))
+        manifest["levels"] = dump(measure_levels(config.dtype, config.channel_ranges, output, layout, records))
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
         hashes: dict[str, str] = {}
         for record in records:
             hashes |= content_hashes((*record.samples, *record.dropped), record.quarantined)
-        record_source(config.source, source_json, plan.files, hashes)
+        record_source(plan.source, source_json, plan.files, hashes)
     return Cropped(manifest, len(written), records)
-
-
-def _cropper(config: DataConfig, plan: CropPlan, output: Path) -> ShardCropper:
-    shape = config.num_channels, *config.size
-    layout = Layout(("npy",), shape, config.dtype or "uint8", labelled=bool(plan.listing.classes))
-    return ShardCropper(config.source, partial(crop_image, config=config), config.crop_identity(), layout, output)
 
 
 def _crop_missing(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from image_diffusion.core.levels import Levels
+from image_diffusion.core.levels import DType, Levels
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.data.config import DataConfig, Range
+from image_diffusion.data.config import Range
 from image_diffusion.data.shards.records import ShardRecord, tar_path
 from image_diffusion.data.shards.tar_layout import Layout
 
@@ -25,12 +25,12 @@ _Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
 """Numbers, ascending, and how often each occurs."""
 
 
-def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Sequence[ShardRecord]) -> Levels:
-    """Return the levels of a set of shards in a folder. Raises ValueError for a constant channel."""
-    assert config.dtype is not None
-    names = config.channel_names
-    ranges = config.range if isinstance(config.range, dict) else dict.fromkeys(names, config.range)
-    stated = [_stated(ranges.get(name) or "measured", config.dtype) for name in names]
+def measure_levels(
+    dtype: DType, ranges: Mapping[str, Range], folder: Path, layout: Layout, records: Sequence[ShardRecord]
+) -> Levels:
+    """Return the levels of a set of shards in a folder. ranges: of each channel by its name, in order. Raises
+    ValueError for a constant channel."""
+    names, stated = tuple(ranges), [_stated(chosen, dtype) for chosen in ranges.values()]
     low, high, clipped = [], [], []
     for name, ends, (values, count) in zip(names, stated, _histograms(folder, layout, records, stated), strict=True):
         least, most = ends or _measured(name, values, count)
@@ -39,7 +39,7 @@ def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Se
         outside = count[(values < least) | (values > most)].sum()
         clipped.append(round(float(outside / max(1, count.sum())), 8))
     return Levels(
-        dtype=config.dtype,
+        dtype=dtype,
         channels=names,
         low=tuple(low),
         high=tuple(high),

@@ -6,32 +6,41 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, read_json, stamp_of, write_json
-from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.filter_expression import MissingValue, parse_rule
+from image_diffusion.data.crop.filter_expression import MissingValue, Rule
 from image_diffusion.data.crop.image import READER
 from image_diffusion.data.shards.records import FORMAT, UNWANTED, Quarantined, ShardRecord, read_record, tar_path
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.base import FileGroup, HasValues, Item, Listing, by_shard
+from image_diffusion.data.sources.base import HasValues, Item, Listing, by_shard
 
 _KINDS = 8  # kinds of ignored files that are shown on the terminal
 
 
-@dataclass(frozen=True)
+@dataclass
 class CropPlan:
-    """Images of a source and their shards.
+    """Images of a source and their shards. Raises ValueError when the source is missing or empty.
 
-    files: of the source. listing: images of the source, without `excluded`, those that `data.keep` excludes. tasks: the
-    number and the images of each shard, in order. digest: of the names and stamps of the files, and of the settings.
+    rule: the images to keep; None keeps all. settings: plain data of the section `data`. files: of the source. listing:
+    images of the source, without `excluded`, those that the rule excludes. tasks: the number and the images of each
+    shard, in order.
     """
 
-    files: list[FileGroup]
-    listing: Listing
-    excluded: list[Quarantined]
-    tasks: list[tuple[int, list[Item]]]
-    digest: str
+    source: Source
+    rule: Rule | None
+    num_shards: int
+    settings: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.files = list(self.source.file_groups())
+        self.listing, self.excluded = _filtered(self.source, self.source.listing(), self.rule)
+        self.tasks = list(enumerate(by_shard(self.listing.items, self.num_shards)))
+
+    def digest(self) -> str:
+        """Return a digest of the names and stamps of the files, and of the settings."""
+        stamps = sorted([group.folder, group.digest()] for group in self.files)
+        return digest({"format": FORMAT, "reader": READER, "data": self.settings, "files": stamps})
 
     def notices(self) -> list[str]:
         """Return lines for the terminal about the layout and the ignored files."""
@@ -43,24 +52,13 @@ class CropPlan:
         return notices
 
 
-def plan_crops(config: DataConfig) -> CropPlan:
-    """List a source and assign its images to shards. Raises ValueError when the source is missing or empty."""
-    files = list(config.source.file_groups())
-    listing, excluded = _filtered(config.source, config.source.listing(), config.keep)
-    tasks = list(enumerate(by_shard(listing.items, config.num_shards)))
-    stamps = sorted([group.folder, group.digest()] for group in files)
-    made_from = digest({"format": FORMAT, "reader": READER, "data": dump(config), "files": stamps})
-    return CropPlan(files, listing, excluded, tasks, made_from)
-
-
-def _filtered(source: Source, listing: Listing, keep: str | None) -> tuple[Listing, list[Quarantined]]:
+def _filtered(source: Source, listing: Listing, rule: Rule | None) -> tuple[Listing, list[Quarantined]]:
     """Return the listing without the images that a rule excludes, and these images with the reason.
 
     Raises ValueError if the source lacks the values in the rule, if they cannot be compared, or if no image is left.
     """
-    if keep is None:
+    if rule is None:
         return listing, []
-    rule = parse_rule(keep)
     if not isinstance(source, HasValues):
         raise ValueError(
             f"data.keep needs values beside the images, and data.source.type: {source.type} has none. Use a table, "
@@ -89,14 +87,14 @@ def _filtered(source: Source, listing: Listing, keep: str | None) -> tuple[Listi
 def write_note(path: Path, plan: CropPlan, output: Path, tasks: Iterable[tuple[int, list[Item]]]) -> None:
     """Write a note of the shards that a part has written to `output`, with the digest of the plan."""
     shards = {str(shard): stamp_of(tar_path(output, shard)) for shard, _ in tasks}
-    write_json(path, {"of": plan.digest, "shards": shards})
+    write_json(path, {"of": plan.digest(), "shards": shards})
 
 
 def records_of_parts(notes: Sequence[Path], plan: CropPlan, output: Path) -> dict[int, ShardRecord]:
     """Return the records of the shards that parts wrote by the same plan and that are unchanged since, by number."""
-    records = {}
+    records, of = {}, plan.digest()
     for note in map(read_json, notes):
-        for shard, stamp in note["shards"].items() if note["of"] == plan.digest else ():
+        for shard, stamp in note["shards"].items() if note["of"] == of else ():
             with suppress(ValueError, OSError):
                 record = read_record(output, int(shard))
                 if [*stamp_of(tar_path(output, record.shard))] == stamp and record.describes_pixels():

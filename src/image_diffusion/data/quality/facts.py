@@ -19,7 +19,7 @@ from image_diffusion.data.crop.array_files import ArrayFile, BadImage, Undecided
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 from image_diffusion.data.crop.stored import DARK, WIDE
 from image_diffusion.data.masks import FOLDERS, MOST_LABELS, MaskFacts, images_beside_masks, masks_beside
-from image_diffusion.data.sources.archives.zip import ZipArchive
+from image_diffusion.data.sources.archives import ZipArchive
 from image_diffusion.data.sources.base import Item, Listing, stamp_if_file
 from image_diffusion.data.sources.folder import Folder, stem_of
 from image_diffusion.data.sources.table import Table, read_columns

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from image_diffusion.core.files.atomic import Stamp, stamp_of
-from image_diffusion.data.sources.archives.zip import ZipArchive
+from image_diffusion.data.sources.archives import ZipArchive
 from image_diffusion.data.sources.base import FewFiles, FileGroup, ImageSource, Item, Listing
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.layouts import LABELS_FILE, labels_in

@@ -17,17 +17,21 @@ import torch
 from numpy.typing import NDArray
 
 from image_diffusion.data.sources.scikit_digits import (
+    COLUMNS,
     GROUNDS,
     INKS,
+    RANGES,
     SIZES,
     SLANTS,
     Attributes,
     attributes_in,
     attributes_of,
+    drawn,
+    is_held_out,
     measured,
+    measured_numbers,
     painted,
 )
-from image_diffusion.data.sources.slanted_digits import COLUMNS, RANGES, drawn, is_held_out, measured_numbers
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.features.base import Detector, detect
 from image_diffusion.metrics.samples import Samples

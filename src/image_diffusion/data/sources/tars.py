@@ -21,7 +21,6 @@ from image_diffusion.core.files.store import with_retries
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.out_of_resources import writing
 from image_diffusion.core.process.secrets import check_query, for_shell
-from image_diffusion.data.sources.archives.tar_reader import Members, members_of
 from image_diffusion.data.sources.base import (
     LONGEST_CLASS,
     FewFiles,
@@ -34,6 +33,7 @@ from image_diffusion.data.sources.base import (
     plain_text,
 )
 from image_diffusion.data.sources.layouts import named_files
+from image_diffusion.data.sources.tar_reader import Members, members_of
 
 _ALONE = "a class without an image"
 _FEWEST = 10  # minimum number of texts to tell captions from classes

@@ -1,1 +1,0 @@
-"""Sources that keep many images in one file: zips, tars and databases."""
