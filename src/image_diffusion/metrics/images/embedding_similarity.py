@@ -10,6 +10,7 @@ a batch of one.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from image_diffusion.core.pictures import new_figure, save_figure
 from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate, share_estimate
 
 _EPS = 1e-6
 _AT_ONCE = 1024
+_GALLERY = 10_000  # maximum number of pairs for `caption_retrieval`
 
 
 def cosine(first: Tensor, second: Tensor) -> Tensor:
@@ -122,6 +125,27 @@ def retrieval(
     rank = torch.cat(before)
     note = f"among {len(gallery):,} {of}"
     return {f"retrieval_at_{k}": replace(share_estimate(rank < k), note=note) for k in (1, 5)}
+
+
+def caption_retrieval(query: Tensor, image: Tensor, captions: Tensor) -> dict[str, Estimate]:
+    """Return R@k over at most `_GALLERY` pairs: the rate at which an embedding retrieves an image of its own caption.
+    query, image: [N, dim]; captions: the number of each pair's caption, int64 [N]."""
+    rows = spread_rows(len(captions), _GALLERY)
+    query, image, captions = query[rows], image[rows], captions[rows]
+    return retrieval(query, captions, image, captions, f"images of {len(captions.unique()):,} captions")
+
+
+def plot_similarities(similarities: dict[str, Tensor], title: str, path: Path) -> None:
+    """Write two histograms as PNG: cosines of the real images with predictions from their own and other captions."""
+    figure = new_figure(8, 4)
+    axis = figure.subplots()
+    kinds = {"similarity_with_image": "own caption", "unrelated_similarity_with_image": "another caption"}
+    for name, label in kinds.items():
+        if name in similarities:
+            axis.hist(similarities[name].numpy(), bins=50, range=(-1, 1), alpha=0.6, label=label)
+    axis.set(title=title, xlabel="cosine of the real image embedding and the one predicted from", ylabel="pairs")
+    axis.legend()
+    save_figure(figure, path)
 
 
 def spread_rows(total: int, most: int) -> NDArray[np.int64]:

@@ -19,7 +19,6 @@ from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.files.partial_results import Arrays, batches, gathered, share
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.process.progress import Progress
-from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.compute import doubts_of, named_by_detector, with_floor
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.class_metrics import agreement
@@ -65,8 +64,8 @@ class CodecEvaluation(ImageEvaluation):
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         assert inputs.model is not None
         settings: EvaluateConfig = inputs.settings
-        train, validation = (open_shards(inputs.data, split, renders=True) for split in ("train", "validation"))
-        data = RealImages(train, validation, train.levels)
+        train = inputs.splits["train"]
+        data = RealImages(train, inputs.splits["validation"], train.levels)
         detectors = [detector.build(inputs.detector, str(best_device())) for detector in settings.detectors]
         return evaluate_codec(on_best_device(inputs.model), data, detectors, settings, inputs.report)
 

@@ -59,7 +59,7 @@ class DiffusionEvaluation(ImageEvaluation):
 
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         settings: EvaluateConfig = inputs.settings
-        data = real_images(inputs.data)
+        data = real_images(inputs.splits["train"], inputs.splits["validation"])
         if inputs.samples is None and settings.likelihood is None:
             raise ValueError("The evaluation of a diffusion model needs its samples. Name them: --samples samples.npz.")
         result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
@@ -131,9 +131,8 @@ def _judged_samples(inputs: EvaluationInputs, path: Path, data: RealImages) -> d
     return result
 
 
-def real_images(folder: Path | str) -> RealImages:
-    """Return the two splits of a folder of crops; imported latents have splits without images."""
-    train, validation = (open_shards(folder, split, renders=True) for split in ("train", "validation"))
+def real_images(train: Shards, validation: Shards) -> RealImages:
+    """Return the images of the two splits of a set of crops; imported latents have splits without images."""
     if train.manifest["kind"] != "latents":
         return RealImages(train, validation, train.levels)
     none = Samples(np.empty((0, 0, 0, 0), np.uint8), np.empty(0, np.int64), train.classes)
