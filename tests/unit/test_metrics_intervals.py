@@ -14,10 +14,9 @@ from torch import Tensor
 from image_diffusion.metrics.compute import Reference, measure, measure_preview
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances import mmd, precision_recall
-from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
 from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance
-from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
+from image_diffusion.metrics.distances.wasserstein import frechet_between, monge_distance
 from image_diffusion.metrics.features.base import Detected
 
 CLASSES = ["cat", "dog"]

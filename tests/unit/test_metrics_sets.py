@@ -23,7 +23,7 @@ from image_diffusion.metrics.distances.jackknife import jackknife
 from image_diffusion.metrics.distances.mmd import kernel_distance
 from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates
-from image_diffusion.metrics.distances.sliced_wasserstein import _directions, monge_distance
+from image_diffusion.metrics.distances.wasserstein import _directions, monge_distance
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from image_diffusion.core.config.errors import suggestion
-from image_diffusion.metrics.conditions import Condition, parse_conditions
+from image_diffusion.metrics.choice import Condition, parse_conditions
 
 _EXAMPLE = "copies.upper < 0.05 and utility.gain.lower > 0"
 

@@ -22,9 +22,9 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.metrics.compute import doubts_of, named_by_detector, with_floor
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.class_metrics import agreement
-from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each, check_finite
+from image_diffusion.metrics.distances.wasserstein import frechet_between
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import (
     AT_ONCE,
@@ -37,8 +37,7 @@ from image_diffusion.metrics.features.base import (
     storage_groups,
     unpacked,
 )
-from image_diffusion.metrics.images.lpips import Lpips
-from image_diffusion.metrics.images.reconstruction import codebook_estimates, reconstruction_estimates
+from image_diffusion.metrics.images.reconstruction import Lpips, codebook_estimates, reconstruction_estimates
 from image_diffusion.metrics.sanity_check import run_self_test
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE

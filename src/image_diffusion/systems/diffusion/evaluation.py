@@ -22,12 +22,12 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.metrics.config import EvaluateConfig, compare_with_published
+from image_diffusion.metrics.curves import read_previews
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.images.channels import evaluate_channels
 from image_diffusion.metrics.images.drawn_digits import evaluate_drawn, evaluate_painted
+from image_diffusion.metrics.images.embedding_similarity import check_prompted, evaluate_prompted
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.images.prompt_alignment import check_prompted, evaluate_prompted
-from image_diffusion.metrics.learning_curve import read_previews
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.process import Process
 from image_diffusion.process.denoiser import NetworkDenoiser

@@ -153,8 +153,9 @@ def evaluate_prior(
         predicted = shown.pop("predicted")
         if others is None:
             shown = {name: cosines for name, cosines in shown.items() if "unrelated" not in name}
-        for name, estimate in (caption_retrieval(predicted, image, captions) | similarity_estimates(shown)).items():
-            estimates[name if name == "baseline_similarity" else f"{name}_{count}"] = estimate
+        measured = caption_retrieval(predicted, image, captions) | similarity_estimates(shown)
+        for metric, estimate in measured.items():
+            estimates[metric if metric == "baseline_similarity" else f"{metric}_{count}"] = estimate
     if split != "train" and "train" in sets:
         known = sets["train"].gather(used["train"][spread_rows(len(used["train"]), _KNOWN)])
         known_text, known_image = known[:, TEXT].float(), known[:, IMAGE].float()
