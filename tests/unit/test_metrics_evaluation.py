@@ -24,8 +24,7 @@ from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features import base as features
 from image_diffusion.metrics.features.base import Detected, detect, detect_each
-from image_diffusion.metrics.features.inception import Inception
-from image_diffusion.metrics.features.pretrained import Dinov2
+from image_diffusion.metrics.features.pretrained import Dinov2, Inception
 from image_diffusion.metrics.features.reference_features import read_statistics, write_statistics
 from image_diffusion.metrics.images import memorization
 from image_diffusion.metrics.images.memorization import find_copies, find_feature_copies, plot_copies, reduced

@@ -37,7 +37,7 @@ from image_diffusion.metrics.distances.class_metrics import (
     rows_in_shares,
 )
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
-from image_diffusion.metrics.distances.wasserstein import frechet_distance
+from image_diffusion.metrics.distances.set_distances import frechet_distance
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect, detect_each
 from image_diffusion.metrics.features.reference_features import (
     ReferenceFeatures,

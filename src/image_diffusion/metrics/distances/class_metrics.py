@@ -23,7 +23,7 @@ from torch import Tensor
 from image_diffusion.core.pictures import new_figure, save_figure
 from image_diffusion.metrics.distances.jackknife import Estimate, bias_note, jackknife, share_estimate, too_few
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, Gaussian, Moments, block_of_each
-from image_diffusion.metrics.distances.wasserstein import SAMPLES_PER_DIMENSION, frechet_distance
+from image_diffusion.metrics.distances.set_distances import SAMPLES_PER_DIMENSION, frechet_distance
 
 _MISSING = 0.1
 _MOST_TESTED = 5000

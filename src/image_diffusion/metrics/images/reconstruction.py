@@ -23,7 +23,7 @@ from image_diffusion.core.files.weights import without_wrappers
 from image_diffusion.core.resolution import size_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.metrics.distances.jackknife import Estimate, jackknife, share_estimate, too_few
-from image_diffusion.metrics.distances.wasserstein import frechet_between
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.metrics.features.base import Detected
 
 _WINDOW, _SIGMA = 11, 1.5

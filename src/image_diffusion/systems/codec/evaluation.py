@@ -24,7 +24,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.class_metrics import agreement
 from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each, check_finite
-from image_diffusion.metrics.distances.wasserstein import frechet_between
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import (
     AT_ONCE,
