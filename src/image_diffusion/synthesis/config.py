@@ -1,4 +1,4 @@
-"""What is asked of a set of synthetic images: its settings, the scores and the requirements on them, and the requested
+"""Requirements of a set of synthetic images: its settings, the scores and the requirements on them, and the requested
 images: a number per class, as many as the training images, or those of a table."""
 
 from __future__ import annotations

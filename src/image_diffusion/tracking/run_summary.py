@@ -1,4 +1,5 @@
-"""What a run shows to people: a note at the top, and the metrics of a training, a readable number without duplicates.
+"""Summary that a run shows to people: a note at the top, and the metrics of a training, a readable number without
+duplicates.
 
 The note is a card of the run's contents, its quality, its comparison with other runs, and the commands that reproduce
 it. The journal has all metrics, and the run of `evaluate` all of its own. This module does not use MLflow: it is made
