@@ -11,7 +11,7 @@ from image_diffusion.core.config.base import dump, to_yaml
 from image_diffusion.core.files.atomic import write_text
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.metrics.images.lpips import Lpips, LpipsConfig
+from image_diffusion.metrics.images.reconstruction import Lpips, LpipsConfig
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.systems.diffusion.dit import DiTSystem

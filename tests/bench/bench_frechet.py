@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.process import command
-from image_diffusion.metrics.distances.frechet import frechet_distance
 from image_diffusion.metrics.distances.moments import Gaussian, Moments
+from image_diffusion.metrics.distances.set_distances import frechet_distance
 
 
 def by_sqrtm(first: Gaussian, second: Gaussian) -> float:

@@ -31,8 +31,8 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
 from image_diffusion.experiments.resolve import train_stage
-from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.distances.jackknife import share_estimate
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.metrics.features.classifier import load_detector
 from image_diffusion.metrics.images.memorization import find_copies, reduced
 from image_diffusion.metrics.sanity_check import Part

@@ -40,8 +40,8 @@ from image_diffusion.data.crop.centre_crop import centre_crop
 from image_diffusion.data.quality.duplicates import near_duplicates
 from image_diffusion.metrics.compute import Reference, measure
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.distances.jackknife import share_estimate
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import detect, detect_each
 from image_diffusion.metrics.features.classifier import Classifier, InPipeDetector, load_detector

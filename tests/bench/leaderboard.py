@@ -35,7 +35,7 @@ from image_diffusion.core.files.atomic import digest, read_json, sha256_file, wr
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
 from image_diffusion.experiments.resolve import train_stage
-from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.metrics.features.classifier import Classifier, load_detector
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems.diffusion.base import DiffusionSystem

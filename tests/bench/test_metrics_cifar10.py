@@ -25,8 +25,7 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.metrics.compute import Reference, measure
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.distances.frechet import frechet_between
-from image_diffusion.metrics.distances.mmd import kernel_distance
+from image_diffusion.metrics.distances.set_distances import frechet_between, kernel_distance
 from image_diffusion.metrics.features.base import Detected, detect
 from image_diffusion.metrics.features.classifier import InPipeDetector, load_detector
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.metrics.distances.class_metrics import inception_score, inception_score_estimate
-from image_diffusion.metrics.distances.frechet import frechet_distance
-from image_diffusion.metrics.distances.mmd import kernel_distance
 from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates, neighbour_radii
-from image_diffusion.metrics.features.inception import Inception
+from image_diffusion.metrics.distances.set_distances import frechet_distance, kernel_distance
+from image_diffusion.metrics.features.pretrained import Inception
 
 
 @pytest.mark.parametrize("case", ["a", "b"])

@@ -24,7 +24,7 @@ from PIL import Image
 
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.journal.reader import Point, history_for_weights, read_journal
-from image_diffusion.tracking.shown_metrics import shown_points
+from image_diffusion.tracking.run_summary import shown_points
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 24

@@ -26,7 +26,7 @@ from tracked import forked, status_of
 from image_diffusion.core.journal.reader import Point
 from image_diffusion.tracking.live import follow, send
 from image_diffusion.tracking.plan import Request
-from image_diffusion.tracking.shown_metrics import scalars, shown_points
+from image_diffusion.tracking.run_summary import scalars, shown_points
 
 pytestmark = pytest.mark.slow
 

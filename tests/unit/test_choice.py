@@ -18,10 +18,10 @@ from image_diffusion.core.journal.writer import Journal
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.metrics.choice import choose, parse_rule
-from image_diffusion.metrics.sweep_curve import plot_sweep
+from image_diffusion.metrics.curves import plot_sweep
 from image_diffusion.stages import ema, sweep
 from image_diffusion.tracking.plan import Request, final_weights, plan
-from image_diffusion.tracking.run_note import headline_of, sentence
+from image_diffusion.tracking.run_summary import headline_of, sentence
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from image_diffusion.workflow.inputs import Files
 from image_diffusion.workflow.plans import Plans, used_weights

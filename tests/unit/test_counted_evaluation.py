@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from image_diffusion.metrics.distances import precision_recall
-from image_diffusion.metrics.distances.frechet import frechet_between
-from image_diffusion.metrics.distances.mmd import kernel_distance
 from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates
-from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
+from image_diffusion.metrics.distances.set_distances import frechet_between, kernel_distance, monge_distance
 from image_diffusion.metrics.images import memorization
 from image_diffusion.metrics.images.memorization import find_feature_copies
 from image_diffusion.training.flops import Memory

@@ -17,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from image_diffusion.core.process import command
-from image_diffusion.export.model_card import PIPELINE
+from image_diffusion.export.descriptions import PIPELINE
 
 ROOT = Path(__file__).parents[2]
 OF_CONDA = {"matplotlib-base": "matplotlib", "pytorch": "torch"}
@@ -187,6 +187,6 @@ def test_missing_package_errors_name_an_extra_that_contains_it() -> None:
     extras = PROJECT["optional-dependencies"]
     for path in (ROOT / "src/image_diffusion").rglob("*.py"):
         text = path.read_text()
-        assert "pip install '" not in text or path.name in ("errors.py", "snakemake_patches.py"), path
+        assert "pip install '" not in text or path.name in ("errors.py", "start.py"), path
         for name, extra in re.findall(r"\{package\('([^']+)', '([^']+)'\)\}", text):
             assert name in required(*extras[extra]), path

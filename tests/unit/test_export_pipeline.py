@@ -23,7 +23,7 @@ from image_diffusion.core.config.base import dump
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT, DataSpec
 from image_diffusion.export import export_of
-from image_diffusion.export.bundle.folder import bundled
+from image_diffusion.export.bundled_models import bundled
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.networks.prior import PriorConfig

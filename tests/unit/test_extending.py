@@ -15,7 +15,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.augment import Augment
-from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.base import check_augment
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig

@@ -20,9 +20,13 @@ from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import Detected
 from image_diffusion.metrics.images.channels import DISTANCES
-from image_diffusion.metrics.images.embedding_similarity import retrieval, similarities
+from image_diffusion.metrics.images.embedding_similarity import (
+    PromptEncoder,
+    evaluate_prompted,
+    retrieval,
+    similarities,
+)
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.images.prompt_alignment import PromptEncoder, evaluate_prompted
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig

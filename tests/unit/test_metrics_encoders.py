@@ -17,7 +17,7 @@ from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.experiments.experiment import load_experiment
 from image_diffusion.experiments.resolve import reference_stages
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.distances.mmd import cmmd, gaussian_kernel, kernel_distance
+from image_diffusion.metrics.distances.set_distances import cmmd, gaussian_kernel, kernel_distance
 from image_diffusion.metrics.features.pretrained import Torchvision, Transformers
 from tiny_towers import PATCH, SIDE, write_tower
 

@@ -15,21 +15,19 @@ from torch import Tensor
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.files.checksums import write_listing
 from image_diffusion.metrics import compute
-from image_diffusion.metrics import learning_curve as curve
+from image_diffusion.metrics import curves as curve
 from image_diffusion.metrics.compute import Reference
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.curves import measure_previews, read_previews
 from image_diffusion.metrics.distances.jackknife import share_estimate
 from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features import base as features
 from image_diffusion.metrics.features.base import Detected, detect, detect_each
-from image_diffusion.metrics.features.inception import Inception
-from image_diffusion.metrics.features.pretrained import Dinov2
+from image_diffusion.metrics.features.pretrained import Dinov2, Inception
 from image_diffusion.metrics.features.reference_features import read_statistics, write_statistics
 from image_diffusion.metrics.images import memorization
-from image_diffusion.metrics.images.memorization import find_copies, find_feature_copies, reduced
-from image_diffusion.metrics.learning_curve import measure_previews, read_previews
-from image_diffusion.metrics.plots import plot_copies
+from image_diffusion.metrics.images.memorization import find_copies, find_feature_copies, plot_copies, reduced
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.stages.evaluate import check_samples_of
 

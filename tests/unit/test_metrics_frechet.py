@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.distances.frechet import frechet_distance, frechet_estimate, frechet_infinity
 from image_diffusion.metrics.distances.jackknife import jackknife, mean_estimate
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments, block_of_each, merged
+from image_diffusion.metrics.distances.set_distances import frechet_distance, frechet_estimate, frechet_infinity
 
 
 def generator(seed: int) -> torch.Generator:

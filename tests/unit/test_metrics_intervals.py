@@ -13,11 +13,9 @@ from torch import Tensor
 
 from image_diffusion.metrics.compute import Reference, measure, measure_preview
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.distances import mmd, precision_recall
-from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances import precision_recall, set_distances
 from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
-from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance
-from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
+from image_diffusion.metrics.distances.set_distances import cmmd, frechet_between, kernel_distance, monge_distance
 from image_diffusion.metrics.features.base import Detected
 
 CLASSES = ["cat", "dog"]
@@ -76,13 +74,15 @@ def test_reference_computations_are_cached(monkeypatch: pytest.MonkeyPatch) -> N
         return measured + previews
 
     expected = estimates([Reference.from_images(seen(real), None) for _ in range(9)])
-    pairs, radii, within, neighbour_radii = [], [], mmd._within, precision_recall.neighbour_radii
-    monkeypatch.setattr(mmd, "_within", lambda *given: pairs.append((given[0], len(given[1]))) or within(*given))
+    pairs, radii, within, neighbour_radii = [], [], set_distances._within, precision_recall.neighbour_radii
+    monkeypatch.setattr(
+        set_distances, "_within", lambda *given: pairs.append((given[0], len(given[1]))) or within(*given)
+    )
     monkeypatch.setattr(
         precision_recall, "neighbour_radii", lambda rows, k: radii.append((len(rows), k)) or neighbour_radii(rows, k)
     )
     assert repr(estimates([Reference.from_images(seen(real), None)] * 9)) == repr(expected)
-    assert sorted(rows for kernel, rows in pairs if kernel is mmd._cubic and rows > 60) == [70, 80]
+    assert sorted(rows for kernel, rows in pairs if kernel is set_distances._cubic and rows > 60) == [70, 80]
     assert sorted(radii) == [(70, 3), (80, 3), (80, 5)]
 
 

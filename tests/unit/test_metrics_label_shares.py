@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.distances.class_metrics import (
+    by_chance,
+    difference,
+    gaussian_in_shares,
+    label_shares,
+    rows_in_shares,
+)
 from image_diffusion.metrics.distances.moments import Moments
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features.base import Detected
-from image_diffusion.metrics.label_shares import by_chance, difference, gaussian_in_shares, label_shares, rows_in_shares
 from image_diffusion.metrics.samples import Samples
 
 CLASSES = ["dark", "bright"]

@@ -11,12 +11,13 @@ import torch
 
 from image_diffusion.core.config.base import to_yaml
 from image_diffusion.experiments.resolve import load_all
-from image_diffusion.metrics.images.embedding_similarity import retrieval, same_rows
-from image_diffusion.metrics.images.prompt_alignment import (
+from image_diffusion.metrics.images.embedding_similarity import (
     PromptEncoder,
     PromptJudge,
     check_prompted,
     evaluate_prompted,
+    retrieval,
+    same_rows,
 )
 from image_diffusion.metrics.samples import Samples
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.features.base import Detected
-from image_diffusion.metrics.images.lpips import LpipsConfig
 from image_diffusion.metrics.images.reconstruction import (
+    LpipsConfig,
     codebook_estimates,
     codebook_use,
     psnr,

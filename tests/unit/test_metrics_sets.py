@@ -20,10 +20,9 @@ from image_diffusion.metrics.distances.class_metrics import (
     two_sample_test,
 )
 from image_diffusion.metrics.distances.jackknife import jackknife
-from image_diffusion.metrics.distances.mmd import kernel_distance
 from image_diffusion.metrics.distances.moments import block_of_each
 from image_diffusion.metrics.distances.precision_recall import manifold_estimates
-from image_diffusion.metrics.distances.sliced_wasserstein import _directions, monge_distance
+from image_diffusion.metrics.distances.set_distances import _directions, kernel_distance, monge_distance
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -29,8 +29,7 @@ from image_diffusion.workflow.mirror import restore
 from image_diffusion.workflow.mirror.lease import Head, Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import MirrorConfig
 from image_diffusion.workflow.mirror.restore import ConflictError, DiskState
-from image_diffusion.workflow.mirror.sender import Sender
-from image_diffusion.workflow.mirror.snapshot import Project, take
+from image_diffusion.workflow.mirror.snapshot import Project, Sender, take
 
 RECORD = "metadata/cmVzdWx0cy94L21vZGVsLmpzb24="  # results/x/model.json
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from image_diffusion.export.model_card import CardUse, model_card
+from image_diffusion.export.descriptions import CardUse, model_card
 from image_diffusion.training.load_model import load_model
 from tiny_models import write_model
 

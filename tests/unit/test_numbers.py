@@ -29,10 +29,9 @@ from image_diffusion.nn.inputs import NumberEmbedder
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages import sample
 from image_diffusion.stages.train import prepare_training
-from image_diffusion.synthesis.croissant import DataSetFacts
+from image_diffusion.synthesis.config import SCORES
 from image_diffusion.synthesis.scorecard import score_of
-from image_diffusion.synthesis.scores import SCORES
-from image_diffusion.synthesis.set_folder import data_card
+from image_diffusion.synthesis.set_folder import DataSetFacts, data_card
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.pairs.numbers import NumberPairs

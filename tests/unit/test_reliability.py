@@ -90,7 +90,7 @@ def test_doubted_metric_is_not_a_headline(
     written = tmp_path / "results" / "mine"
     monkeypatch.setattr(evaluate, "measure", lambda *_: result)
     monkeypatch.setattr(evaluate, "evaluation_settings", lambda *_: EvaluateConfig())
-    monkeypatch.setattr(evaluate, "open_shards", lambda *_: noise(1, 0))
+    monkeypatch.setattr(evaluate, "open_shards", lambda *_, **__: noise(1, 0))
     monkeypatch.setattr(
         sys,
         "argv",
@@ -126,7 +126,7 @@ def test_an_evaluation_of_other_samples_is_another_run(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(evaluate, "measure", killed)
     monkeypatch.setattr(evaluate, "evaluation_settings", lambda *_: EvaluateConfig())
-    monkeypatch.setattr(evaluate, "open_shards", lambda *_: noise(1, 0))
+    monkeypatch.setattr(evaluate, "open_shards", lambda *_, **__: noise(1, 0))
     files = f"--config - --data {tmp_path} --samples {tmp_path}/samples.npz --output {tmp_path}/metrics.json"
     monkeypatch.setattr(sys, "argv", ["evaluate", *files.split(), "--journal", str(tmp_path / "journal")])
     for sampler in ("ddim", "ddim", "heun"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from image_diffusion.workflow.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
+from image_diffusion.workflow.start import count_damaged_as_unfinished, ignore_parts_in_records
 
 
 def persistence_class() -> Any:

@@ -14,7 +14,7 @@ from PIL import Image
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.experiments.resolve import load_all, write_stages
-from image_diffusion.metrics.sweep_curve import plot_sweep, reading, sweep_curve
+from image_diffusion.metrics.curves import plot_sweep, reading, sweep_curve
 from image_diffusion.samplers import Sampler
 from image_diffusion.systems.diffusion.sweep import SweepConfig
 from image_diffusion.training.checkpoint.averaged_weights import weights_at

@@ -28,15 +28,30 @@ from image_diffusion.metrics.features.base import Detected
 from image_diffusion.metrics.images.memorization import find_copies, reduced
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.synthesis import utility as utility_module
-from image_diffusion.synthesis.config import RejectConfig, SynthesizeConfig
-from image_diffusion.synthesis.croissant import DataSetFacts, croissant
+from image_diffusion.synthesis.config import (
+    SCORES,
+    RejectConfig,
+    SynthesizeConfig,
+    check_count,
+    parse_requirement,
+    read_table,
+    requested,
+)
 from image_diffusion.synthesis.layouts import WRITERS, SyntheticSet, folder_name
-from image_diffusion.synthesis.privacy import membership_auc, nearest_distances, nearest_ratio, true_positives
-from image_diffusion.synthesis.request import check_count, read_table, requested
-from image_diffusion.synthesis.scorecard import Scores, bandwidth, effective_number, faults, measure_privacy, score_of
-from image_diffusion.synthesis.scores import SCORES, parse_requirement
+from image_diffusion.synthesis.scorecard import (
+    Scores,
+    bandwidth,
+    effective_number,
+    faults,
+    measure_privacy,
+    membership_auc,
+    nearest_distances,
+    nearest_ratio,
+    score_of,
+    true_positives,
+)
 from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
-from image_diffusion.synthesis.set_folder import data_card, score_page, write_set
+from image_diffusion.synthesis.set_folder import DataSetFacts, croissant, data_card, score_page, write_set
 from image_diffusion.synthesis.utility import (
     Classification,
     Labelled,

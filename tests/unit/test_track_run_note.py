@@ -10,7 +10,7 @@ import pytest
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.journal.writer import Journal
 from image_diffusion.tracking.plan import Request, plan
-from image_diffusion.tracking.run_note import Headline, card, headline_of, ranked
+from image_diffusion.tracking.run_summary import Headline, card, headline_of, ranked
 from tiny_models import write_model
 
 

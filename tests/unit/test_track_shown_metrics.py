@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from image_diffusion.core.journal.reader import Point
 from image_diffusion.core.journal.writer import Journal
 from image_diffusion.tracking.plan import Request, plan
-from image_diffusion.tracking.shown_metrics import measured, scalars, shown_points
+from image_diffusion.tracking.run_summary import measured, scalars, shown_points
 from image_diffusion.tracking.tracker import Tracker
 
 QUARTERS = [f"{name}_q{i}" for name in ("loss", "mse", "vb") for i in range(4)]

@@ -16,7 +16,7 @@ import pytest
 
 from image_diffusion.workflow.jobs import slurm_queue as queue_module
 from image_diffusion.workflow.jobs.slurm_queue import is_in_queue, orphans, settle_orphans, tell_of_unseen_jobs
-from image_diffusion.workflow.locks import lock_results, take_over
+from image_diffusion.workflow.start import lock_results, take_over
 
 HERE = socket.gethostname()
 
@@ -61,7 +61,7 @@ def test_locks_of_a_killed_snakemake_are_removed(tmp_path: Path) -> None:
 def test_locks_of_a_running_snakemake_are_kept(tmp_path: Path) -> None:
     lock = locked(tmp_path, HERE)
     code = (
-        "import sys; from pathlib import Path; from image_diffusion.workflow.locks import take_over;"
+        "import sys; from pathlib import Path; from image_diffusion.workflow.start import take_over;"
         "mine = take_over(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

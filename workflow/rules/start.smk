@@ -11,8 +11,8 @@ sys.path.insert(0, str(source))
 
 
 from image_diffusion.workflow.damage import Damage
-from image_diffusion.workflow.locks import take_over
-from image_diffusion.workflow.snakemake_patches import count_damaged_as_unfinished
+from image_diffusion.workflow.start import take_over
+from image_diffusion.workflow.start import count_damaged_as_unfinished
 from image_diffusion.workflow.start import start
 from image_diffusion.workflow import terminal
 

@@ -24,7 +24,7 @@ from image_diffusion.core.journal.metric_definitions import definition_of
 from image_diffusion.core.journal.reader import History, history_for_weights, logged_stages, read_journal
 from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import body
-from image_diffusion.tracking.run_note import doubt_of, headline_of, sentence
+from image_diffusion.tracking.run_summary import doubt_of, headline_of, sentence
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.workflow.plans import used_weights
 

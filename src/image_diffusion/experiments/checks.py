@@ -9,7 +9,7 @@ from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.export import check_export
 from image_diffusion.metrics.choice import check_measured
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.synthesis.request import TAKEN, check_count, read_table
+from image_diffusion.synthesis.config import TAKEN, check_count, read_table
 from image_diffusion.systems.base import (
     Others,
     check_arrays,

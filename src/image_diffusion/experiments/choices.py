@@ -27,7 +27,7 @@ from image_diffusion.experiments.request import (
     masks_of,
     passes_of,
 )
-from image_diffusion.metrics.distances.frechet import SAMPLES_PER_DIMENSION
+from image_diffusion.metrics.distances.set_distances import SAMPLES_PER_DIMENSION
 from image_diffusion.metrics.features.classifier import FEATURES
 
 _WATCHED_PASSES, AUGMENTED_PASSES = 100, 600

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from image_diffusion.codecs.base import Codec
 from image_diffusion.export.bundled_models import write_diffusion_model, write_dvae, write_prior, write_token_model
+from image_diffusion.export.descriptions import CardUse
 from image_diffusion.export.diffusers_models import (
     check_dit,
     check_prior_transformer,
@@ -18,7 +19,6 @@ from image_diffusion.export.diffusers_models import (
     write_unet,
     write_vae,
 )
-from image_diffusion.export.model_card import CardUse
 from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.codec.dvae import DVAESystem

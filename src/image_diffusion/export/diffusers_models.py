@@ -11,7 +11,7 @@ import torch
 from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.core.files.atomic import atomic_folder
-from image_diffusion.export.model_card import CardUse
+from image_diffusion.export.descriptions import CardUse
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dit import DiT
 from image_diffusion.networks.prior_transformer import PriorTransformer, to_diffusers_prior

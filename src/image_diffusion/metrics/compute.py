@@ -21,12 +21,17 @@ from image_diffusion.metrics.distances.class_metrics import (
     missing_classes,
     two_sample_test,
 )
-from image_diffusion.metrics.distances.frechet import frechet_estimate, frechet_infinity
 from image_diffusion.metrics.distances.jackknife import Estimate
-from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance, own_pairs
 from image_diffusion.metrics.distances.moments import Gaussian, Moments, block_moments
 from image_diffusion.metrics.distances.precision_recall import ball_radii, manifold_estimates
-from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
+from image_diffusion.metrics.distances.set_distances import (
+    cmmd,
+    frechet_estimate,
+    frechet_infinity,
+    kernel_distance,
+    monge_distance,
+    own_pairs,
+)
 from image_diffusion.metrics.features.base import Detected, Detector
 
 T = TypeVar("T")

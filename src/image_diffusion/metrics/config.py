@@ -11,9 +11,9 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import SamplesOf
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.features.classifier import InPipe
+from image_diffusion.metrics.images.embedding_similarity import PromptJudge
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig
-from image_diffusion.metrics.images.lpips import LpipsConfig
-from image_diffusion.metrics.images.prompt_alignment import PromptJudge
+from image_diffusion.metrics.images.reconstruction import LpipsConfig
 
 
 def _by_type(value: Any) -> Any:

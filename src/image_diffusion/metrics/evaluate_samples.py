@@ -25,9 +25,19 @@ from image_diffusion.metrics.compute import (
     with_floor,
 )
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.distances.class_metrics import confusion
-from image_diffusion.metrics.distances.frechet import frechet_distance
+from image_diffusion.metrics.curves import measure_previews, plot_curve
+from image_diffusion.metrics.distances.class_metrics import (
+    LEAST_DIFFERENCE,
+    by_chance,
+    confusion,
+    difference,
+    gaussian_in_shares,
+    label_shares,
+    plot_confusion,
+    rows_in_shares,
+)
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
+from image_diffusion.metrics.distances.set_distances import frechet_distance
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect, detect_each
 from image_diffusion.metrics.features.reference_features import (
     ReferenceFeatures,
@@ -40,19 +50,10 @@ from image_diffusion.metrics.images.memorization import (
     Copies,
     find_copies,
     find_feature_copies,
+    plot_copies,
     reduced,
 )
-from image_diffusion.metrics.label_shares import (
-    LEAST_DIFFERENCE,
-    by_chance,
-    difference,
-    gaussian_in_shares,
-    label_shares,
-    rows_in_shares,
-)
-from image_diffusion.metrics.learning_curve import measure_previews, plot_curve
-from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
-from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.metrics.samples import Samples, plot_classes, read_samples
 from image_diffusion.metrics.sanity_check import Part, degraded_half, halves, run_self_test, self_test
 
 

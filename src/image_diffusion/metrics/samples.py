@@ -18,7 +18,10 @@ from image_diffusion.core.files.checksums import damaged
 from image_diffusion.core.files.npz import digest_of, digests_of, read_arrays
 from image_diffusion.core.files.partial_results import Arrays, batches, gathered
 from image_diffusion.core.levels import Levels
+from image_diffusion.core.pictures import as_pictures, image_grid, save_picture
 
+_MOST_SHOWN = 100
+"""Maximum number of classes in a picture."""
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -196,3 +199,15 @@ def _read_pictures(folder: Path, classes: list[str]) -> Samples:
                 f"{folder} mixes sizes: {paths[0].name} and {path.name} are {sizes}. Give samples of one size."
             )
     return Samples(np.stack(images), None, classes)
+
+
+def plot_classes(samples: Samples, path: Path, columns: int = 10) -> None:
+    """Plot the first samples of each class, uncurated, one row per class."""
+    labels = np.unique(samples.labels)[:_MOST_SHOWN]
+    chosen = [np.flatnonzero(samples.labels == label)[:columns] for label in labels]
+    rows = np.sort(np.concatenate(chosen))
+    images = as_pictures(samples.gather(rows))
+    shown = torch.full((len(labels), columns, *images.shape[1:]), 255, dtype=torch.uint8)
+    for line, members in zip(shown, chosen, strict=True):
+        line[: len(members)] = images[torch.from_numpy(np.searchsorted(rows, members))]
+    save_picture(image_grid(shown.flatten(0, 1), columns), path)

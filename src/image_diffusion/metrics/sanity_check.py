@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.metrics.distances.frechet import frechet_distance
-from image_diffusion.metrics.distances.mmd import kernel_distance
 from image_diffusion.metrics.distances.moments import Moments
+from image_diffusion.metrics.distances.set_distances import frechet_distance, kernel_distance
 from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect_each
 
 MOST, LEAST = 2500, 20

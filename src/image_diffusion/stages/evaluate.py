@@ -10,6 +10,7 @@ torchrun, share the images, and the numbers stay the same. After an interruption
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import make_folder, read_json, sha256_file, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.files.partial_results import resumable
-from image_diffusion.core.journal.writer import open_journal
+from image_diffusion.core.journal.writer import Journal, NullJournal, open_journal
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.process import command
 from image_diffusion.data.shards.reader import open_shards
@@ -74,71 +75,76 @@ def main() -> None:
                 raise ValueError("--making needs the network. Name it: --weights weights.safetensors.")
             others = arguments.small_images, arguments.embeddings
             reader = generated_samples_reader(load_model(weights.parent), arguments.making, codec, *others)
+        settings = evaluation_settings(model, evaluation.section, arguments.config, arguments.changes)
+        if model is not None and arguments.samples is not None:
+            check_samples_of(model.sha256, arguments.samples)
+        # other processes share the work, but write nothing
+        report, journal = (arguments.report, arguments.journal) if world.is_main else (None, None)
         inputs = EvaluationInputs(
             model=model,
-            settings=evaluation_settings(model, evaluation.section, arguments.config, arguments.changes),
+            settings=settings,
             data=arguments.data,
+            splits={split: open_shards(arguments.data, split, renders=True) for split in evaluation.splits},
             samples=arguments.samples,
             detector=arguments.detector,
             reference=arguments.reference,
             references=arguments.references,
             previews=arguments.previews,
-            report=arguments.report if world.is_main else None,  # other processes share the work, but write nothing
+            report=report,
             encoded=arguments.encoded,
             pairs=arguments.pairs,
             raw=partial(raw_network, weights),
             read=reader,
         )
-        files = [weights and weights.parent / "raw", arguments.making, arguments.small_images, *arguments.embeddings]
-        files += [codec, codec and codec.parent / "model.json"]
-        journal = arguments.journal if world.is_main else None
-        evaluate(evaluation, inputs, model, files, journal, arguments.output, world.is_main)
+        if report is not None:
+            make_folder(report)
+        tags, params = {"manifest_digest": inputs.splits["train"].digest}, {evaluation.section: dump(settings)}
+        identity = [tags, params, *([model.sha256, dump(model.system), model.codec] if model is not None else [])]
+        identity.append({"splits": [inputs.splits["train"].selection, inputs.splits["validation"].selection]})
+        measured = (arguments.samples, arguments.detector, arguments.reference)
+        run = None if journal is None else [*identity, *_file_digests(*measured)]
+        with (
+            resumable(arguments.output, identity, _files_read(arguments), world.is_main),
+            open_journal(journal, "evaluate", tags, run) as record,
+        ):
+            record.params(params)
+            evaluate(evaluation, inputs, model, record, arguments.output, world.is_main)
 
 
 def evaluate(
     evaluation: Evaluation,
     inputs: EvaluationInputs,
     model: Model | None,
-    files: list[Path | None],
-    journal_folder: Path | None,
+    journal: Journal | NullJournal,
     output: Path,
     writes: bool,
 ) -> None:
-    """Measure; write metrics.json and print the numbers if this process `writes`.
+    """Measure; write metrics.json and print the numbers if this process `writes`."""
+    result = measure(evaluation, inputs, model)
+    step = model.step if model is not None else int(result["protocol"].get("samples", {}).get("step", 0))
+    journal.metrics(dict(_tracked_metrics(result)), step)
+    if result.get("doubt"):
+        journal.params({"doubt": result["doubt"]})
+    if model is not None:
+        journal.metrics({"examples_seen": model.examples_seen}, step)
+    for point in result["curve"]:
+        values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
+        journal.metrics(values, point["step"])
+    pictures = sorted(inputs.report.glob("*.png")) if inputs.report else []
+    for picture in pictures:
+        journal.image(picture.stem, picture, step)
+    if writes:
+        write_json(output, result | {"files": describe(output.parent, pictures)})
+        print_metrics(result["metrics"], result.get("doubt"))
 
-    files: further files that change the numbers, in addition to those of `inputs`; only a command with the same files
-    resumes after an interruption. Raises ValueError for samples of other weights.
-    """
-    samples = inputs.samples
-    if model is not None and samples is not None:
-        check_samples_of(model.sha256, samples)
-    train, held_out = open_shards(inputs.data, "train"), open_shards(inputs.data, "validation")
-    tags = {"manifest_digest": train.digest}
-    settings = {evaluation.section: dump(inputs.settings)}
-    identity = [tags, settings, *([model.sha256, dump(model.system), model.codec] if model is not None else [])]
-    identity.append({"splits": [train.selection, held_out.selection]})
-    files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
-    files += [inputs.detector, inputs.reference, inputs.previews, *inputs.pairs]
-    of_run = [] if journal_folder is None else [*identity, *_file_digests(samples, inputs.detector, inputs.reference)]
-    journal = open_journal(journal_folder, "evaluate", tags, of_run)
-    with resumable(output, identity, files, writes), journal:
-        journal.params(settings)
-        result = measure(evaluation, inputs, model)
-        step = model.step if model is not None else int(result["protocol"].get("samples", {}).get("step", 0))
-        journal.metrics(dict(_tracked_metrics(result)), step)
-        if result.get("doubt"):
-            journal.params({"doubt": result["doubt"]})
-        if model is not None:
-            journal.metrics({"examples_seen": model.examples_seen}, step)
-        for point in result["curve"]:
-            values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
-            journal.metrics(values, point["step"])
-        pictures = sorted(inputs.report.glob("*.png")) if inputs.report else []
-        for picture in pictures:
-            journal.image(picture.stem, picture, step)
-        if writes:
-            write_json(output, result | {"files": describe(output.parent, pictures)})
-            print_metrics(result["metrics"], result.get("doubt"))
+
+def _files_read(arguments: Namespace) -> list[Path | None]:
+    """Return the files and folders that the numbers depend on, apart from --data; only a command with the same ones
+    resumes after an interruption."""
+    weights, codec, samples = arguments.weights, arguments.codec_weights, arguments.samples
+    files = [weights and weights.parent / "raw", arguments.making, arguments.small_images, *arguments.embeddings]
+    files += [codec, codec and codec.parent / "model.json", samples, samples and samples.with_suffix(".json")]
+    return [*files, arguments.encoded, arguments.detector, arguments.reference, arguments.previews, *arguments.pairs]
 
 
 def _file_digests(samples: Path | None, detector: Path | None, reference: Path | None) -> list[str]:
@@ -190,8 +196,6 @@ def generated_samples_reader(
 
 def measure(evaluation: Evaluation, inputs: EvaluationInputs, model: Model | None) -> dict[str, Any]:
     """Return the contents of metrics.json: {"metrics", "curve", "classes", "protocol"}."""
-    if inputs.report is not None:
-        make_folder(inputs.report)
     result = evaluation.evaluate(inputs)
     if model is not None:
         result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}

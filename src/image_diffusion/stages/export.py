@@ -27,8 +27,7 @@ from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.process import command
 from image_diffusion.experiments.experiment import ExportStage, load_experiment
 from image_diffusion.export import EXPORTS, export_of
-from image_diffusion.export.crate import write_crate
-from image_diffusion.export.model_card import CardUse, model_card
+from image_diffusion.export.descriptions import CardUse, model_card, write_crate
 from image_diffusion.foreign import read_weights
 from image_diffusion.foreign.weights import Description, S, description_of
 from image_diffusion.metrics.config import PublishedResult

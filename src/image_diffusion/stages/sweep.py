@@ -17,7 +17,7 @@ from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
 from image_diffusion.metrics.choice import parse_rule, reading
-from image_diffusion.metrics.sweep_curve import plot_sweep, sweep_curve
+from image_diffusion.metrics.curves import plot_sweep, sweep_curve
 
 
 def point_of(text: str) -> tuple[str, Path]:

@@ -32,9 +32,8 @@ from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.classifier import load_detector
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.synthesis.config import SynthesizeConfig
+from image_diffusion.synthesis.config import LEAST, SynthesizeConfig, check_count, requested
 from image_diffusion.synthesis.layouts import UNLABELLED, SyntheticSet
-from image_diffusion.synthesis.request import LEAST, check_count, requested
 from image_diffusion.synthesis.scorecard import Numbers, faults, measure_set, numbers_of
 from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
 from image_diffusion.synthesis.set_folder import write_set

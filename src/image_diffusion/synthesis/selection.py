@@ -14,8 +14,7 @@ from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import Detector, detect_each
 from image_diffusion.metrics.images.memorization import LEAST_HELD_OUT, find_copies, reduced
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.synthesis.config import RejectConfig
-from image_diffusion.synthesis.request import Request
+from image_diffusion.synthesis.config import RejectConfig, Request
 
 Reasons = Mapping[str, NDArray[np.bool_]]
 """For each reason, whether it rejects each image, bool [N]. Several reasons may reject an image."""

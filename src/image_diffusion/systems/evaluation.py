@@ -7,8 +7,8 @@ system.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.types import SamplesOf
+from image_diffusion.data.shards.reader import Shards, Split
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.samples import Samples, read_samples
@@ -27,17 +28,19 @@ class EvaluationInputs:
     """Inputs of the stage `evaluate`.
 
     model: None for samples from elsewhere. settings: the section that `Evaluation.section` names. data: the folder of
-    crops, or of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote;
-    reference: samples or a file to compare with in place of a split; references: folders of the detectors' features of
-    the splits; previews: of the training, in a folder for each fingerprint of a run; report: a folder for pictures.
-    encoded: the folder of the encoded crops, if `Evaluation.reads_encoded`. pairs: the folders of the sets of pairs, if
-    `Evaluation.reads_pairs`. raw: loads the network with the raw weights, before averaging, if they were kept. read:
-    reads the images of `samples`, with these classes and levels.
+    crops, or of pairs; splits: its splits that `Evaluation.splits` names, with array crops as metrics see them.
+    samples: the samples.npz or folder of pictures; detector: the folder that detect wrote; reference: samples or a file
+    to compare with in place of a split; references: folders of the detectors' features of the splits; previews: of the
+    training, in a folder for each fingerprint of a run; report: a folder for pictures. encoded: the folder of the
+    encoded crops, if `Evaluation.reads_encoded`. pairs: the folders of the sets of pairs, if `Evaluation.reads_pairs`.
+    raw: loads the network with the raw weights, before averaging, if they were kept. read: reads the images of
+    `samples`, with these classes and levels.
     """
 
     model: TrainedNetwork | None
     settings: Any
     data: Path | str
+    splits: Mapping[Split, Shards] = field(default_factory=dict)
     samples: Path | None = None
     detector: Path | None = None
     reference: Path | None = None
@@ -55,6 +58,8 @@ class Evaluation(ABC):
 
     section: ClassVar[str] = "evaluate"
     """Name of the section."""
+    splits: ClassVar[tuple[Split, ...]] = ("train", "validation")
+    """Splits of the data that are read."""
     reads_encoded: ClassVar[bool] = False
     """True if the encoded training data are read, too."""
 

@@ -25,8 +25,7 @@ from image_diffusion.core.process.errors import log_line
 from image_diffusion.workflow.mirror.lease import Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import DONE, READY, MirrorConfig
 from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, read_list, restore
-from image_diffusion.workflow.mirror.sender import Sender
-from image_diffusion.workflow.mirror.snapshot import Project
+from image_diffusion.workflow.mirror.snapshot import Project, Sender
 
 _LAST_TRIES = 3
 _ENDS_IN_MS = 5000

@@ -1,7 +1,11 @@
-"""A connection to an MLflow store that is slow, breaks, or is written to by several at once.
+"""A connection to an MLflow store that is slow, breaks, or is written to by several at once, and the files that were
+sent to a store on this machine.
 
 Requests have time limits; a sqlite file is created atomically and has one writer at a time on this machine; objects are
 looked up before creation, and duplicates (after a lost response, the client repeats the request) are removed.
+
+`sent.json`, next to the folder of artifacts of a run or model, has the sha256 of each file that this package sent; the
+store does not show it. Damaged files are removed before anything is sent, so that they are sent again.
 """
 
 from __future__ import annotations
@@ -23,10 +27,56 @@ from http import HTTPStatus
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
+from image_diffusion.core.files.atomic import read_json, write_json
+from image_diffusion.core.files.checksums import damaged, describe
+from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.process.out_of_resources import room_at
 from image_diffusion.core.process.secrets import hidden, without_password
-from image_diffusion.tracking import sent
+
+LISTING = "sent.json"
+
+
+def folder_of(uri: str) -> Path | None:
+    """Return the folder that an artifact URI names; None for a URI that is not a folder of this machine."""
+    place = urlsplit(uri)
+    return Path(unquote(place.path)) if place.scheme in ("", "file") else None
+
+
+def remove_damaged(artifacts: Path) -> list[str]:
+    """Remove files that have changed since they were sent. Returns the paths of these and of missing files, relative to
+    the folder above `artifacts`; empty without a record."""
+    folder = artifacts.parent
+    wrong = damaged(folder, _listed(folder))
+    for name in wrong:
+        (folder / name).unlink(missing_ok=True)
+    return wrong
+
+
+def note_sent(artifacts: Path, names: Iterable[str], wrong: Iterable[str]) -> Path:
+    """Record the sha256 of the sent files, and report which damaged ones were sent again. Returns the listing.
+
+    names: paths relative to `artifacts`. wrong: result of `remove_damaged`.
+    """
+    folder = artifacts.parent
+    files = [path for path in (artifacts / name for name in sorted(set(names))) if path.is_file()]
+    for path in (folder / name for name in wrong):
+        outcome = "has been sent again" if path.is_file() else "cannot be sent again, as its source is missing"
+        log_line_once(f"warning: {path} was damaged or missing and {outcome}.")
+    hashes = describe(folder, files)
+    if hashes != _listed(folder):
+        write_json(folder / LISTING, {"files": hashes})
+    return folder / LISTING
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file that was sent; empty without a record or with a damaged one."""
+    try:
+        return dict(read_json(folder / LISTING)["files"])
+    except (ValueError, KeyError, TypeError):
+        return {}
+
 
 # Time limits of requests, unless the user sets them: with MLflow's own, a call may take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {
@@ -87,7 +137,7 @@ class Connection:
     uri: any tracking URI: `sqlite:///mlflow.db`, `http://host:5000`, `postgresql+psycopg2://…`. Files of a sqlite store
     are in `mlruns/`, next to the database. client: MLflow's client; use it within `naming_errors`. experiment_id: of
     the MLflow experiment. lock: file lock for writers on this machine. listings: listings of the files that were sent
-    to a sqlite store, see `tracking.sent`.
+    to a sqlite store, see `remove_damaged`.
     """
 
     def __init__(self, uri: str, project: str) -> None:
@@ -136,11 +186,11 @@ class Connection:
 
     def artifacts(self, uri: str) -> Path | None:
         """Return the folder of artifacts of a sqlite store; None for other stores, which manage their own files."""
-        return sent.folder_of(uri) if self._local is not None else None
+        return folder_of(uri) if self._local is not None else None
 
     def note_sent(self, artifacts: Path, names: Iterable[str], wrong: Iterable[str]) -> None:
-        """Record which files were sent to a folder: see `tracking.sent.note_sent`."""
-        self.listings.add(sent.note_sent(artifacts, names, wrong))
+        """Record which files were sent to a folder: see the function `note_sent`."""
+        self.listings.add(note_sent(artifacts, names, wrong))
 
     @property
     def shown_listings(self) -> list[str]:
@@ -271,7 +321,7 @@ def adopt_files(database: Path, stored: str, location: str) -> None:
     if stored == location or not (stored.startswith("file:") and stored.endswith(f"/mlruns/{folder}")):
         return
     old, new = stored.removesuffix(folder), location.removesuffix(folder)
-    prefixes = [(old, new), (f"{sent.folder_of(old)}/", f"{sent.folder_of(new)}/")]  # MLflow also stores plain paths
+    prefixes = [(old, new), (f"{folder_of(old)}/", f"{folder_of(new)}/")]  # MLflow also stores plain paths
     with closing(sqlite3.connect(database)) as connection, connection:
         for (table, column), (old, new) in product(_ARTIFACT_COLUMNS, prefixes):
             connection.execute(

@@ -22,9 +22,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model
 
 import image_diffusion
-from image_diffusion.tracking.connection import KEY, Connection, locked
+from image_diffusion.tracking.connection import KEY, Connection, locked, remove_damaged
 from image_diffusion.tracking.plan import FinalWeights
-from image_diffusion.tracking.sent import remove_damaged
 
 if TYPE_CHECKING:
     from image_diffusion.tracking.pyfunc import Usage

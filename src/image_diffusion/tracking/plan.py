@@ -28,7 +28,7 @@ from image_diffusion.core.journal.reader import (
 from image_diffusion.core.names import carried_files
 from image_diffusion.core.process.commands import module_of
 from image_diffusion.core.process.errors import log_line_once
-from image_diffusion.tracking.shown_metrics import measured, scalars, shown_points
+from image_diffusion.tracking.run_summary import measured, scalars, shown_points
 from image_diffusion.workflow.plans import used_weights
 
 PARENT = "train"

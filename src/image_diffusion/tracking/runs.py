@@ -24,10 +24,17 @@ from PIL import Image as PillowImage
 
 from image_diffusion.core.journal.reader import Image, Point
 from image_diffusion.core.process.errors import log_line_once
-from image_diffusion.tracking.connection import EMPTY_VIEW, KEY, NOTE, VIEW, Connection, view_with_metric
+from image_diffusion.tracking.connection import (
+    EMPTY_VIEW,
+    KEY,
+    NOTE,
+    VIEW,
+    Connection,
+    remove_damaged,
+    view_with_metric,
+)
 from image_diffusion.tracking.plan import TRACE, DataSet
-from image_diffusion.tracking.run_note import Headline
-from image_diffusion.tracking.sent import remove_damaged
+from image_diffusion.tracking.run_summary import Headline
 
 T = TypeVar("T")
 _Identity = tuple[str, int, int, str, str | None]  # of a point

@@ -31,7 +31,7 @@ from image_diffusion.tracking.plan import (
     tags_of,
     used_by,
 )
-from image_diffusion.tracking.run_note import card, headline_of, sentence
+from image_diffusion.tracking.run_summary import card, headline_of, sentence
 from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
 
 _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}

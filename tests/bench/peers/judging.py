@@ -46,8 +46,8 @@ def features() -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def ours() -> Distance:
-    from image_diffusion.metrics.distances.frechet import frechet_distance
     from image_diffusion.metrics.distances.moments import Moments
+    from image_diffusion.metrics.distances.set_distances import frechet_distance
 
     def distance(first: np.ndarray, second: np.ndarray) -> float:
         one, other = (Moments.from_features(torch.from_numpy(each)).gaussian for each in (first, second))

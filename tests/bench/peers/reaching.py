@@ -27,7 +27,7 @@ from image_diffusion.core.config.base import changed, read_inherited
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.experiment import parse_experiment
-from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.metrics.features.classifier import Classifier, load_detector
 from recipes import RECIPES
 

@@ -21,7 +21,6 @@ from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.pictures import image_grid
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
-from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.base import System
@@ -124,7 +123,7 @@ class GaussianEvaluation(Evaluation):
 
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         assert inputs.model is not None
-        data, settings = open_shards(inputs.data, "validation"), inputs.settings
+        data, settings = inputs.splits["validation"], inputs.settings
         parts = []
         for start in range(0, data.num_samples, settings.batch_size):
             rows = np.arange(start, min(start + settings.batch_size, data.num_samples))

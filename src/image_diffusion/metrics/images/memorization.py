@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.pictures import image_grid, save_picture
 from image_diffusion.metrics.compute import fixed_subset
 from image_diffusion.metrics.distances.precision_recall import squared_distances
 from image_diffusion.metrics.features.base import Detected, ImageSet
@@ -134,3 +136,13 @@ def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor,
             positions.append(torch.cat([index[rows], numbers], dim=1).gather(1, nearest.indices))
         best, index = torch.cat(values), torch.cat(positions)
     return best.sqrt().cpu(), index.cpu()
+
+
+def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, rows: int = 10) -> None:
+    """Plot the most suspicious samples, each followed by its nearest training images, nearest first."""
+    worst = copies.distance.argsort()[:rows]
+    images = [
+        torch.cat([samples.gather(np.array([row])), train.gather(copies.nearest[row].numpy())])
+        for row in worst.tolist()
+    ]
+    save_picture(image_grid(torch.cat(images), len(images[0])), path)

@@ -14,7 +14,7 @@ from torch import Tensor
 from image_diffusion.codecs.base import LatentShape
 from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.images.lpips import LpipsConfig
+from image_diffusion.metrics.images.reconstruction import LpipsConfig
 from image_diffusion.objectives.autoencoding import Adversarial, Discriminated, Perceptual
 from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.codec.reconstruction import CodecEvaluation, CodecSampling

@@ -24,13 +24,12 @@ from image_diffusion.core.files.partial_results import Arrays, batches, gathered
 from image_diffusion.core.pictures import image_grid, new_figure, save_figure, save_picture
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.core.types import DataSpec
-from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.compute import doubts_of, named_by_detector, with_floor
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.class_metrics import agreement
-from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
 from image_diffusion.metrics.distances.moments import NUM_BLOCKS, block_of_each, check_finite
+from image_diffusion.metrics.distances.set_distances import frechet_between
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import (
     AT_ONCE,
@@ -43,8 +42,8 @@ from image_diffusion.metrics.features.base import (
     storage_groups,
     unpacked,
 )
-from image_diffusion.metrics.images.lpips import Lpips
 from image_diffusion.metrics.images.reconstruction import (
+    Lpips,
     codebook_estimates,
     codebook_use,
     psnr,
@@ -206,8 +205,8 @@ class CodecEvaluation(ImageEvaluation):
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         assert inputs.model is not None
         settings: EvaluateConfig = inputs.settings
-        train, validation = (open_shards(inputs.data, split, renders=True) for split in ("train", "validation"))
-        data = RealImages(train, validation, train.levels)
+        train = inputs.splits["train"]
+        data = RealImages(train, inputs.splits["validation"], train.levels)
         detectors = [detector.build(inputs.detector, str(best_device())) for detector in settings.detectors]
         return evaluate_codec(on_best_device(inputs.model), data, detectors, settings, inputs.report)
 

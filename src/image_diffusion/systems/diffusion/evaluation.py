@@ -26,16 +26,16 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.metrics.config import EvaluateConfig, compare_with_published
+from image_diffusion.metrics.curves import read_previews
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.features.base import AT_ONCE
 from image_diffusion.metrics.images.channels import evaluate_channels
 from image_diffusion.metrics.images.drawn_digits import evaluate_drawn, evaluate_painted
+from image_diffusion.metrics.images.embedding_similarity import check_prompted, evaluate_prompted
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.images.prompt_alignment import check_prompted, evaluate_prompted
 from image_diffusion.metrics.images.reconstruction import psnr
 from image_diffusion.metrics.images.segmentation import evaluate_masks
-from image_diffusion.metrics.learning_curve import read_previews
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.process import Process
 from image_diffusion.process.denoiser import NetworkDenoiser
@@ -69,7 +69,7 @@ class DiffusionEvaluation(ImageEvaluation):
 
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         settings: EvaluateConfig = inputs.settings
-        data = real_images(inputs.data)
+        data = real_images(inputs.splits["train"], inputs.splits["validation"])
         if inputs.samples is None and settings.likelihood is None:
             raise ValueError("The evaluation of a diffusion model needs its samples. Name them: --samples samples.npz.")
         result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
@@ -141,9 +141,8 @@ def _judged_samples(inputs: EvaluationInputs, path: Path, data: RealImages) -> d
     return result
 
 
-def real_images(folder: Path | str) -> RealImages:
-    """Return the two splits of a folder of crops; imported latents have splits without images."""
-    train, validation = (open_shards(folder, split, renders=True) for split in ("train", "validation"))
+def real_images(train: Shards, validation: Shards) -> RealImages:
+    """Return the images of the two splits of a set of crops; imported latents have splits without images."""
     if train.manifest["kind"] != "latents":
         return RealImages(train, validation, train.levels)
     none = Samples(np.empty((0, 0, 0, 0), np.uint8), np.empty(0, np.int64), train.classes)

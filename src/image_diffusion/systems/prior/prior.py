@@ -106,7 +106,7 @@ class PriorSystem(System):
             )
         self._check_self_conditioning()
         prediction, sample = experiment.section("prediction"), experiment.section("sample")
-        prediction.check(self.process, self.objective.drops_conditions)
+        prediction.checked(self.process, self.objective.drops_conditions)
         if sample is not None:
             check_sample(sample, self.process, self.objective.drops_conditions)
             if sample.clip is not None and not isinstance(pairs, FilePairs):

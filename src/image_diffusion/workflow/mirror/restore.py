@@ -12,8 +12,7 @@ from image_diffusion.core.files.atomic import Stamp, read_json, sha256_file, sta
 from image_diffusion.core.files.mirrored import LostError, MirroredFile, download, read_chunk, write_absent
 from image_diffusion.core.files.store import Store
 from image_diffusion.workflow.mirror.lease import Lease
-from image_diffusion.workflow.mirror.sender import DESCRIPTIONS, Files, Sender, descriptions
-from image_diffusion.workflow.mirror.snapshot import Project, take
+from image_diffusion.workflow.mirror.snapshot import DESCRIPTIONS, Files, Project, Sender, descriptions, take
 
 SMALL = 16 << 20
 """Maximum size in bytes of a small file, such as pages and pictures, which people open."""
