@@ -76,14 +76,14 @@ def test_training_in_float32_reports_the_gain_of_bf16(monkeypatch: pytest.Monkey
     monkeypatch.setattr(precision, "product_rate", lambda _, dtype: rates[dtype])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     gpu = torch.device("cuda", 0)
-    assert precision.faster_in_bf16("float32", gpu) == (
+    assert precision.faster_in_bf16(torch.float32, gpu) == (
         "train.precision is float32, in which this GPU does 48 TFLOP/s; in bf16 it does 788. train.precision: bf16 "
         "trains most networks as well, and faster."
     )
-    assert precision.faster_in_bf16("bf16", gpu) is None
-    assert precision.faster_in_bf16("float32", torch.device("cpu")) is None
+    assert precision.faster_in_bf16(torch.bfloat16, gpu) is None
+    assert precision.faster_in_bf16(torch.float32, torch.device("cpu")) is None
     rates[torch.bfloat16] = 50e12
-    assert precision.faster_in_bf16("float32", gpu) is None
+    assert precision.faster_in_bf16(torch.float32, gpu) is None
 
 
 def generator(**settings: Any) -> Generator:

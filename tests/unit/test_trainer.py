@@ -494,11 +494,9 @@ def test_periodic_actions_also_run_at_the_last_step_but_never_at_step_0() -> Non
     assert [step for step in range(8) if _at(step, 3, 7)] == [3, 6, 7]
 
 
-def parts(config: TrainConfig, **given: Any) -> Any:
+def parts(**given: Any) -> Any:
     """Return a stand-in with those attributes of a trainer that one of its methods needs."""
-    return SimpleNamespace(
-        config=config, precision=SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False)), **given
-    )
+    return SimpleNamespace(precision=SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False)), **given)
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6])
@@ -508,27 +506,29 @@ def test_gradient_clipping_matches_pytorch(limit: float) -> None:
     for each in (plain, flat):
         each(inputs(2)).square().sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
-    found = Trainer.clip_gradients(parts(settings(grad_clip=limit), flat=laid, optimizer=SimpleNamespace(torch=None)))
+    found = Trainer.clip_gradients(parts(_grad_clip=limit, flat=laid, optimizer=SimpleNamespace(torch=None)))
     assert norm > 0.5 and torch.allclose(found, norm)
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(laid.named(laid.gradient)[name], parameter.grad)
 
 
-@pytest.mark.parametrize("compares", [{"weights": "best"}, {"patience": 0.5}])
+@pytest.mark.parametrize("compares", [{"best": True}, {"patience": 0.5}])
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_non_finite_validation_loss_is_rejected_where_it_is_compared(compares: dict[str, Any], loss: float) -> None:
-    steps = {"steps": 2000, "validate_every_steps": 1000}
+    def trainer(best: bool = False, patience: float | None = None) -> Any:
+        return parts(best=SimpleNamespace(wanted=best), patience=Patience(2000, patience))
+
     with pytest.raises(ValueError, match=f"loss is {loss} at step 1,000, but train.weights: best and train.patience"):
-        Trainer.validated(parts(settings(**steps, **compares)), 1000, loss)
-    Trainer.validated(parts(settings(**steps), patience=Patience(2000, None)), 1000, loss)
+        Trainer.validated(trainer(**compares), 1000, loss)
+    Trainer.validated(trainer(), 1000, loss)
 
 
 def test_compiled_network_can_run_eagerly() -> None:
     from torch._dynamo import eval_frame
 
     for compiled, stance in ((True, "force_eager"), (False, "default")):
-        with Trainer.eagerly(parts(settings(compile=compiled))):
+        with Trainer.eagerly(parts(_compiles=compiled)):
             assert eval_frame._stance.stance == stance
     assert eval_frame._stance.stance == "default"
 
@@ -536,8 +536,8 @@ def test_compiled_network_can_run_eagerly() -> None:
 def test_only_images_use_channels_last() -> None:
     images, tokens = inputs(2), torch.ones(2, 3, 4)
     for asked, found in ((True, torch.channels_last), (False, torch.contiguous_format)):
-        assert Trainer._format(parts(settings(channels_last=asked)), images) is found
-        assert Trainer._format(parts(settings(channels_last=asked)), tokens) is torch.contiguous_format
+        assert Trainer._format(parts(_channels_last=asked), images) is found
+        assert Trainer._format(parts(_channels_last=asked), tokens) is torch.contiguous_format
 
 
 def test_share_of_peak_is_relative_to_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:

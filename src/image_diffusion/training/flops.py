@@ -76,7 +76,7 @@ def operations_per_example(
 
 
 def _operations(trainer: Trainer, examples: Examples) -> int:
-    return flops_per_example(examples, partial(trainer.losses, 1 + trainer.config.steps // 2))
+    return flops_per_example(examples, partial(trainer.losses, 1 + trainer.steps // 2))
 
 
 @contextmanager

@@ -94,12 +94,17 @@ class State(Background):
         hang_s: float = HANG_S,
         split: str = "",
     ) -> None:
-        self.identity, self.fingerprint = identity, digest(identity)[:16]
-        self.folder, self._root = root / self.fingerprint, root
-        self._keep, self._split = keep, split
-        self.token, self._num_steps, self._hang_s = "", num_steps, hang_s
         super().__init__(self._complete)
+        self.identity, self.fingerprint = identity, digest(identity)[:16]
+        self._root, self._keep, self._num_steps = root, keep, num_steps
+        self._hang_s, self._split = hang_s, split
+        self.token = ""
         self._good: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoints of this run."""
+        return self._root / self.fingerprint
 
     @property
     def previews(self) -> Path:

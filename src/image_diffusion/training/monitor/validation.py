@@ -50,10 +50,11 @@ class BestWeights:
     """The average at the validation with the smallest loss so far, and the network's buffers at that step.
 
     step: step of that validation; 0 before the first. buffers: copies the buffers learned without gradients, by name.
+    wanted: False if the best weights are not stored.
     """
 
-    def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]]) -> None:
-        self._flat, self._copy_buffers = flat, buffers
+    def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]], wanted: bool) -> None:
+        self._flat, self._copy_buffers, self.wanted = flat, buffers, wanted
         self.loss, self.step = math.inf, 0
         self.values, self.buffers = flat.values, dict[str, Tensor]()
 
@@ -83,17 +84,17 @@ class Patience:
     """
 
     def __init__(self, steps: int, share: float | None) -> None:
-        self._steps, self._share = steps, share
+        self._steps, self.share = steps, share
         self.loss, self.step = math.inf, 0
         self.ended_at: int | None = None
 
     def observe(self, step: int, loss: float) -> None:
         """Record the loss of a validation, which is the same in every process."""
-        if self._share is None:
+        if self.share is None:
             return
         if not self.step or loss < self.loss:
             self.loss, self.step = loss, step
-        elif (step - self.step) / self._steps >= self._share:  # 7 / 100 is 0.07, but 0.07 * 100 is more than 7
+        elif (step - self.step) / self._steps >= self.share:  # 7 / 100 is 0.07, but 0.07 * 100 is more than 7
             self.ended_at = step
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from image_diffusion.core.config.base import Config
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Width = Annotated[float, Field(gt=0, lt=0.28)]
 
+LARGEST_INITIAL_SHARE = 0.05
+"""Largest share that the initial weights may have in an average at the end of a training without a warning."""
+
 
 class Warmup(Config):
     """Warmup of an average by a decay that rises: decay(e) = 1 - (1 + e / inv_gamma)^-power (ema_pytorch 0.8)."""
@@ -93,6 +96,18 @@ class ExponentialEma(_Ema):
         every = self.update_every
         return [self.warmup.decay(step, rate, every) if self.warmup else rate for rate in self.rates]
 
+    def advice(self, name: str, steps: int) -> list[str]:
+        """Return a sentence if much of the initial weights is left in an average after a number of steps."""
+        share = self.initial_share(name, steps)
+        if share <= LARGEST_INITIAL_SHARE:
+            return []
+        fitting = self.fitting_rate(steps, LARGEST_INITIAL_SHARE)
+        rates = f"train.ema.rates: [{fitting:g}] or less, or " if fitting > 0 else ""
+        return [
+            f"After {steps:,} steps {share:.0%} of the initial weights are still in the average {name}. "
+            f"Take {rates}train.ema.warmup: {{type: ramp_up}}."
+        ]
+
     def initial_share(self, name: str, steps: int) -> float:
         """Return the share of the initial weights in an average after a number of steps."""
         if self.warmup is not None:  # its first update is almost a copy
@@ -125,6 +140,10 @@ class PowerEma(_Ema):
     def decays(self, step: int) -> list[float | None]:
         """Return the decay of each average in step number `step`, counted from 1; 0 copies."""
         return [(1.0 - 1.0 / step) ** (power_of_width(width) + 1.0) for width in self.widths]
+
+    def advice(self, name: str, steps: int) -> list[str]:
+        """Return no sentence: an average contains nothing of the initial weights, since its first update copies."""
+        return []
 
 
 def average_name(rate: float) -> str:

@@ -10,10 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from image_diffusion.core.devices import has_bf16
-from image_diffusion.core.process.errors import log_line
-from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.monitor.throughput import product_rate
-from image_diffusion.training.parallel.world import World
 
 Name = Literal["float32", "bf16", "fp16"]
 
@@ -69,24 +66,12 @@ class _Agreeing(torch.amp.GradScaler):
                 dist.all_reduce(overflow)
 
 
-def on_hardware(config: TrainConfig, world: World) -> TrainConfig:
-    """Return the configuration with a precision that the GPU of every process supports, and print a change: fp16
-    instead of bf16, or float32 if the weights are sharded, since then no loss is scaled. All processes call it
-    together."""
-    if config.precision != "bf16" or not world.any(not has_bf16(world.device)):
-        return config
-    chosen: Name = "float32" if config.shards_weights else "fp16"
-    if world.is_main:
-        log_line(f"train.precision is bf16, which not every GPU here has: this start computes in {chosen}.")
-    return config.model_copy(update={"precision": chosen})
-
-
-def faster_in_bf16(name: Name, device: torch.device) -> str | None:
+def faster_in_bf16(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return a line on the speed that a float32 training on this GPU would gain from bf16; None without a gain.
 
     Measures a large matrix product in both precisions, which takes a tenth of a second.
     """
-    if name != "float32" or device.type != "cuda" or not has_bf16(device):
+    if dtype != torch.float32 or device.type != "cuda" or not has_bf16(device):
         return None
     now, then = (product_rate(device, dtype) for dtype in (torch.float32, torch.bfloat16))
     if then < 1.2 * now:
