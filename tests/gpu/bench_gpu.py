@@ -47,9 +47,9 @@ from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.loop import train
+from image_diffusion.training.monitor.meter import flops_per_example, product_rate
 from image_diffusion.training.monitor.reports import Reports
-from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
-from image_diffusion.training.optim.determinism import switches
+from image_diffusion.training.optim.numerics import switches
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 

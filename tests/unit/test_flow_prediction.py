@@ -11,8 +11,8 @@ from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.flow_matching import FlowMatching, FlowMatchingObjective, Said
+from image_diffusion.process.denoiser import target, to_x0_and_eps
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.parameterization import target, to_x0_and_eps
 from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.reading import Reading

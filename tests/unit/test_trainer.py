@@ -17,10 +17,8 @@ from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
 from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
-from image_diffusion.training.monitor import throughput
-from image_diffusion.training.monitor.meter import Health, Meter
+from image_diffusion.training.monitor.meter import Health, Meter, Patience, Speed
 from image_diffusion.training.monitor.reports import Reports, _at
-from image_diffusion.training.monitor.validation import Patience
 from image_diffusion.training.optim.adam import Adam, AdamW
 from image_diffusion.training.optim.ema import (
     Averages,
@@ -31,7 +29,7 @@ from image_diffusion.training.optim.ema import (
     power_of_width,
     width_of_power,
 )
-from image_diffusion.training.optim.precision import Precision
+from image_diffusion.training.optim.numerics import Precision
 from image_diffusion.training.optim.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd
 from image_diffusion.training.parallel import flat_parameters as flat_vectors
 from image_diffusion.training.parallel import world as distributed
@@ -541,14 +539,14 @@ def test_only_images_use_channels_last() -> None:
 
 
 def test_share_of_peak_is_relative_to_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
+    monkeypatch.setattr("image_diffusion.training.monitor.meter.product_rate", lambda device, dtype: 1e9)
     plain = network()
 
     def losses(some: Examples, step: int) -> Losses:
         return Losses(plain(some.stored).sum(1), {})
 
     alone, two = (
-        throughput.Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses, {"loss"})
+        Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses, {"loss"})
         for size in (1, 2)
     )
     assert alone["speed/share_of_peak"] == pytest.approx(1000 * alone["speed/tflops"])
@@ -556,8 +554,8 @@ def test_share_of_peak_is_relative_to_all_devices(monkeypatch: pytest.MonkeyPatc
 
 
 def test_operations_are_recounted_when_the_parts_of_the_loss_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
-    plain, speed = network(), throughput.Speed(ALONE, torch.float32)
+    monkeypatch.setattr("image_diffusion.training.monitor.meter.product_rate", lambda device, dtype: 1e9)
+    plain, speed = network(), Speed(ALONE, torch.float32)
 
     def rate(passes: int, *parts: str) -> float:
         def losses(some: Examples, step: int) -> Losses:

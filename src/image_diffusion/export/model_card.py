@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from image_diffusion.core.markup import table, text
 from image_diffusion.core.resolution import size_text
+from image_diffusion.core.texts import table, text
 from image_diffusion.systems.base import Model
 
 

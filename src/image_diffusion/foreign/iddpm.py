@@ -16,8 +16,7 @@ from image_diffusion.foreign.weights import Described, ForeignWeights, checked_w
 from image_diffusion.networks.weights.unet import is_unet, num_label_rows, unet_of_shapes
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import LossSecondMoment
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.schedules import Cosine, Linear
+from image_diffusion.process.discrete import Cosine, Discrete, Linear
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 
 

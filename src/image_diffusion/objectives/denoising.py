@@ -16,12 +16,8 @@ from image_diffusion.core.types import DataSpec, Losses, Network, Objective
 from image_diffusion.objectives.label_dropout import DropsConditionParts
 from image_diffusion.objectives.timestep_sampling import NoisedOnce, TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
-from image_diffusion.process.base import NoiseProcess, broadcast
-from image_diffusion.process.discrete import DiscreteProcess
-from image_diffusion.process.edm import EdmProcess
-from image_diffusion.process.grid import Steps
-from image_diffusion.process.likelihood import variational_bound
-from image_diffusion.process.parameterization import (
+from image_diffusion.process.base import NoiseProcess, Steps, broadcast
+from image_diffusion.process.denoiser import (
     LEARNED_VARIANCES,
     Variance,
     log_variance,
@@ -29,6 +25,9 @@ from image_diffusion.process.parameterization import (
     split_output,
     target,
 )
+from image_diffusion.process.discrete import DiscreteProcess
+from image_diffusion.process.edm import EdmProcess
+from image_diffusion.process.likelihood import variational_bound
 
 Loss = Literal["simple", "hybrid", "rescaled_hybrid", "kl", "rescaled_kl"]
 

@@ -17,8 +17,8 @@ from image_diffusion.core.types import DataSpec, Losses, Network
 from image_diffusion.objectives.label_dropout import DropsConditionParts
 from image_diffusion.objectives.timestep_sampling import NoisedOnce
 from image_diffusion.process.base import NoiseProcess, broadcast
+from image_diffusion.process.denoiser import Prediction, Variance
 from image_diffusion.process.edm import EdmProcess
-from image_diffusion.process.parameterization import Prediction, Variance
 
 
 class EdmDenoising(DropsConditionParts):

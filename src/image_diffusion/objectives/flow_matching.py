@@ -16,8 +16,8 @@ from image_diffusion.core.types import DataSpec, Losses, Network
 from image_diffusion.objectives.label_dropout import DropsConditionParts
 from image_diffusion.objectives.timestep_sampling import NoisedOnce
 from image_diffusion.process.base import NoiseProcess, broadcast
+from image_diffusion.process.denoiser import Variance, split_output, target
 from image_diffusion.process.flow import FlowProcess
-from image_diffusion.process.parameterization import Variance, split_output, target
 
 Said = Literal["velocity", "x0", "eps", "v"]
 

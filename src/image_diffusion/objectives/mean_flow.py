@@ -23,8 +23,8 @@ from image_diffusion.core.types import Batch, DataSpec, FrozenCopy, Losses, Netw
 from image_diffusion.nn.linear import derivative
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.process.base import NoiseProcess, broadcast
+from image_diffusion.process.denoiser import Prediction, Variance
 from image_diffusion.process.flow import FlowProcess
-from image_diffusion.process.parameterization import Prediction, Variance
 
 
 class MeanFlow(Config):

@@ -17,7 +17,7 @@ from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives.denoising import Denoising, DenoisingObjective
 from image_diffusion.objectives.timestep_sampling import AtTimes
 from image_diffusion.process.base import NoiseProcess, broadcast
-from image_diffusion.process.parameterization import clamp, to_x0_and_eps
+from image_diffusion.process.denoiser import clamp, to_x0_and_eps
 
 
 class SelfConditioning(Config):

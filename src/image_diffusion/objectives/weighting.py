@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.process.parameterization import Prediction
+from image_diffusion.process.denoiser import Prediction
 
 
 class UniformWeighting(Config):

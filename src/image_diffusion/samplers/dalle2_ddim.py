@@ -16,8 +16,8 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoiser, Grid
 from image_diffusion.process.discrete import DiscreteProcess
-from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.base import Step
 from image_diffusion.samplers.ddim import Ddim
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.base import Denoiser, Grid
 from image_diffusion.samplers.base import Step, TimeDifferenceSampler, clipped, initial_scale
 from image_diffusion.samplers.image_noise import step_noise
 

@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.base import Denoiser, Grid
 from image_diffusion.samplers.base import SpacedByNoise, Step
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoiser, Grid
+from image_diffusion.process.denoiser import Variance
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.process.parameterization import Variance
 from image_diffusion.samplers.base import NumSteps, SamplerConfig, Step
 from image_diffusion.samplers.euler import Euler
 

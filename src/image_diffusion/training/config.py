@@ -15,8 +15,8 @@ from image_diffusion.data.augment import Augment
 from image_diffusion.data.shards.order import share
 from image_diffusion.training.optim import Optimizer
 from image_diffusion.training.optim.adam import AdamW
-from image_diffusion.training.optim.determinism import Mode
 from image_diffusion.training.optim.ema import Ema, ExponentialEma, RampUp, Rate, average_name
+from image_diffusion.training.optim.numerics import Mode
 from image_diffusion.training.optim.schedule import Constant, Schedule
 from image_diffusion.training.parallel.world import World
 

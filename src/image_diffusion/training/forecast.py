@@ -24,11 +24,9 @@ from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.flops import bytes_on_other_processes
 from image_diffusion.training.loop import train
+from image_diffusion.training.monitor.meter import flops_per_example, product_rate, validation_sums
 from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
-from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
-from image_diffusion.training.monitor.validation import validation_sums
-from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import Precision
+from image_diffusion.training.optim.numerics import Precision, switches
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 

@@ -27,8 +27,7 @@ from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import plain_name
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
-from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import DTYPES, faster_in_bf16
+from image_diffusion.training.optim.numerics import DTYPES, faster_in_bf16, switches
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.world import HANG_S, World, join
 from image_diffusion.training.trainer import Task, Trainer

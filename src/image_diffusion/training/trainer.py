@@ -24,12 +24,10 @@ from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.conditioning import add_augmentation
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import tune, written
-from image_diffusion.training.monitor.meter import Health, Meter
-from image_diffusion.training.monitor.throughput import Speed
-from image_diffusion.training.monitor.validation import BestWeights, Patience
+from image_diffusion.training.monitor.meter import Health, Meter, Patience, Speed
 from image_diffusion.training.optim.base import FlatOptimizer
-from image_diffusion.training.optim.ema import Averages
-from image_diffusion.training.optim.precision import DTYPES, Precision
+from image_diffusion.training.optim.ema import Averages, BestWeights
+from image_diffusion.training.optim.numerics import DTYPES, Precision
 from image_diffusion.training.parallel.flat_parameters import Flat
 from image_diffusion.training.parallel.gradients import OrderedGradient, SharedGradient, gather_losses, shares
 from image_diffusion.training.parallel.preflight import check_memory
@@ -67,7 +65,7 @@ class Task:
 
 class Trainer:
     """The components of a training, on this process's device, the same in every process. Use it within
-    `determinism.switches`."""
+    `numerics.switches`."""
 
     def __init__(self, task: Task, config: TrainConfig, world: World) -> None:
         check_task(task, config, world)
@@ -109,6 +107,7 @@ class Trainer:
             self.flat = ShardedFlat(self.network, world, computes_in, reduce, config.sharding == "machine")
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device, self.flat.is_whole, not self.flat.sums_gradients)
+        self.patience = Patience(config.steps, config.patience)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
         kind: type[SharedGradient | OrderedGradient] = OrderedGradient if strict else SharedGradient
@@ -116,7 +115,6 @@ class Trainer:
         self.gradients = kind(self.flat, world, config.global_batch, at_once, self.precision.scaler.scale)
         self.averages = Averages(config.ema, self.flat.values)
         self.best = BestWeights(self.flat, self._copy_buffers, config.weights == "best")
-        self.patience = Patience(config.steps, config.patience)
         if config.compile:
             for network in compiled:
                 compile_by_block(network, config.records)

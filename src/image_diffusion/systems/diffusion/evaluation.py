@@ -30,10 +30,9 @@ from image_diffusion.metrics.images.prompt_alignment import check_prompted, eval
 from image_diffusion.metrics.learning_curve import read_previews
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.process import Process
-from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.denoiser import NetworkDenoiser, clamp
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
-from image_diffusion.process.parameterization import clamp
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.paired_images import evaluate_paired

@@ -17,7 +17,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Network, SamplesOf
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.precision import Precision, computing_in, tf32
-from image_diffusion.process.grid import Denoiser
+from image_diffusion.process.base import Denoiser
 from image_diffusion.process.tiles import Tiles
 from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.base import SamplerConfig

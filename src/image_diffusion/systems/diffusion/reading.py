@@ -10,9 +10,8 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Network
 from image_diffusion.process import Process
-from image_diffusion.process.denoiser import NetworkDenoiser, SelfConditionedDenoiser
-from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.process.parameterization import Prediction, Variance, clamp
+from image_diffusion.process.base import Denoiser, Grid
+from image_diffusion.process.denoiser import NetworkDenoiser, Prediction, SelfConditionedDenoiser, Variance, clamp
 
 
 class Reading(Config):

@@ -26,8 +26,8 @@ from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.out_of_resources import room_at
-from image_diffusion.training.checkpoint.async_writer import Background, wait_for_path
 from image_diffusion.training.checkpoint.checkpoint import (
+    Background,
     Checkpoint,
     Damaged,
     checkpoints_in,
@@ -36,6 +36,7 @@ from image_diffusion.training.checkpoint.checkpoint import (
     read_checkpoint,
     read_record,
     temporary_folder,
+    wait_for_path,
     write_checkpoint,
     write_rows,
 )

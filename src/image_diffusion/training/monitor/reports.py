@@ -21,8 +21,7 @@ from image_diffusion.data.shards.loader import Examples
 from image_diffusion.training.checkpoint.capture import capture
 from image_diffusion.training.checkpoint.manager import NullState, State
 from image_diffusion.training.checkpoint.stop_signal import Stop
-from image_diffusion.training.monitor.meter import means_of
-from image_diffusion.training.monitor.validation import validation_sums
+from image_diffusion.training.monitor.meter import means_of, validation_sums
 from image_diffusion.training.trainer import Trainer
 
 VALIDATION_CHUNK = 64

@@ -1,15 +1,18 @@
-"""Running averages of the weights. Each average is updated by one operation on one vector."""
+"""Running averages of the weights, each updated by one operation on one vector; and the best of them."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.training.checkpoint.checkpoint import StateDict
+from image_diffusion.training.parallel.flat_parameters import Flat, Vector
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Width = Annotated[float, Field(gt=0, lt=0.28)]
@@ -189,3 +192,33 @@ class Averages:
                 vector.copy_(self._values)
             elif decay is not None:
                 vector.lerp_(self._values, 1.0 - decay)
+
+
+class BestWeights:
+    """The average at the validation with the smallest loss so far, and the network's buffers at that step.
+
+    step: step of that validation; 0 before the first. buffers: copies the buffers learned without gradients, by name.
+    wanted: False if the best weights are not stored.
+    """
+
+    def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]], wanted: bool) -> None:
+        self._flat, self._copy_buffers, self.wanted = flat, buffers, wanted
+        self.loss, self.step = math.inf, 0
+        self.values, self.buffers = flat.values, dict[str, Tensor]()
+
+    def offer(self, loss: float, step: int, values: Tensor) -> None:
+        """Store the average of a validation, the same in every process, if its loss is the smallest so far."""
+        if not self.step or loss < self.loss:
+            self.loss, self.step, self.values, self.buffers = loss, step, values.clone(), self._copy_buffers()
+
+    def tensors(self) -> StateDict:
+        """Return the tensors to load a checkpoint into, after `load_state_dict`."""
+        return {"": Vector(self._flat, self.values), **self.buffers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss and step, empty before the first validation."""
+        return {"loss": self.loss, "step": self.step} if self.step else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set loss and step, and allocate the tensors of their weights."""
+        self.offer(state["loss"], state["step"], self._flat.values)

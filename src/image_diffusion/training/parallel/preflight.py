@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from image_diffusion.core.devices import driver
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.nn.linear import linear
-from image_diffusion.training.monitor.throughput import seconds_of
+from image_diffusion.training.monitor.meter import seconds_of
 from image_diffusion.training.parallel.world import World
 
 _SLOW = 2.0
