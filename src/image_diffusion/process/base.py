@@ -1,5 +1,5 @@
-"""Interface of the noise processes for objectives and samplers; and the noise levels and steps between them that a sampler
-visits.
+"""Interface of the noise processes for objectives and samplers; and the noise levels that a sampler visits, with the
+steps between them.
 
 In every process here x_t = alpha_t x0 + sigma_t eps, so a sequence of pairs (alpha, sigma) is all that a sampler needs
 to know. The posterior of a step is that of Kingma et al. 2021, "Variational diffusion models", appendix A.2: it does

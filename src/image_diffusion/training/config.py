@@ -33,6 +33,12 @@ class CheckpointConfig(Config):
     keep_every: int | None = Field(None, gt=0)
     """Keep the checkpoints of multiples of this number of steps permanently; unset: none."""
 
+    def most_kept(self, steps: int) -> int:
+        """Return the maximum number of checkpoints on disk: the last, the one being written, and permanent ones."""
+        saves = -(-steps // self.every_steps)
+        for_good = steps // self.keep_every if self.keep_every else 0
+        return min(self.keep_last + 1, saves) + for_good
+
 
 @dataclass(frozen=True)
 class Intervals:

@@ -142,7 +142,7 @@ def forecast(
         validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
         memory_gib=(memory - bytes_on_other_processes(trainer, config, processes, per_machine)) / GIB,
         checkpoint_gib=checkpoint / GIB,
-        disk_gib=(_checkpoints_at_most(config) * checkpoint + weights) / GIB,
+        disk_gib=(config.checkpoint.most_kept(config.steps) * checkpoint + weights) / GIB,
     )
 
 
@@ -240,13 +240,6 @@ def _memory(device: torch.device, checkpoint: int) -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return 1024 * int(line.split()[1]) + checkpoint
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + checkpoint  # macOS: bytes
-
-
-def _checkpoints_at_most(config: TrainConfig) -> int:
-    """Return the maximum number of checkpoints on disk: the last ones, the one being written, and permanent ones."""
-    saves = -(-config.steps // config.checkpoint.every_steps)
-    for_good = config.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
-    return min(config.checkpoint.keep_last + 1, saves) + for_good
 
 
 def seconds_to_save(size: int, folder: Path) -> float:
