@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.experiment import load_experiment
 from image_diffusion.stages.train import prepare_training

@@ -27,7 +27,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from image_diffusion.core.config.base import to_yaml
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 from image_diffusion.core.process import command
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.distances.jackknife import share_estimate

@@ -29,7 +29,7 @@ from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
-from image_diffusion.training.optim.determinism import Mode, switches
+from image_diffusion.training.optim.numerics import Mode, switches
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 

@@ -42,13 +42,14 @@ from image_diffusion.nn.precision import Precision, computing_in, tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems import AnySystem
+from image_diffusion.training.checkpoint.capture import capture
 from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.loop import train
+from image_diffusion.training.monitor.meter import flops_per_example, product_rate
 from image_diffusion.training.monitor.reports import Reports
-from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
-from image_diffusion.training.optim.determinism import switches
+from image_diffusion.training.optim.numerics import switches
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -390,7 +391,7 @@ def bench_checkpoint(_: Limits) -> Iterator[Row]:
         for step in (1, 2):
             torch.cuda.synchronize()
             started = time.perf_counter()
-            state.save(parts.capture(step, False))
+            state.save(capture(parts, step, False))
             waited = time.perf_counter() - started
             state.wait()
             yield Row(f"checkpoint {step} of {XL}: the loop waits", waited, "s")

@@ -13,7 +13,7 @@ from comparison import points, results
 from tiny_runs import SYSTEMS, TINY, config
 from torch._inductor.cudagraph_trees import get_manager
 
-from image_diffusion.training.optim.determinism import Mode, switches
+from image_diffusion.training.optim.numerics import Mode, switches
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Trainer
 

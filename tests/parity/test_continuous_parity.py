@@ -23,7 +23,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.denoising import Denoising, MinSnrWeighting, SnrWeighting
 from image_diffusion.process.base import broadcast
 from image_diffusion.process.continuous import Continuous, ContinuousProcess, SigmoidGamma
-from image_diffusion.process.parameterization import clamp, target, to_x0_and_eps
+from image_diffusion.process.denoiser import clamp, target, to_x0_and_eps
 
 SPEC = DataSpec(channels=3, resolution=4)
 

@@ -21,8 +21,27 @@ from torch import Tensor
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import LossHistory
-from image_diffusion.process.denoiser import NetworkDenoiser
-from image_diffusion.process.discrete import Discrete, DiscreteProcess, space_timesteps
+from image_diffusion.process.denoiser import (
+    NetworkDenoiser,
+    clamp,
+    log_variance,
+    read_output,
+    split_output,
+    to_x0_and_eps,
+)
+from image_diffusion.process.discrete import (
+    Const,
+    Cosine,
+    Discrete,
+    DiscreteProcess,
+    Jsd,
+    Linear,
+    Quad,
+    Warmup10,
+    Warmup50,
+    checked_betas,
+    space_timesteps,
+)
 from image_diffusion.process.likelihood import (
     approximate_normal_cdf,
     bits_per_dim,
@@ -30,8 +49,6 @@ from image_diffusion.process.likelihood import (
     normal_kl,
     prior_bound,
 )
-from image_diffusion.process.parameterization import clamp, log_variance, read_output, split_output, to_x0_and_eps
-from image_diffusion.process.schedules import Const, Cosine, Jsd, Linear, Quad, Warmup10, Warmup50, checked_betas
 
 SCHEDULES = {"linear": Linear(), "cosine": Cosine(), "squaredcos_cap_v2": Cosine()}
 PREDICTIONS = {"PREVIOUS_X": "previous_x", "START_X": "x0", "EPSILON": "eps"}

@@ -13,8 +13,7 @@ from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import SIZES, DiT, DiTConfig
 from image_diffusion.nn.positions import grid_positions, sinusoid
 from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.schedules import Cosine, Linear
+from image_diffusion.process.discrete import Cosine, Discrete, Linear
 from image_diffusion.training.optim.adam import AdamW
 from image_diffusion.training.optim.ema import Averages, ExponentialEma
 from image_diffusion.training.parallel.flat_parameters import Flat

@@ -24,11 +24,10 @@ from image_diffusion.networks.weights.dit_diffusers import (
     to_diffusers_transformer,
     write_dit_pipeline,
 )
+from image_diffusion.process.base import Grid
 from image_diffusion.process.denoiser import NetworkDenoiser
-from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.discrete import Cosine, Discrete, Linear
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Grid
-from image_diffusion.process.schedules import Cosine, Linear
 from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import initial_scale
 from image_diffusion.samplers.guidance import guided

@@ -22,11 +22,9 @@ from image_diffusion.metrics.images.embedding_similarity import similarities, si
 from image_diffusion.networks.prior import Norm, Prior, PriorConfig, bucket_of
 from image_diffusion.objectives.denoising import P2Weighting
 from image_diffusion.objectives.embedding import EmbeddingDenoising, with_norm
-from image_diffusion.process.base import broadcast
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.grid import Denoised
-from image_diffusion.process.parameterization import clamp, read_output, target, to_x0_and_eps
-from image_diffusion.process.schedules import Cosine, Jsd, Linear, Quad, Sigmoid
+from image_diffusion.process.base import Denoised, broadcast
+from image_diffusion.process.denoiser import clamp, read_output, target, to_x0_and_eps
+from image_diffusion.process.discrete import Cosine, Discrete, Jsd, Linear, Quad, Sigmoid
 from image_diffusion.samplers.ancestral import Ddim, LegacyDdim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams

@@ -13,12 +13,10 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.process.base import Denoised, Denoiser, Grid
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
-from image_diffusion.process.denoiser import NetworkDenoiser
-from image_diffusion.process.discrete import Discrete, DiscreteProcess
-from image_diffusion.process.grid import Denoised, Denoiser, Grid
-from image_diffusion.process.parameterization import Prediction, Variance, to_x0_and_eps
-from image_diffusion.process.schedules import Cosine, Linear
+from image_diffusion.process.denoiser import NetworkDenoiser, Prediction, Variance, to_x0_and_eps
+from image_diffusion.process.discrete import Cosine, Discrete, DiscreteProcess, Linear
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig, clipped, initial_scale
 from image_diffusion.samplers.guidance import guided

@@ -205,9 +205,9 @@ def _child(attempt: Attempt, rank: int, port: int) -> NoReturn:
         os.environ["RUN"] = str(folder)
         if attempt.drawn is not None:
             os.environ["DRAWN"] = attempt.drawn
-            from image_diffusion.training.monitor import throughput
+            from image_diffusion.training.monitor import meter
 
-            throughput.flops_per_example = lambda examples, losses_of: 0  # it draws for an example once more
+            meter.flops_per_example = lambda examples, losses_of: 0  # it draws for an example once more
         if attempt.inject is not None:
             tiny_runs.INJECTED[attempt.inject](rank)
         try:

@@ -14,7 +14,7 @@ from cluster import Cluster, cropped_project, slurm_project, snakemake, steps_sa
 from projects import Project, made_once
 
 from image_diffusion.core.journal.reader import read_journal
-from image_diffusion.core.process.job_outcome import read_attempts
+from image_diffusion.core.process.command import read_attempts
 
 WEIGHTS = "results/micro/train/weights.safetensors"
 TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0"]

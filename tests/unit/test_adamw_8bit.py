@@ -21,7 +21,7 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.flops import counted
-from image_diffusion.training.optim.adamw_8bit import BLOCK, AdamW8bit, check_library
+from image_diffusion.training.optim.adam import BLOCK, AdamW8bit, check_library
 from image_diffusion.training.parallel.flat_parameters import Flat
 from image_diffusion.training.trainer import Task
 from tiny_trainings import trained_dit

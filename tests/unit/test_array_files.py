@@ -18,7 +18,7 @@ from PIL import Image
 from tifffile import _imagecodecs
 
 from image_diffusion.core.config.base import parse
-from image_diffusion.core.files.tiff import write_tiff
+from image_diffusion.core.files.image_arrays import write_tiff
 from image_diffusion.core.levels import Levels
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.array_files import BadImage, Undecided

@@ -20,7 +20,7 @@ from image_diffusion.codecs.diffusers import KlCodec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.trained import DVAECodec
 from image_diffusion.core.config.base import parse
-from image_diffusion.core.files.tiff import write_tiff
+from image_diffusion.core.files.image_arrays import write_tiff
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.pictures import as_pictures
 from image_diffusion.core.types import DataSpec

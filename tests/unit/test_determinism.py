@@ -15,7 +15,7 @@ import torch
 from torch._inductor import config as inductor
 
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.optim.determinism import Mode, switches
+from image_diffusion.training.optim.numerics import Mode, switches
 
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 

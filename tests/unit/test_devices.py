@@ -14,7 +14,6 @@ from image_diffusion.core import devices
 from image_diffusion.nn.blocks import check_compiler, compile_by_block
 from image_diffusion.nn.precision import computes_in
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.optim.precision import on_hardware
 from image_diffusion.training.parallel.world import World, join
 
 ROOT = Path(__file__).parents[2]
@@ -132,9 +131,9 @@ def test_bf16_is_replaced_on_gpus_without_it(
 ) -> None:
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", **changes})
     card(monkeypatch, "Tesla T4", (7, 5), OF_CUDA_13)
-    assert on_hardware(config, World(0, 1, GPU)).precision == chosen
+    assert config.on_hardware(World(0, 1, GPU)).precision == chosen
     assert f"this start computes in {chosen}" in capfd.readouterr().err
-    assert on_hardware(config, World(0, 1, torch.device("cpu"))) is config
+    assert config.on_hardware(World(0, 1, torch.device("cpu"))) is config
 
 
 def test_sampling_uses_float32_on_gpus_without_bf16(
@@ -151,9 +150,9 @@ def test_sampling_uses_float32_on_gpus_without_bf16(
 def test_one_gpu_without_bf16_changes_the_precision_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16"})
     card(monkeypatch, "NVIDIA A100", (8, 0), OF_CUDA_13)
-    assert on_hardware(config, World(0, 1, GPU)) is config
+    assert config.on_hardware(World(0, 1, GPU)) is config
     monkeypatch.setattr(World, "any", lambda self, flag: True)
-    assert on_hardware(config, World(1, 2, GPU)).precision == "fp16"
+    assert config.on_hardware(World(1, 2, GPU)).precision == "fp16"
 
 
 @pytest.mark.parametrize(

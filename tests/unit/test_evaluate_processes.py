@@ -14,7 +14,7 @@ from PIL import Image
 
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import dump, to_yaml
-from image_diffusion.core.files.npz import save_samples
+from image_diffusion.core.files.image_arrays import save_samples
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.journal.reader import read_journals
 from image_diffusion.core.types import DataSpec

@@ -77,7 +77,7 @@ def test_example_system_trains_and_samples(parts: Any) -> None:
 
 
 def test_example_sampler_is_exact_for_exact_predictions(parts: Any) -> None:
-    from image_diffusion.process.grid import Denoised
+    from image_diffusion.process.base import Denoised
 
     grid = Discrete().build().grid(8)
     x0 = torch.randn(2, 3, 4, 4)

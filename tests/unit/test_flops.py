@@ -31,6 +31,7 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.stages.doctor import print_estimated_cost
 from image_diffusion.systems.codec.dvae import DVAESystem
+from image_diffusion.training.checkpoint.capture import capture
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.flops import Counted, _disable_module_to, counted, operations_per_example
 from image_diffusion.training.parallel.world import World
@@ -237,7 +238,7 @@ def test_checkpoint_of_sharded_weights_is_not_sent(eight: World) -> None:
     with _disable_module_to():
         parts = Trainer(task(DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)), config, eight)
     with Traffic() as moved:
-        checkpoint = parts.capture(1, False)
+        checkpoint = capture(parts, 1, False)
     rows = [tensor for group in checkpoint.rows.values() for tensor in group.values()]
     assert moved.sent < 1000 < size_of(rows)
     assert {each.untyped_storage().data_ptr() for each in rows} == {

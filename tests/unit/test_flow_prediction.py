@@ -11,14 +11,12 @@ from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.flow_matching import FlowMatching, FlowMatchingObjective, Said
+from image_diffusion.process.denoiser import target, to_x0_and_eps
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.parameterization import target, to_x0_and_eps
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.samplers.ode import Heun
 from image_diffusion.systems.diffusion.generator import Reading
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.parallel.world import World
-from image_diffusion.training.trainer import check_pairs
 from trained_digits import train
 
 SAID: tuple[Said, ...] = get_args(Said)
@@ -142,7 +140,6 @@ def test_contrastive_pairs_are_the_same_in_even_parts_of_a_batch() -> None:
     ],
 )
 def test_odd_batches_that_split_pairs_are_rejected(processes: int, changes: dict[str, object], found: str) -> None:
-    world = World(0, processes, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"pairs the samples of a batch, but {found}, an odd number"):
-        check_pairs(TrainConfig(steps=1, **changes), world)  # type: ignore[arg-type]
-    check_pairs(TrainConfig(steps=1, global_batch=4 * processes, microbatch=2), world)
+        TrainConfig(steps=1, **changes).check_pairs(processes)  # type: ignore[arg-type]
+    TrainConfig(steps=1, global_batch=4 * processes, microbatch=2).check_pairs(processes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from image_diffusion.codecs.base import from_uint8, to_uint8
 from image_diffusion.core.config.base import dump, parse, read_inherited, to_yaml
 from image_diffusion.core.files.atomic import write_json, write_text
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.image import crop_image

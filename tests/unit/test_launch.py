@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.process.command import STOPPED
-from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
+from image_diffusion.core.process.command import STOPPED, JobOutcome, read_attempts
 from image_diffusion.core.process.parent_watch import VARIABLE, end_with_parent, process_identifier
 from image_diffusion.training.parallel.launch import Layout, command_line, main, own_name, recorder
 from warm import warm_python

@@ -24,7 +24,7 @@ from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.objectives.timestep_sampling import ImportanceSampled, LossSecondMoment
 from image_diffusion.process import Continuous, Discrete, Flow
-from image_diffusion.process.parameterization import target, to_x0_and_eps
+from image_diffusion.process.denoiser import target, to_x0_and_eps
 
 SPEC = DataSpec(channels=3, resolution=4, num_classes=5)
 CASES = [

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np, torch
 from image_diffusion.core.files import atomic, weights
 from image_diffusion.core.process import command
-from image_diffusion.core.files.npz import stream_samples
+from image_diffusion.core.files.image_arrays import stream_samples
 from image_diffusion.data.shards.records import write_index, INDEX
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 folder = Path(sys.argv[1])

@@ -20,7 +20,7 @@ from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
-from image_diffusion.training.optim import precision
+from image_diffusion.training.optim import numerics
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=2)
 SYSTEM = DiTSystem(
@@ -73,17 +73,17 @@ def test_errors_restore_the_precision_switches() -> None:
 
 def test_training_in_float32_reports_the_gain_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {torch.float32: 48e12, torch.bfloat16: 788e12}
-    monkeypatch.setattr(precision, "product_rate", lambda _, dtype: rates[dtype])
+    monkeypatch.setattr(numerics, "product_rate", lambda _, dtype: rates[dtype])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     gpu = torch.device("cuda", 0)
-    assert precision.faster_in_bf16("float32", gpu) == (
+    assert numerics.faster_in_bf16(torch.float32, gpu) == (
         "train.precision is float32, in which this GPU does 48 TFLOP/s; in bf16 it does 788. train.precision: bf16 "
         "trains most networks as well, and faster."
     )
-    assert precision.faster_in_bf16("bf16", gpu) is None
-    assert precision.faster_in_bf16("float32", torch.device("cpu")) is None
+    assert numerics.faster_in_bf16(torch.bfloat16, gpu) is None
+    assert numerics.faster_in_bf16(torch.float32, torch.device("cpu")) is None
     rates[torch.bfloat16] = 50e12
-    assert precision.faster_in_bf16("float32", gpu) is None
+    assert numerics.faster_in_bf16(torch.float32, gpu) is None
 
 
 def generator(**settings: Any) -> Generator:

@@ -90,16 +90,13 @@ def test_gpu_without_enough_free_memory_is_rejected_before_use(
     is allocated."""
     with torch.device("meta"):
         network = torch.nn.Linear(2**14, 2**16, bias=False)
-    ema = {"type": "exponential", "rates": [0.9, 0.99]}
-    steps = {"steps": 10, "global_batch": 8, "optimizer": {"type": "adamw", "lr": 1.0e-3}}
-    config = TrainConfig.model_validate({**steps, "ema": ema, "sharding": sharding})
     world = World(0, processes, torch.device("cuda", 0), hosts=("here",) * processes)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needs * 2**30, 80 * 2**30))
-    preflight.check_memory(world, network, config)
+    preflight.check_memory(world, network, 2, sharding)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needs * 2**30 - 1, 80 * 2**30))
     with pytest.raises(ValueError, match=rf"need {needs}.0 GiB, but only {needs}.0 of 80.0 GiB of {H100} are free"):
-        preflight.check_memory(world, network, config)
+        preflight.check_memory(world, network, 2, sharding)
 
 
 def test_frozen_weights_need_no_gradient_and_no_average(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +107,7 @@ def test_frozen_weights_need_no_gradient_and_no_average(monkeypatch: pytest.Monk
     world = World(0, 1, torch.device("cuda", 0), hosts=("here",))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
     monkeypatch.setattr(torch.nn.Module, "to", MovedError.to)
-    objective = SimpleNamespace(layers={}, pairs_samples=False)
+    objective = SimpleNamespace(layers={}, pairs_samples=False, teacher=None)
     task: Any = SimpleNamespace(network=network, objective=objective, validation=None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 2**18, 2**30))
     with pytest.raises(MovedError):
@@ -121,7 +118,7 @@ def test_frozen_weights_need_no_gradient_and_no_average(monkeypatch: pytest.Monk
 
 
 def test_memory_is_not_checked_on_a_cpu() -> None:
-    preflight.check_memory(ALONE, torch.nn.Linear(2, 2), TrainConfig.model_validate({"steps": 1}))
+    preflight.check_memory(ALONE, torch.nn.Linear(2, 2), 1, "none")
 
 
 def test_more_processes_than_gpus_are_rejected_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,19 @@ from hypothesis import strategies as st
 
 from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.process import Process, discrete
-from image_diffusion.process.discrete import Discrete, space_timesteps
-from image_diffusion.process.grid import Grid
-from image_diffusion.process.schedules import Const, Cosine, Jsd, Linear, Quad, Sigmoid, Warmup10, Warmup50
+from image_diffusion.process.base import Grid
+from image_diffusion.process.discrete import (
+    Const,
+    Cosine,
+    Discrete,
+    Jsd,
+    Linear,
+    Quad,
+    Sigmoid,
+    Warmup10,
+    Warmup50,
+    space_timesteps,
+)
 
 SCHEDULES = [Linear(), Cosine(), Quad(), Quad(scaled=True), Warmup10(), Warmup50(), Const(), Jsd(), Sigmoid()]
 

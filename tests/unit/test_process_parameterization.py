@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from image_diffusion.process import Continuous, Discrete, Flow
-from image_diffusion.process.denoiser import NetworkDenoiser
-from image_diffusion.process.likelihood import bits_per_dim
-from image_diffusion.process.parameterization import (
+from image_diffusion.process.denoiser import (
     LEARNED_VARIANCES,
+    NetworkDenoiser,
     clamp,
     log_variance,
     read_output,
@@ -20,6 +19,7 @@ from image_diffusion.process.parameterization import (
     target,
     to_x0_and_eps,
 )
+from image_diffusion.process.likelihood import bits_per_dim
 
 NUMBERS = st.lists(st.floats(-3, 3), min_size=8, max_size=8)
 LEVELS = st.tuples(st.floats(0.05, 2), st.floats(0.05, 2))

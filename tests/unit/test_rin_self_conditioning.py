@@ -17,7 +17,7 @@ from image_diffusion.objectives.denoising import Denoising, SelfConditioning
 from image_diffusion.objectives.timestep_sampling import LossSecondMoment
 from image_diffusion.process.base import broadcast
 from image_diffusion.process.continuous import Continuous
-from image_diffusion.process.parameterization import target, to_x0_and_eps
+from image_diffusion.process.denoiser import target, to_x0_and_eps
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
@@ -26,7 +26,7 @@ from image_diffusion.samplers.ode import Euler, Heun
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.rin import RinSystem
-from image_diffusion.training.optim.precision import Precision
+from image_diffusion.training.optim.numerics import Precision
 
 SPEC = DataSpec(channels=3, resolution=4, num_classes=5)
 NETWORK = {"width": 16, "patch": 2, "depth": 1, "num_latents": 3, "latent_width": 8, "num_heads": 2, "head_width": 4}

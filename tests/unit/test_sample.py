@@ -13,15 +13,14 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import dump, to_yaml
 from image_diffusion.core.files.atomic import atomic_write, write_json
 from image_diffusion.core.files.checksums import describe
-from image_diffusion.core.files.npz import read_arrays, save_samples
+from image_diffusion.core.files.image_arrays import read_arrays, save_samples
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.journal.reader import read_journal
 from image_diffusion.core.types import DataSpec
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.schedules import Cosine
+from image_diffusion.process.discrete import Cosine, Discrete
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.stages import export, sample

@@ -11,7 +11,7 @@ import pytest
 
 import image_diffusion
 from image_diffusion.core.files.atomic import write_json
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.stages import sample
 from image_diffusion.systems.tokens.tokens import TokensSystem

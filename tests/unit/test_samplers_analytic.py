@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.process.base import Denoised, Grid
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig, initial_scale
 from image_diffusion.samplers.image_noise import image_streams, initial_noise, step_noise

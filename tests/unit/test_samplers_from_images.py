@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoised, Denoiser, Grid
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.tiles import Tiles
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig

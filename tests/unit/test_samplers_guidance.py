@@ -12,9 +12,9 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest
+from image_diffusion.process.base import Grid
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Grid
 from image_diffusion.samplers.guidance import Guidance, guided, times_between
 from image_diffusion.samplers.ode import Heun
 from image_diffusion.systems.diffusion.generator import Reading, SampleConfig, check_guidance

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoised, Denoiser, Grid
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig, TimeDifferenceSampler, clipped

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoised, Grid
 from image_diffusion.process.continuous import Continuous
-from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.discrete import Cosine, Discrete, Jsd
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Denoised, Grid
-from image_diffusion.process.schedules import Cosine, Jsd
 from image_diffusion.samplers.base import SpacedByNoise
 from image_diffusion.samplers.multistep import DpmSolver, UniPc
 from image_diffusion.samplers.ode import Euler, Heun

@@ -29,7 +29,6 @@ from image_diffusion.training.checkpoint.averaged_weights import weights_in
 from image_diffusion.training.checkpoint.stop_signal import SIGNALS
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.load_model import check_trained_by
-from image_diffusion.training.optim import precision
 from image_diffusion.training.session import run
 from image_diffusion.training.trainer import Task
 
@@ -600,7 +599,7 @@ def test_weights_of_another_training_are_rejected(tmp_path: Path) -> None:
 def test_fp16_fallback_on_gpus_without_bf16_keeps_the_requested_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "has_bf16", lambda device: False)
+    monkeypatch.setattr("image_diffusion.training.config.has_bf16", lambda device: False)
     config = tmp_path / "train.yaml"
     start(tmp_path, steps=3, precision="bf16")
     model = read_model(tmp_path / "train")

@@ -17,10 +17,8 @@ from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
 from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
-from image_diffusion.training.monitor import throughput
-from image_diffusion.training.monitor.meter import Health, Meter
+from image_diffusion.training.monitor.meter import Health, Meter, Patience, Speed
 from image_diffusion.training.monitor.reports import Reports, _at
-from image_diffusion.training.monitor.validation import Patience
 from image_diffusion.training.optim.adam import Adam, AdamW
 from image_diffusion.training.optim.ema import (
     Averages,
@@ -31,7 +29,7 @@ from image_diffusion.training.optim.ema import (
     power_of_width,
     width_of_power,
 )
-from image_diffusion.training.optim.precision import Precision
+from image_diffusion.training.optim.numerics import Precision
 from image_diffusion.training.optim.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd
 from image_diffusion.training.parallel import flat_parameters as flat_vectors
 from image_diffusion.training.parallel import world as distributed
@@ -494,11 +492,9 @@ def test_periodic_actions_also_run_at_the_last_step_but_never_at_step_0() -> Non
     assert [step for step in range(8) if _at(step, 3, 7)] == [3, 6, 7]
 
 
-def parts(config: TrainConfig, **given: Any) -> Any:
+def parts(**given: Any) -> Any:
     """Return a stand-in with those attributes of a trainer that one of its methods needs."""
-    return SimpleNamespace(
-        config=config, precision=SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False)), **given
-    )
+    return SimpleNamespace(precision=SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False)), **given)
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6])
@@ -508,27 +504,29 @@ def test_gradient_clipping_matches_pytorch(limit: float) -> None:
     for each in (plain, flat):
         each(inputs(2)).square().sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
-    found = Trainer.clip_gradients(parts(settings(grad_clip=limit), flat=laid, optimizer=SimpleNamespace(torch=None)))
+    found = Trainer.clip_gradients(parts(_grad_clip=limit, flat=laid, optimizer=SimpleNamespace(torch=None)))
     assert norm > 0.5 and torch.allclose(found, norm)
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(laid.named(laid.gradient)[name], parameter.grad)
 
 
-@pytest.mark.parametrize("compares", [{"weights": "best"}, {"patience": 0.5}])
+@pytest.mark.parametrize("compares", [{"best": True}, {"patience": 0.5}])
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_non_finite_validation_loss_is_rejected_where_it_is_compared(compares: dict[str, Any], loss: float) -> None:
-    steps = {"steps": 2000, "validate_every_steps": 1000}
+    def trainer(best: bool = False, patience: float | None = None) -> Any:
+        return parts(best=SimpleNamespace(wanted=best), patience=Patience(2000, patience))
+
     with pytest.raises(ValueError, match=f"loss is {loss} at step 1,000, but train.weights: best and train.patience"):
-        Trainer.validated(parts(settings(**steps, **compares)), 1000, loss)
-    Trainer.validated(parts(settings(**steps), patience=Patience(2000, None)), 1000, loss)
+        Trainer.validated(trainer(**compares), 1000, loss)
+    Trainer.validated(trainer(), 1000, loss)
 
 
 def test_compiled_network_can_run_eagerly() -> None:
     from torch._dynamo import eval_frame
 
     for compiled, stance in ((True, "force_eager"), (False, "default")):
-        with Trainer.eagerly(parts(settings(compile=compiled))):
+        with Trainer.eagerly(parts(_compiles=compiled)):
             assert eval_frame._stance.stance == stance
     assert eval_frame._stance.stance == "default"
 
@@ -536,19 +534,19 @@ def test_compiled_network_can_run_eagerly() -> None:
 def test_only_images_use_channels_last() -> None:
     images, tokens = inputs(2), torch.ones(2, 3, 4)
     for asked, found in ((True, torch.channels_last), (False, torch.contiguous_format)):
-        assert Trainer._format(parts(settings(channels_last=asked)), images) is found
-        assert Trainer._format(parts(settings(channels_last=asked)), tokens) is torch.contiguous_format
+        assert Trainer._format(parts(_channels_last=asked), images) is found
+        assert Trainer._format(parts(_channels_last=asked), tokens) is torch.contiguous_format
 
 
 def test_share_of_peak_is_relative_to_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
+    monkeypatch.setattr("image_diffusion.training.monitor.meter.product_rate", lambda device, dtype: 1e9)
     plain = network()
 
     def losses(some: Examples, step: int) -> Losses:
         return Losses(plain(some.stored).sum(1), {})
 
     alone, two = (
-        throughput.Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses, {"loss"})
+        Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses, {"loss"})
         for size in (1, 2)
     )
     assert alone["speed/share_of_peak"] == pytest.approx(1000 * alone["speed/tflops"])
@@ -556,8 +554,8 @@ def test_share_of_peak_is_relative_to_all_devices(monkeypatch: pytest.MonkeyPatc
 
 
 def test_operations_are_recounted_when_the_parts_of_the_loss_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e9)
-    plain, speed = network(), throughput.Speed(ALONE, torch.float32)
+    monkeypatch.setattr("image_diffusion.training.monitor.meter.product_rate", lambda device, dtype: 1e9)
+    plain, speed = network(), Speed(ALONE, torch.float32)
 
     def rate(passes: int, *parts: str) -> float:
         def losses(some: Examples, step: int) -> Losses:

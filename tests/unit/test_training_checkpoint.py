@@ -22,8 +22,13 @@ from image_diffusion.core.files import atomic
 from image_diffusion.core.files.atomic import atomic_write
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.training.checkpoint import checkpoint as written
-from image_diffusion.training.checkpoint.async_writer import Background
-from image_diffusion.training.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, write_checkpoint
+from image_diffusion.training.checkpoint.checkpoint import (
+    Background,
+    Checkpoint,
+    Damaged,
+    read_checkpoint,
+    write_checkpoint,
+)
 from image_diffusion.training.checkpoint.manager import State, part_writer
 from image_diffusion.training.config import CheckpointConfig
 
@@ -203,7 +208,7 @@ def test_folder_not_shared_by_all_machines_is_rejected(tmp_path: Path, monkeypat
 def test_waiting_thread_ends_with_the_process() -> None:
     waits = (
         "import threading; from pathlib import Path\n"
-        "from image_diffusion.training.checkpoint.async_writer import wait_for_path\n"
+        "from image_diffusion.training.checkpoint.checkpoint import wait_for_path\n"
         "threading.Thread(target=lambda: print(wait_for_path(Path('never'), 600))).start()"
     )
     ended = subprocess.run([sys.executable, "-c", waits], timeout=60, capture_output=True, text=True, check=True)

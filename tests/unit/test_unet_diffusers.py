@@ -20,8 +20,7 @@ from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.networks.weights.unet import to_diffusers_unet
 from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.schedules import Cosine, Linear
+from image_diffusion.process.discrete import Cosine, Discrete, Linear
 from image_diffusion.samplers.image_noise import image_streams, initial_noise, step_noise
 from image_diffusion.stages.export import write_model
 from image_diffusion.systems.base import Model

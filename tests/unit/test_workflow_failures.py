@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from image_diffusion.core.process.command import Parser
-from image_diffusion.core.process.job_outcome import VARIABLE, JobOutcome, note, read_attempts
+from image_diffusion.core.process.command import ATTEMPT, JobOutcome, Parser, note, read_attempts
 from image_diffusion.workflow.jobs import slurm_queue
 from image_diffusion.workflow.jobs.slurm_queue import ask_slurm, report_failed_jobs
 from image_diffusion.workflow.resources import MOST_OUT_OF_MEMORY, Machine
@@ -46,7 +45,7 @@ def ended(*endings: tuple[Any, str], job: str = "7", stage: str = "one/train", b
     with path.open("a") as file:
         file.write(f"{job} n1 {began:.0f}\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, str(path))
+        patch.setenv(ATTEMPT, str(path))
         for ending in endings:
             note(*ending)
     return path
@@ -169,7 +168,7 @@ def test_truncated_note_is_read_up_to_its_damage() -> None:
 
 def test_invalid_options_are_noted_as_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("7 n1 5\n")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "note"))
+    monkeypatch.setenv(ATTEMPT, str(tmp_path / "note"))
     with pytest.raises(SystemExit):
         Parser().parse_args(["--no-such-option"])
     expected = JobOutcome("7", "n1", 5, "mistake", "unrecognized arguments: --no-such-option")

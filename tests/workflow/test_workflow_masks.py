@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from projects import Project, warm_python
 
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 from image_diffusion.data.shards.reader import open_shards
 from tiny_autoencoders import write_autoencoder
 

@@ -21,8 +21,8 @@ from pages import render, source_of, time_of_training
 
 from image_diffusion.core.files.atomic import read_json, write_page, write_text
 from image_diffusion.core.journal.reader import read_journal
-from image_diffusion.core.markup import table
 from image_diffusion.core.process import command
+from image_diffusion.core.texts import table
 from image_diffusion.metrics.distances.jackknife import jackknife_deviation
 from image_diffusion.metrics.study_statistics import (
     Difference,

@@ -23,8 +23,8 @@ from image_diffusion import __version__
 from image_diffusion.core.files.atomic import read_json, write_text
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.reader import logged_stages, read_journal
-from image_diffusion.core.markup import table, text
 from image_diffusion.core.resolution import size_text
+from image_diffusion.core.texts import table, text
 from image_diffusion.data.quality.datasheet import summary
 from image_diffusion.systems.base import Model
 from image_diffusion.workflow.plans import used_weights

@@ -21,9 +21,8 @@ from image_diffusion.networks.weights.dit import as_flow, is_dit, is_dit_folder
 from image_diffusion.networks.weights.unet import is_unet, num_label_rows, unet_of_shapes
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import LossSecondMoment
-from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.discrete import Cosine, Discrete, Linear
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.schedules import Cosine, Linear
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 from image_diffusion.systems.diffusion.rin import RinSystem

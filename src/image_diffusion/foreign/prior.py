@@ -17,8 +17,7 @@ from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.networks.prior_transformer import STATISTICS, config_of_diffusers
 from image_diffusion.networks.weights import check_fit, num_blocks
 from image_diffusion.networks.weights.dit import folder_tensors
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.schedules import Cosine
+from image_diffusion.process.discrete import Cosine, Discrete
 from image_diffusion.systems.prior.prior import PriorSystem
 
 _QUERY, _LAYER = "learned_query", "causal_transformer.layers"

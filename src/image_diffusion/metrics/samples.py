@@ -15,7 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.files.atomic import read_json, sha256_file
 from image_diffusion.core.files.checksums import damaged
-from image_diffusion.core.files.npz import digest_of, digests_of, read_arrays
+from image_diffusion.core.files.image_arrays import digest_of, digests_of, read_arrays
 from image_diffusion.core.files.partial_results import Arrays, batches, gathered
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.pictures import as_pictures, image_grid, save_picture

@@ -26,12 +26,8 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
 from image_diffusion.objectives.label_dropout import DropsConditionParts
 from image_diffusion.objectives.timestep_sampling import AtTimes, NoisedOnce, TimestepSampling, UniformTimesteps
-from image_diffusion.process.base import NoiseProcess, broadcast
-from image_diffusion.process.discrete import DiscreteProcess
-from image_diffusion.process.edm import EdmProcess
-from image_diffusion.process.grid import Steps
-from image_diffusion.process.likelihood import variational_bound
-from image_diffusion.process.parameterization import (
+from image_diffusion.process.base import NoiseProcess, Steps, broadcast
+from image_diffusion.process.denoiser import (
     LEARNED_VARIANCES,
     Prediction,
     Variance,
@@ -42,6 +38,9 @@ from image_diffusion.process.parameterization import (
     target,
     to_x0_and_eps,
 )
+from image_diffusion.process.discrete import DiscreteProcess
+from image_diffusion.process.edm import EdmProcess
+from image_diffusion.process.likelihood import variational_bound
 
 
 class UniformWeighting(Config):

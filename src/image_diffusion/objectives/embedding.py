@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, Losses, Network, Objective
 from image_diffusion.process.base import NoiseProcess, broadcast
-from image_diffusion.process.parameterization import target, to_x0_and_eps
+from image_diffusion.process.denoiser import target, to_x0_and_eps
 
 _ERRORS: dict[str, Callable[..., Tensor]] = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
 

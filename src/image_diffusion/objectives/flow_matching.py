@@ -27,8 +27,8 @@ from image_diffusion.nn.linear import derivative
 from image_diffusion.objectives.label_dropout import DropsConditionParts, LabelDropout
 from image_diffusion.objectives.timestep_sampling import NoisedOnce
 from image_diffusion.process.base import NoiseProcess, broadcast
+from image_diffusion.process.denoiser import Prediction, Variance, split_output, target
 from image_diffusion.process.flow import FlowProcess
-from image_diffusion.process.parameterization import Prediction, Variance, split_output, target
 
 Said = Literal["velocity", "x0", "eps", "v"]
 

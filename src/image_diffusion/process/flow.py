@@ -15,8 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.process.base import NoiseProcess, Respacing, count_steps, evenly
-from image_diffusion.process.grid import Grid
+from image_diffusion.process.base import Grid, NoiseProcess, Respacing, count_steps, evenly
 
 
 class UniformTimes(Config):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from image_diffusion.process.grid import Denoiser, FixedVariance, Grid, Steps
+from image_diffusion.process.base import Denoiser, FixedVariance, Grid, Steps
 
 
 def approximate_normal_cdf(z: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size
-from image_diffusion.process.grid import Denoised, Denoiser
+from image_diffusion.process.base import Denoised, Denoiser
 
 
 class Tiles(Config):

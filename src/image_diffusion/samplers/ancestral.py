@@ -18,9 +18,9 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoiser, FixedVariance, Grid
+from image_diffusion.process.denoiser import Variance
 from image_diffusion.process.discrete import DiscreteProcess
-from image_diffusion.process.grid import Denoiser, FixedVariance, Grid
-from image_diffusion.process.parameterization import Variance
 from image_diffusion.samplers.base import NumSteps, Step, TimeDifferenceSampler, clipped, initial_scale
 from image_diffusion.samplers.image_noise import step_noise
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoised, Denoiser, Grid
 from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.denoiser import Variance, clamp
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Denoised, Denoiser, Grid
-from image_diffusion.process.parameterization import Variance, clamp
 
 
 def _checked_num_steps(value: object) -> object:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.process.grid import Denoised, Denoiser, Grid
+from image_diffusion.process.base import Denoised, Denoiser, Grid
 from image_diffusion.samplers.base import SamplerConfig, Step, initial_scale
 
 

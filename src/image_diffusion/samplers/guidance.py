@@ -20,7 +20,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.types import Network
-from image_diffusion.process.grid import Grid
+from image_diffusion.process.base import Grid
 
 Channels = Literal["all", "first_three"]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoiser, Grid
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.base import NumSteps, SpacedByNoise, Step
 from image_diffusion.samplers.image_noise import step_noise
 

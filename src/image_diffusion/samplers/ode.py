@@ -26,10 +26,10 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
+from image_diffusion.process.base import Denoiser, Grid
+from image_diffusion.process.denoiser import Variance
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
-from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.process.parameterization import Variance
 from image_diffusion.samplers.base import NumSteps, SamplerConfig, SpacedByNoise, Step
 from image_diffusion.samplers.image_noise import step_noise
 

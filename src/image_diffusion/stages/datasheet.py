@@ -17,8 +17,8 @@ from image_diffusion.core.config.base import load
 from image_diffusion.core.files.atomic import make_folder, write_json, write_page
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.writer import open_journal
-from image_diffusion.core.markup import plain_page
 from image_diffusion.core.process.command import Parser
+from image_diffusion.core.texts import plain_page
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.quality.contact_sheets import repeated_pictures, strange_images
 from image_diffusion.data.quality.datasheet import body, describe_images

@@ -22,7 +22,7 @@ import numpy as np
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import sha256_file
-from image_diffusion.core.files.npz import read_arrays, stream_samples
+from image_diffusion.core.files.image_arrays import read_arrays, stream_samples
 from image_diffusion.core.files.partial_results import partial_folder, resumable
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.number_columns import NumberColumns

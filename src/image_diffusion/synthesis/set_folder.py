@@ -17,7 +17,7 @@ from typing import Any
 from image_diffusion import __version__
 from image_diffusion.core.files.atomic import atomic_folder, sha256_file, to_json, write_json, write_page
 from image_diffusion.core.files.checksums import write_checksums
-from image_diffusion.core.markup import plain_page, table
+from image_diffusion.core.texts import plain_page, table
 from image_diffusion.synthesis.config import SCORES, SynthesizeConfig
 from image_diffusion.synthesis.layouts import WRITERS, SyntheticSet
 from image_diffusion.synthesis.scorecard import Scores

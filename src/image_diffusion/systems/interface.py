@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -66,7 +66,7 @@ class TrainSettings(Protocol):
         """True if the weights of a step are available after the training."""
         ...
 
-    def check_pairs(self, shares: Sequence[int] = ()) -> None:
+    def check_pairs(self, processes: int = 1) -> None:
         """Raise ValueError if adjacent samples of a global batch would be computed separately."""
         ...
 

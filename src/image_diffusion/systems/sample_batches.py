@@ -17,7 +17,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import remove_unfinished
-from image_diffusion.core.files.npz import read_arrays, stream_samples
+from image_diffusion.core.files.image_arrays import read_arrays, stream_samples
 from image_diffusion.core.files.partial_results import Arrays, batches, rows_of_part
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.systems.base import Model

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.files.checksums import describe
-from image_diffusion.core.files.npz import ImageDigests, read_arrays, stream_samples
-from image_diffusion.core.files.tiff import write_tiff
+from image_diffusion.core.files.image_arrays import ImageDigests, read_arrays, stream_samples, write_tiff
 from image_diffusion.core.pictures import as_pictures, grid_columns, image_grid, save_picture
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards

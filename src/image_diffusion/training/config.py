@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config.base import Config, Sparse, dump
+from image_diffusion.core.devices import has_bf16
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.types import WeightsOf
 from image_diffusion.data.augment import Augment
+from image_diffusion.data.shards.order import share
 from image_diffusion.training.optim import Optimizer
 from image_diffusion.training.optim.adam import AdamW
-from image_diffusion.training.optim.determinism import Mode
 from image_diffusion.training.optim.ema import Ema, ExponentialEma, RampUp, Rate, average_name
+from image_diffusion.training.optim.numerics import Mode
 from image_diffusion.training.optim.schedule import Constant, Schedule
-
-LARGEST_INITIAL_SHARE = 0.05
-"""Largest share that the initial weights may have in an average at the end of a training without a warning."""
+from image_diffusion.training.parallel.world import World
 
 
 class CheckpointConfig(Config):
@@ -31,6 +32,24 @@ class CheckpointConfig(Config):
     """Number of newest checkpoints to keep."""
     keep_every: int | None = Field(None, gt=0)
     """Keep the checkpoints of multiples of this number of steps permanently; unset: none."""
+
+    def most_kept(self, steps: int) -> int:
+        """Return the maximum number of checkpoints on disk: the last, the one being written, and permanent ones."""
+        saves = -(-steps // self.every_steps)
+        for_good = steps // self.keep_every if self.keep_every else 0
+        return min(self.keep_last + 1, saves) + for_good
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between reports; None: never. save: steps between checkpoints. draw: steps between grids of samples.
+    validation_samples: number of samples of a validation."""
+
+    log: int
+    save: int
+    validate: int | None
+    draw: int | None
+    validation_samples: int
 
 
 class Lora(Config):
@@ -207,6 +226,17 @@ class TrainConfig(Sparse):
         return self.sharding in ("full", "machine")
 
     @property
+    def intervals(self) -> Intervals:
+        """Return when to report, and on how many samples."""
+        return Intervals(
+            log=self.log_every_steps,
+            save=self.checkpoint.every_steps,
+            validate=self.validate_every_steps,
+            draw=self.grid_every_steps,
+            validation_samples=self.validation_samples,
+        )
+
+    @property
     def microbatch_key(self) -> str:
         """Return the configuration key for the number of examples computed at once."""
         return "train.strict_chunk" if self.deterministic == "strict" else "train.microbatch"
@@ -219,11 +249,12 @@ class TrainConfig(Sparse):
         chunks = -(-self.global_batch // self.strict_chunk)
         return min(self.global_batch, -(-chunks // processes) * self.strict_chunk)
 
-    def check_pairs(self, shares: Sequence[int] = ()) -> None:
-        """Raise ValueError if paired neighbours of a global batch would be computed apart. shares: the number of
-        examples of each process, if known."""
+    def check_pairs(self, processes: int = 1) -> None:
+        """Raise ValueError if paired neighbours of a global batch would be computed apart."""
         sizes = {"train.global_batch": self.global_batch}
-        sizes |= {f"the share of process {i}": size for i, size in enumerate(shares)}
+        if self.deterministic != "strict":
+            parts = (share(0, self.global_batch, rank, processes) for rank in range(processes))
+            sizes |= {f"the share of process {i}": stop - start for i, (start, stop) in enumerate(parts)}
         at_once = self.strict_chunk if self.deterministic == "strict" else self.microbatch
         sizes |= {} if at_once is None else {self.microbatch_key: at_once}
         for name, size in sizes.items():
@@ -238,19 +269,20 @@ class TrainConfig(Sparse):
         """True if the section refers to parts of the network, so that checking it requires building the network."""
         return bool(self.freeze or self.lora or self.layer_decay or self.lr_factors or self.optimizer.needs_network)
 
+    def on_hardware(self, world: World) -> Self:
+        """Return the configuration with a precision that the GPU of every process supports, and print a change: fp16
+        instead of bf16, or float32 if the weights are sharded, since then no loss is scaled. All processes call it
+        together."""
+        if self.precision != "bf16" or not world.any(not has_bf16(world.device)):
+            return self
+        chosen = "float32" if self.shards_weights else "fp16"
+        if world.is_main:
+            log_line(f"train.precision is bf16, which not every GPU here has: this start computes in {chosen}.")
+        return self.model_copy(update={"precision": chosen})
+
     def advice(self) -> list[str]:
         """Return a sentence for each valid setting that is probably a mistake."""
-        if self.average is None or not isinstance(self.ema, ExponentialEma):
-            return []  # a power average contains nothing of the initial weights: its first update copies
-        share = self.ema.initial_share(self.average, self.steps)
-        if share <= LARGEST_INITIAL_SHARE:
-            return []
-        fitting = self.ema.fitting_rate(self.steps, LARGEST_INITIAL_SHARE)
-        rates = f"train.ema.rates: [{fitting:g}] or less, or " if fitting > 0 else ""
-        return [
-            f"After {self.steps:,} steps {share:.0%} of the initial weights are still in the average {self.average}. "
-            f"Take {rates}train.ema.warmup: {{type: ramp_up}}."
-        ]
+        return [] if self.average is None else self.ema.advice(self.average, self.steps)
 
     def keeps(self, step: int) -> bool:
         """True if the weights of a step are available after the training: the last step and permanent checkpoints."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from image_diffusion.data.shards.loader import Examples
 from image_diffusion.nn.blocks import factors
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.monitor.throughput import flops_per_example
+from image_diffusion.training.monitor.meter import flops_per_example
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -76,7 +76,7 @@ def operations_per_example(
 
 
 def _operations(trainer: Trainer, examples: Examples) -> int:
-    return flops_per_example(examples, partial(trainer.losses, 1 + trainer.config.steps // 2))
+    return flops_per_example(examples, partial(trainer.losses, 1 + trainer.steps // 2))
 
 
 @contextmanager

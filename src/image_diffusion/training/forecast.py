@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,15 +19,14 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
+from image_diffusion.training.checkpoint.capture import capture
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.flops import bytes_on_other_processes
 from image_diffusion.training.loop import train
+from image_diffusion.training.monitor.meter import flops_per_example, product_rate, validation_sums
 from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
-from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
-from image_diffusion.training.monitor.validation import validation_sums
-from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import Precision, on_hardware
+from image_diffusion.training.optim.numerics import Precision, switches
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -107,12 +106,12 @@ def forecast(
     until = until or Deadline(MEASURING_S)
     device = best_device()
     world = World(0, 1, device, hosts=(socket.gethostname(),))
-    own = on_hardware(own, world)
+    own = own.on_hardware(world)
     with switches(own.deterministic, own.tf32, bool(own.compile)):
         try:
             trainer = Trainer(build(world), own, world)
             step_s, measured_steps = _steps(trainer, world, config.steps, steps, until)
-            checkpoint = sum(t.nbytes for group in trainer.capture(0, False).groups.values() for t in group.values())
+            checkpoint = sum(t.nbytes for group in capture(trainer, 0, False).groups.values() for t in group.values())
             memory = _memory(device, checkpoint)
             weights = sum(tensor.nbytes for tensor in trainer.raw_weights().values()) * (1 + config.keep_raw)
             passes_s, not_measured = _passes(trainer, world, step_s / share / 3, sampled_in, until)
@@ -143,7 +142,7 @@ def forecast(
         validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
         memory_gib=(memory - bytes_on_other_processes(trainer, config, processes, per_machine)) / GIB,
         checkpoint_gib=checkpoint / GIB,
-        disk_gib=(_checkpoints_at_most(config) * checkpoint + weights) / GIB,
+        disk_gib=(config.checkpoint.most_kept(config.steps) * checkpoint + weights) / GIB,
     )
 
 
@@ -171,7 +170,7 @@ def _steps(trainer: Trainer, world: World, last: int, steps: int, until: Deadlin
 
     def timed(start: int, stop: int) -> float:
         started = time.perf_counter()
-        trainer.config = trainer.config.model_copy(update={"steps": stop, "log_every_steps": stop})
+        trainer.steps, trainer.intervals = stop, replace(trainer.intervals, log=stop)
         signals = Stop(world, None)
         train(trainer, Reports(trainer, signals, start), signals, start)  # its log line waits for the device
         return (time.perf_counter() - started) / (stop - start)
@@ -216,8 +215,8 @@ def _pass(trainer: Trainer, world: World, precision: SampledIn | None, until: De
 def _evaluation(trainer: Trainer, world: World, until: Deadline) -> float:
     """Return the seconds of one image in the loss of a validation chunk: of the second run, if there is time for
     two."""
-    data, config = trainer.task.validation or trainer.task.data, trainer.config
-    chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch, data.num_samples)
+    data = trainer.task.validation or trainer.task.data
+    chunk = min(VALIDATION_CHUNK, trainer.microbatch, data.num_samples)
     seconds = 0.0
     with trainer.averaged():
         for _ in range(2):  # the first chooses kernels
@@ -241,13 +240,6 @@ def _memory(device: torch.device, checkpoint: int) -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return 1024 * int(line.split()[1]) + checkpoint
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + checkpoint  # macOS: bytes
-
-
-def _checkpoints_at_most(config: TrainConfig) -> int:
-    """Return the maximum number of checkpoints on disk: the last ones, the one being written, and permanent ones."""
-    saves = -(-config.steps // config.checkpoint.every_steps)
-    for_good = config.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
-    return min(config.checkpoint.keep_last + 1, saves) + for_good
 
 
 def seconds_to_save(size: int, folder: Path) -> float:

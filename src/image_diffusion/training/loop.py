@@ -12,7 +12,6 @@ def train(trainer: Trainer, reports: Reports, stop: Stop, step: int) -> None:
     """Train from `step`, the number of updates done, to the end, and save a checkpoint of the last step. Raises Stopped
     on a request to stop, ValueError if a loss or gradient is not finite, OSError if a checkpoint cannot be written.
     """
-    config = trainer.config
     stopping = stop.poll()
     if reports.pending or (step == 0 and reports.should_report(step)):
         reports.report(step)
@@ -39,5 +38,6 @@ def train(trainer: Trainer, reports: Reports, stop: Stop, step: int) -> None:
     reports.close()
     if step < trainer.last_step or reports.pending:
         raise Stopped(
-            f"asked by {stop.reason}; step {step:,} of {config.steps:,} is saved, and the same command goes on from it."
+            f"asked by {stop.reason}; step {step:,} of {trainer.steps:,} is saved, and the same command goes on from "
+            "it."
         )

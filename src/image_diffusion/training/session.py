@@ -20,14 +20,14 @@ from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import System
 from image_diffusion.systems.pairs.inputs import pairs_by_kind
 from image_diffusion.systems.warm_start import Change, Trained, fitted, other_settings, table
+from image_diffusion.training.checkpoint.capture import resume
 from image_diffusion.training.checkpoint.manager import NullState, State, part_writer
 from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import plain_name
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
-from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import DTYPES, faster_in_bf16, on_hardware
+from image_diffusion.training.optim.numerics import DTYPES, faster_in_bf16, switches
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.world import HANG_S, World, join
 from image_diffusion.training.trainer import Task, Trainer
@@ -59,16 +59,17 @@ def run(
     """
     with ExitStack() as stack:
         world = stack.enter_context(join(hang_s))
+        if start is None and isinstance(config.init_from, str):
+            start = Path(config.init_from)
+        identity = _identity(config, model, data, start) if world.is_main else {}
+        advice, asked = config.advice(), dump(config)
+        config = config.on_hardware(world)
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         stack.enter_context(switches(config.deterministic, config.tf32, bool(config.compile)))
-        identity, asked = config.identity(), dump(config)
-        config = on_hardware(config, world)
         preflight.check(world, DTYPES[config.precision])
 
         torch.manual_seed(config.seed)
         task = build(world)
-        if start is None and isinstance(config.init_from, str):
-            start = Path(config.init_from)
         warm = _warm_start(task.network, model, start) if world.is_main and start is not None else None
         trainer = Trainer(task, config, world)
 
@@ -76,13 +77,14 @@ def run(
         book: Journal | NullJournal = NullJournal()
         checkpoint = None
         if world.is_main:
-            described = _identity(identity, model, data, start)
-            state = State(output / "state", described, config.checkpoint, config.steps, hang_s, split)
+            state = State(output / "state", identity, config.checkpoint, config.steps, hang_s, split)
             state.claim()
             checkpoint = state.load()
             state.check_previews()
             _print_advice(trainer, warm if checkpoint is None else None)
-        step, pending = trainer.resume(checkpoint)
+            for sentence in advice:
+                log_line(f"warning: {sentence}")
+        step, pending = resume(trainer, checkpoint)
         if trainer.flat.writers > 1:
             state = _with_parts(trainer, output / "state", state, hang_s)
         if isinstance(state, State) and journal is not None:
@@ -92,11 +94,11 @@ def run(
         with book:
             book.params({"train": asked, **model, **data})
             train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
-            if world.is_main and trainer.last_step < config.steps:
+            if world.is_main and trainer.last_step < trainer.steps:
                 print(
-                    f"The training ends at step {trainer.last_step:,} of {config.steps:,}: the validation loss is "
+                    f"The training ends at step {trainer.last_step:,} of {trainer.steps:,}: the validation loss is "
                     f"smallest, {trainer.patience.loss:.4g}, at step {trainer.patience.step:,}, and train.patience is "
-                    f"{config.patience:g}.",
+                    f"{trainer.patience.share:g}.",
                     flush=True,
                 )
                 book.params({"ended_early_at": trainer.last_step})
@@ -119,21 +121,19 @@ def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: 
 def _print_advice(trainer: Trainer, warm: tuple[str, list[str]] | None) -> None:
     """Print advice before a training begins. warm: result of `_warm_start`; None if it does not start from other
     weights."""
-    if advice := faster_in_bf16(trainer.config.precision, trainer.world.device):
+    if advice := faster_in_bf16(trainer.precision.dtype, trainer.world.device):
         print(advice, flush=True)
     if warm is not None:
         summary, class_tables = warm
         print(summary, flush=True)
         for name in set(class_tables) - {plain_name(parameter) for parameter in trainer.flat.parameters}:
             log_line(f"warning: {name} is new for other classes, but frozen. {_THAW}")
-    for sentence in trainer.config.advice():
-        log_line(f"warning: {sentence}")
 
 
-def _identity(train: dict[str, Any], model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:
-    """Return the plain data that identify a run. train: the identity of its section `train`."""
+def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:
+    """Return the plain data that identify a run."""
     sha256 = None if start is None else read_model(start)["sha256"]
-    identity = {"train": train, **model, "data": data, "init_from": sha256}
+    identity = {"train": config.identity(), **model, "data": data, "init_from": sha256}
     identity.pop("missing_numbers", None)  # follows from the data, and is absent in trainings of earlier versions
     plain: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint that is read
     return plain
@@ -184,16 +184,16 @@ def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:
     """Write the weights, which all processes gather together. model: includes the section `train` as configured."""
-    config, carried, end = trainer.config, trainer.task.carried, trainer.last_step
-    ended = {"ended_early_at": end} if end < config.steps else {}
+    carried, end = trainer.task.carried, trainer.last_step
+    ended = {"ended_early_at": end} if end < trainer.steps else {}
 
     def described(step: int, average: str | None) -> dict[str, Any]:
-        seen = step * config.global_batch
+        seen = step * trainer.global_batch
         return {**model, "step": step, "examples_seen": seen, "ema": average, **ended}
 
-    if config.keep_raw:
+    if trainer.keeps_raw:
         state.save_weights(output / "raw", trainer.raw_weights(), described(end, None), carried)
     else:
         state.remove(output / "raw")
     step = trainer.best.step or end
-    state.save_weights(output, trainer.weights(), described(step, config.average), carried)
+    state.save_weights(output, trainer.weights(), described(step, trainer.average), carried)

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +22,17 @@ from image_diffusion.data.shards.loader import Batches, Examples
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.inputs import add_augmentation
-from image_diffusion.training.checkpoint.checkpoint import (
-    Checkpoint,
-    Groups,
-    StateDict,
-    Stateful,
-    add_tensors,
-    load_in_place,
-)
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import tune, written
-from image_diffusion.training.monitor.meter import Health, Meter
-from image_diffusion.training.monitor.throughput import Speed
-from image_diffusion.training.monitor.validation import BestWeights, Patience
+from image_diffusion.training.monitor.meter import Health, Meter, Patience, Speed
 from image_diffusion.training.optim.base import FlatOptimizer
-from image_diffusion.training.optim.ema import Averages
-from image_diffusion.training.optim.precision import DTYPES, Precision
-from image_diffusion.training.parallel.flat_parameters import Flat, Vector
+from image_diffusion.training.optim.ema import Averages, BestWeights
+from image_diffusion.training.optim.numerics import DTYPES, Precision
+from image_diffusion.training.parallel.flat_parameters import Flat
 from image_diffusion.training.parallel.gradients import OrderedGradient, SharedGradient, gather_losses, shares
 from image_diffusion.training.parallel.preflight import check_memory
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.parallel.zero import SlicedFlat
-
-_WITH_TENSORS = "meter", "objective"
-"""Components whose state is stored as tensor files of a checkpoint; the state of the others is in checkpoint.json."""
 
 
 @runtime_checkable
@@ -78,58 +65,73 @@ class Task:
 
 class Trainer:
     """The components of a training, on this process's device, the same in every process. Use it within
-    `determinism.switches`."""
+    `numerics.switches`."""
 
     def __init__(self, task: Task, config: TrainConfig, world: World) -> None:
-        strict = config.deterministic == "strict"
         check_task(task, config, world)
-        self.task, self.config, self.world = task, config, world
+        self.task, self.world = task, world
+        self.steps, self.global_batch, self.seed = config.steps, config.global_batch, config.seed
+        self.intervals, self.microbatch = config.intervals, config.microbatch or config.global_batch
+        self.average, self.keeps_raw = config.average, config.keep_raw
+        self._strict = strict = config.deterministic == "strict"
+        self._compiles, self._records = bool(config.compile), config.records
+        self._schedule, self._grad_clip, self._lora = config.schedule, config.grad_clip, config.lora
+        self._augment, self._flip_probability = config.augment, config.flip_probability
+        self._channels_last, self._balances = config.channels_last, config.balance_classes
+
         rates = tune(task.network, config)
         for name, build in task.objective.layers.items():
             task.network.add_module(name, build())
         if config.augment is not None:
             add_augmentation(task.network, NUM_LABELS)
         factors = {name: rates.get(name, 1.0) for name, p in task.network.named_parameters() if p.requires_grad}
-        check_memory(world, task.network, config)
+        check_memory(world, task.network, len(config.ema.names), config.sharding)
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # with `init_from` only the first process has loaded weights
             world.broadcast(tensor)
         self.network.to(memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+        compiled = [self.network]
         if task.objective.teacher is not None:
-            task.objective.teacher.network = _teacher(self.network, config)
-        self.flat = _flat(self.network, config, world)
+            teacher = deepcopy(self.network).eval().requires_grad_(False)
+            task.objective.teacher.network = cast("Network", teacher)
+            compiled.append(teacher)
+
+        computes_in, reduce = DTYPES[config.precision], DTYPES[config.reduce]
+        if config.sharding == "none" or world.size == 1:
+            self.flat = Flat(self.network, reduce)
+        elif config.sharding == "optimizer":
+            self.flat = SlicedFlat(self.network, world, strict, computes_in, reduce)
+        else:
+            from image_diffusion.training.parallel.fsdp import ShardedFlat  # its imports take seconds
+
+            self.flat = ShardedFlat(self.network, world, computes_in, reduce, config.sharding == "machine")
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device, self.flat.is_whole, not self.flat.sums_gradients)
+        self.patience = Patience(config.steps, config.patience)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
         kind: type[SharedGradient | OrderedGradient] = OrderedGradient if strict else SharedGradient
-        at_once = config.strict_chunk if strict else config.microbatch or config.global_batch
+        at_once = config.strict_chunk if strict else self.microbatch
         self.gradients = kind(self.flat, world, config.global_batch, at_once, self.precision.scaler.scale)
         self.averages = Averages(config.ema, self.flat.values)
-        self.best = BestWeights(self.flat, self._copy_buffers)
-        self.patience = Patience(config.steps, config.patience)
-        self._components: dict[str, Stateful] = {
-            "meter": self.meter, "precision": self.precision.scaler, "best": self.best, "patience": self.patience,
-        }  # fmt: skip
-        if task.objective.memory is not None:
-            self._components["objective"] = task.objective.memory
+        self.best = BestWeights(self.flat, self._copy_buffers, config.weights == "best")
         if config.compile:
-            compile_by_block(self.network, config.records)
+            for network in compiled:
+                compile_by_block(network, config.records)
         self.network.train()
 
     def batches(self, step: int) -> Iterator[Examples]:
         """Yield the examples of this process from a step on; with `strict`, of all processes."""
-        strict = self.config.deterministic == "strict"
         return iter(
             Batches(
                 self.task.data,
-                self.config.global_batch,
-                self.config.seed,
-                rank=0 if strict else self.world.rank,
-                world_size=1 if strict else self.world.size,
-                start=step * self.config.global_batch,
-                flip_probability=self.config.flip_probability,
-                balance_classes=self.config.balance_classes,
+                self.global_batch,
+                self.seed,
+                rank=0 if self._strict else self.world.rank,
+                world_size=1 if self._strict else self.world.size,
+                start=step * self.global_batch,
+                flip_probability=self._flip_probability,
+                balance_classes=self._balances,
                 device=self.world.device,
             )
         )
@@ -137,11 +139,11 @@ class Trainer:
     @property
     def last_step(self) -> int:
         """Return the step at which the training ends, as far as known."""
-        return self.config.steps if self.patience.ended_at is None else self.patience.ended_at
+        return self.steps if self.patience.ended_at is None else self.patience.ended_at
 
     def set_learning_rate(self, step: int) -> float:
         """Set the learning rate of update number `step`, counted from 1, and return it."""
-        return self.optimizer.set_rate(self.config.schedule.factor(step - 1, self.config.steps))
+        return self.optimizer.set_rate(self._schedule.factor(step - 1, self.steps))
 
     def backward(self, examples: Examples, step: int) -> Losses:
         """Compute the losses of a step and the gradient of their mean over the global batch, in every process."""
@@ -150,12 +152,12 @@ class Trainer:
     def losses(self, step: int, examples: Examples, part: int) -> Losses:
         """Return the objective's losses, in the configured precision. step, part: unique to these examples in the run;
         they seed PyTorch's generator, which only dropout uses."""
-        if self.config.records and part < self.world.size:  # the first part of this process in the step
+        if self._records and part < self.world.size:  # the first part of this process in the step
             torch.compiler.cudagraph_mark_step_begin()
-        seed = hashlib.sha256(repr((self.config.seed, step, part)).encode()).digest()[:7]
+        seed = hashlib.sha256(repr((self.seed, step, part)).encode()).digest()[:7]
         _generator(self.world.device).manual_seed(int.from_bytes(seed, "little"))
-        augment = self.config.augment.at((step - 1) / self.config.steps) if self.config.augment is not None else None
-        return self._losses(self.task.objective, self.config.seed, step, examples, augment)
+        augment = self._augment.at((step - 1) / self.steps) if self._augment is not None else None
+        return self._losses(self.task.objective, self.seed, step, examples, augment)
 
     def validation_losses(self, step: int, examples: Examples, part: int) -> Losses:
         """Compute the losses of held-out samples with the same random numbers in every run and step (seed 0), at times
@@ -168,7 +170,7 @@ class Trainer:
         streams = Streams(seed, examples.epoch, examples.sample)
         batch = self.task.prepare(examples.stored, examples.label, streams, *examples.joined_sets)
         if augment is not None:
-            batch = augmented(batch, augment, self.config.flip_probability)
+            batch = augmented(batch, augment, self._flip_probability)
         batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)), step=step)
         with self.precision.autocast():
             return objective(cast("Network", self.network), batch)
@@ -177,8 +179,8 @@ class Trainer:
         """Scale the gradient to a norm of at most `grad_clip`, and return its norm before, [] on the device."""
         self.precision.scaler.unscale_(self.optimizer.torch)
         norm = self.flat.norm()
-        if self.config.grad_clip is not None:
-            self.flat.gradient.mul_((self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        if self._grad_clip is not None:
+            self.flat.gradient.mul_((self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def update(self, step: int) -> None:
@@ -191,13 +193,13 @@ class Trainer:
     def validated(self, step: int, loss: float) -> None:
         """Store the average if its validation loss, the same in every process, is the smallest so far, and set the
         early end if the loss has stopped improving. Raises ValueError if either needs a loss that is not finite."""
-        if not math.isfinite(loss) and (self.config.weights == "best" or self.config.patience is not None):
+        if not math.isfinite(loss) and (self.best.wanted or self.patience.share is not None):
             raise ValueError(
                 f"The validation loss is {loss} at step {step:,}, but train.weights: best and train.patience compare "
                 "it. Lower train.optimizer.lr, or use bf16 in place of fp16."
             )
         self.patience.observe(step, loss)
-        if self.config.weights == "best":
+        if self.best.wanted:
             self.best.offer(loss, step, self._average())
 
     def observe(self, step: int, losses: Losses, norm: Tensor) -> None:
@@ -207,8 +209,8 @@ class Trainer:
         self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
         memory, network = self.task.objective.memory, self.network
         reads_all = memory is not None or isinstance(network, LearnsWithoutGradient)
-        if reads_all and self.config.deterministic != "strict":
-            losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
+        if reads_all and not self._strict:
+            losses = gather_losses(losses, shares(self.global_batch, self.world), self.world)
         if memory is not None:
             memory.observe(losses)
         if isinstance(network, LearnsWithoutGradient):
@@ -228,12 +230,12 @@ class Trainer:
 
     def eagerly(self) -> AbstractContextManager[None]:
         """Return a context without compiled code, which would be recompiled for this mode and these shapes."""
-        return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
+        return torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors to write at the end, under the network's own names, in the first process. All processes
         call it together."""
-        if self.config.weights == "best":
+        if self.best.wanted:
             assert self.best.step, "the last step is validated"
             return self._written(self.best.values, self.best.buffers)
         return self._written(self._average())
@@ -241,58 +243,6 @@ class Trainer:
     def raw_weights(self) -> dict[str, Tensor]:
         """Return the tensors as trained, in the first process. All processes call it together."""
         return self._written(self.flat.values)
-
-    def capture(self, step: int, reports_due: bool) -> Checkpoint:
-        """Return a checkpoint of the current state on the device, or this process's part of it. All processes call it
-        together."""
-        groups: Groups = {"network": {}, "optimizer": {}, "meter": {}, "objective": {}}  # files even if they are empty
-        groups |= {"best": {}} if self.best.step else {}
-        rows: Groups = {}
-        for group, state in self._tensors().items():
-            add_tensors(group, state, groups, rows)
-        extra: dict[str, Any] = {"ended": step == self.last_step}
-        for name, component in self._components.items():
-            if name in _WITH_TENSORS:
-                groups[name] = dict(component.state_dict())
-            elif plain := component.state_dict():
-                extra[name] = plain
-        examples = step * self.config.global_batch
-        part, parts = self.world.rank, self.flat.writers
-        return Checkpoint(step, examples, reports_due, groups, extra, rows=rows, part=part, parts=parts)
-
-    def resume(self, checkpoint: Checkpoint | None) -> tuple[int, bool]:
-        """Resume from the first process's checkpoint; return (step, True if its reports are due), or (0, False) without
-        one."""
-        small: tuple[int, bool, dict[str, Any], Groups] | None = None
-        if checkpoint is not None:
-            tensors = {group: checkpoint.groups[group] for group in _WITH_TENSORS}
-            small = checkpoint.step, checkpoint.reports_due, checkpoint.extra, tensors
-        small = self.world.broadcast_object(small)
-        if small is None:
-            return 0, False
-        step, reports_due, extra, tensors = small
-        for name, component in self._components.items():
-            if name in _WITH_TENSORS:
-                component.load_state_dict(tensors[name])
-            elif name in extra:
-                component.load_state_dict(extra[name])
-        for group, state in self._tensors().items():
-            load_in_place(state, None if checkpoint is None else checkpoint.groups[group], self.world)
-        self.flat.update_network()
-        was_intermediate = step == self.config.steps and not extra["ended"]  # the run was configured for more steps
-        return step, reports_due or was_intermediate
-
-    def _tensors(self) -> dict[str, StateDict]:
-        """Return the tensors that a checkpoint is loaded into, by the name of their group. The network's are the vector
-        of trained parameters, and the tensors that are not trained."""
-        fixed = {name: t for name, t in self.network.state_dict().items() if name not in self.flat.parameters}
-        averages = {name: {"": Vector(self.flat, vector)} for name, vector in self.averages.vectors.items()}
-        return {
-            "network": {"": Vector(self.flat, self.flat.values), **fixed},
-            **averages,
-            "optimizer": self.optimizer.state_dict(),
-            **({"best": self.best.tensors()} if self.best.step else {}),
-        }
 
     def _copy_buffers(self) -> dict[str, Tensor]:
         """Copy the network's buffers that are updated outside the optimizer, by name."""
@@ -305,15 +255,15 @@ class Trainer:
         """Return the network's tensors with the trained parameters from a vector of the flat layout; in the first
         process, adapters are merged into the weights. buffers: replace the network's current buffers."""
         state = self.network.state_dict() | self.flat.named(vector) | dict(buffers or {})
-        state = written(state, self.config.lora if self.world.is_main else None)
+        state = written(state, self._lora if self.world.is_main else None)
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _average(self) -> Tensor:
         """Return the selected average, or the weights if none is selected."""
-        return self.flat.values if self.config.average is None else self.averages.vectors[self.config.average]
+        return self.flat.values if self.average is None else self.averages.vectors[self.average]
 
     def _format(self, x: Tensor) -> torch.memory_format:
-        return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format
+        return torch.channels_last if self._channels_last and x.ndim == 4 else torch.contiguous_format
 
 
 def check_task(task: Task, config: TrainConfig, world: World) -> None:
@@ -345,35 +295,11 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
     if config.augment is not None:
         config.augment.check(task.data.manifest["kind"], task.data.shape[-3], task.data.shape[-2:])
     if task.objective.pairs_samples:
-        check_pairs(config, world)
-
-
-def _flat(network: nn.Module, config: TrainConfig, world: World) -> Flat:
-    computes_in, reduce = DTYPES[config.precision], DTYPES[config.reduce]
-    if config.sharding == "none" or world.size == 1:
-        return Flat(network, reduce)
-    if config.sharding == "optimizer":
-        return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
-    from image_diffusion.training.parallel.fsdp import ShardedFlat  # its imports take seconds
-
-    return ShardedFlat(network, world, computes_in, reduce, config.sharding == "machine")
-
-
-def _teacher(network: nn.Module, config: TrainConfig) -> Network:
-    """Return a frozen copy of a network."""
-    if config.init_from is None:
+        config.check_pairs(world.size)
+    if task.objective.teacher is not None and config.init_from is None:
         raise ValueError(
             "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
         )
-    teacher = deepcopy(network).eval().requires_grad_(False)
-    if config.compile:
-        compile_by_block(teacher, config.records)
-    return cast("Network", teacher)
-
-
-def check_pairs(config: TrainConfig, world: World) -> None:
-    """Raise ValueError if paired neighbours of a global batch would be computed apart."""
-    config.check_pairs(() if config.deterministic == "strict" else shares(config.global_batch, world))
 
 
 def _generator(device: torch.device) -> torch.Generator:

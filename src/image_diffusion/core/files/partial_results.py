@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import atomic_write, code_below, digest, stamp_of
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 
 T = TypeVar("T")
 

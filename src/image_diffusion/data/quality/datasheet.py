@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from image_diffusion.core.markup import table
+from image_diffusion.core.texts import table
 from image_diffusion.data.quality.duplicates import FAINT, chains, groups
 from image_diffusion.data.shards.records import Quarantined, Sample
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from image_diffusion.core.files.atomic import atomic_write, make_folder, read_json, to_json, write_json
 from image_diffusion.core.files.checksums import check_files, describe
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 from image_diffusion.core.files.partial_results import gathered, rows_of_part
 from image_diffusion.core.names import inside
 from image_diffusion.metrics.compute import gaussians_of

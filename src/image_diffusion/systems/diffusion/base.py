@@ -22,9 +22,9 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
+from image_diffusion.process.base import Grid
+from image_diffusion.process.denoiser import LEARNED_VARIANCES
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.grid import Grid
-from image_diffusion.process.parameterization import LEARNED_VARIANCES
 from image_diffusion.samplers.from_images import first_point
 from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.diffusion.checks import (

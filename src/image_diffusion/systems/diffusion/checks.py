@@ -16,8 +16,8 @@ from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
+from image_diffusion.process.base import Grid
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.grid import Grid
 from image_diffusion.samplers.from_images import first_point
 from image_diffusion.systems.base import Others, Sections, makes
 from image_diffusion.systems.diffusion.conditioning import Conditions

@@ -38,10 +38,9 @@ from image_diffusion.metrics.images.reconstruction import psnr
 from image_diffusion.metrics.images.segmentation import evaluate_masks
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.process import Process
-from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.denoiser import NetworkDenoiser, clamp
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
-from image_diffusion.process.parameterization import clamp
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import AnyImage

@@ -20,9 +20,8 @@ from image_diffusion.core.types import DataSpec, Network, SamplesOf
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.precision import Precision, computing_in, tf32
 from image_diffusion.process import Process
-from image_diffusion.process.denoiser import NetworkDenoiser, SelfConditionedDenoiser
-from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.process.parameterization import Prediction, Variance, clamp
+from image_diffusion.process.base import Denoiser, Grid
+from image_diffusion.process.denoiser import NetworkDenoiser, Prediction, SelfConditionedDenoiser, Variance, clamp
 from image_diffusion.process.tiles import Tiles
 from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.ancestral import Ddim

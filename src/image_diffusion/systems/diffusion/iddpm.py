@@ -23,8 +23,7 @@ from image_diffusion.networks.unet import UNet, UNetConfig
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.schedules import Cosine
+from image_diffusion.process.discrete import Cosine, Discrete
 from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.diffusion.base import VectorConditioned
 from image_diffusion.systems.diffusion.generator import SampleConfig

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.files.npz import save_samples
+from image_diffusion.core.files.image_arrays import save_samples
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.nn.precision import Precision

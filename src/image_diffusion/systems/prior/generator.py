@@ -19,10 +19,9 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.data.encoded.pairs import IMAGE, TEXT, TOKENS
 from image_diffusion.objectives.embedding import with_norm
-from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.base import Denoised, Denoiser, Grid
+from image_diffusion.process.denoiser import NetworkDenoiser, clamp
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.grid import Denoised, Denoiser, Grid
-from image_diffusion.process.parameterization import clamp
 from image_diffusion.samplers.ancestral import Ddim, Ddpm, LegacyDdim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.image_noise import image_streams, initial_noise

@@ -25,8 +25,7 @@ from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.objectives.embedding import EmbeddingDenoising, EmbeddingObjective
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.schedules import Cosine
+from image_diffusion.process.discrete import Cosine, Discrete
 from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import EmbeddingPairs, FilePairs

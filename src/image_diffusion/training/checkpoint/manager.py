@@ -26,8 +26,8 @@ from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.out_of_resources import room_at
-from image_diffusion.training.checkpoint.async_writer import Background, wait_for_path
 from image_diffusion.training.checkpoint.checkpoint import (
+    Background,
     Checkpoint,
     Damaged,
     checkpoints_in,
@@ -36,6 +36,7 @@ from image_diffusion.training.checkpoint.checkpoint import (
     read_checkpoint,
     read_record,
     temporary_folder,
+    wait_for_path,
     write_checkpoint,
     write_rows,
 )
@@ -94,12 +95,17 @@ class State(Background):
         hang_s: float = HANG_S,
         split: str = "",
     ) -> None:
-        self.identity, self.fingerprint = identity, digest(identity)[:16]
-        self.folder, self._root = root / self.fingerprint, root
-        self._keep, self._split = keep, split
-        self.token, self._num_steps, self._hang_s = "", num_steps, hang_s
         super().__init__(self._complete)
+        self.identity, self.fingerprint = identity, digest(identity)[:16]
+        self._root, self._keep, self._num_steps = root, keep, num_steps
+        self._hang_s, self._split = hang_s, split
+        self.token = ""
         self._good: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoints of this run."""
+        return self._root / self.fingerprint
 
     @property
     def previews(self) -> Path:

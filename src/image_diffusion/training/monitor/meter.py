@@ -1,4 +1,8 @@
-"""Measurements of a run between two log lines, kept on the device until they are read."""
+"""Measurements of a training: losses between two log lines and on held-out samples, waiting times, and speed.
+
+They stay on the device until they are read. Speed is in operations per second, relative to those of a large matrix
+product. The loss on held-out samples, always with the same noise and timesteps, decides an early end.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,18 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from image_diffusion.core.types import Losses
+from image_diffusion.data.shards.loader import Examples
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.nn.linear import linear, register_operations
 from image_diffusion.training.parallel.world import World
 
 _QUARTILES = 4
@@ -167,3 +177,146 @@ class Waits:
             self._events[-1].record()
         else:
             self._seconds += sign * time.perf_counter()
+
+
+LossesOf = Callable[[Examples, int], Losses]
+"""Function of examples, and of a number unique to this part of the step, that returns their losses."""
+
+_aten = torch.ops.aten
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+"""Attention on a CPU, which has no formula before PyTorch 2.15, and the operation whose formula is used."""
+_SIDES = {"cuda": 8192, "cpu": 512}
+
+
+class Speed:
+    """Rate of a training as a share of its devices' rate. dtype: dtype of the factors of its matrix products."""
+
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self._world, self._dtype = world, dtype
+        self._peak, self._flops, self._parts = 0.0, 0, set[str]()
+
+    def values(
+        self, examples_per_second: float, examples: Examples, losses_of: LossesOf, parts: set[str]
+    ) -> dict[str, float]:
+        """Return the values for the journal, in every process. examples: examples of any step. parts: names of the
+        parts of the loss, with "loss". If they differ from the previous call, counts the operations of one example,
+        whose gradient is added to the network's, and waits for the device."""
+        if parts != self._parts:
+            self._parts, self._flops = parts, flops_per_example(examples, losses_of)
+            self._peak = self._peak or product_rate(self._world.device, self._dtype)
+        rate, peak = self._flops * examples_per_second, self._peak
+        return {"speed/tflops": rate / 1e12, "speed/share_of_peak": rate / (peak * self._world.size)}
+
+
+def flops_per_example(examples: Examples, losses_of: LossesOf) -> int:
+    """Return the floating-point operations of the loss of one example and of its gradient, including recomputation."""
+    counter = _Operations()
+    with counter:
+        losses_of(examples.split(1)[0], 0).loss.sum().backward()
+    return counter.total
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations in this context. (PyTorch's `FlopCounterMode` also tracks modules, with hooks that fail if
+    a network runs without gradient.)"""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry
+
+        register_operations()
+        self._formulas, self.total = flop_registry, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        count = self._formulas.get(packet) or self._formulas.get(_COUNTED_AS.get(packet))
+        if count is not None:
+            self.total += int(count(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+@torch.no_grad()
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of a large matrix product, the best of three."""
+    side = _SIDES[device.type]
+    draw = torch.Generator(device).manual_seed(0)  # equal numbers would draw less power, and run faster
+    left, right = (torch.randn(side, side, generator=draw, device=device).to(dtype) for _ in range(2))
+    return 2.0 * side**3 / seconds_of(lambda: linear(left, right, None), device, 3)
+
+
+def seconds_of(compute: Callable[[], object], device: torch.device, times: int) -> float:
+    """Return the minimum seconds of `times` runs, each with a synchronisation of the device."""
+    seconds = []
+    for _ in range(1 + times):  # one to warm up
+        _wait(device)
+        started = time.perf_counter()
+        compute()
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_EPOCH = 2**31 - 1  # no pass over the training data has this number
+
+
+def validation_sums(
+    data: Shards, num_samples: int, chunk: int, world: World, losses_of: Callable[[Examples, int], Losses]
+) -> dict[str, Tensor]:
+    """Return the sums of the losses over the first samples of a split: [chunks, 2, 5] by name, one result of `sums_of`
+    for each chunk, zero for the chunks of other processes.
+
+    Chunks have a fixed size and are assigned round-robin, so that no result depends on the number of processes.
+    """
+    total = min(num_samples, data.num_samples)
+    starts = list(range(0, total, chunk))
+    sums: dict[str, Tensor] = {}
+    for i in starts[world.rank :: world.size] or starts[:1]:
+        samples = np.arange(i, min(i + chunk, total))
+        sample = torch.from_numpy(samples).to(world.device)
+        label = torch.from_numpy(data.labels[samples]).to(world.device)
+        stored = data.gather(samples).to(world.device)
+        joined_sets = tuple(tensor.to(world.device) for tensor in data.gather_joined(samples))
+        examples = Examples(stored, label, torch.full_like(sample, _EPOCH), sample, joined_sets)
+        for key, value in sums_of(losses_of(examples, i)).items():
+            rows = sums.setdefault(key, value.new_zeros(len(starts), *value.shape))
+            rows[i // chunk] = value if (i // chunk) % world.size == world.rank else 0.0
+    return sums
+
+
+class Patience:
+    """Early stopping: the smallest validation loss of a run, and the step at which the run ends early.
+
+    steps: steps of the run. share: share of the steps after which a run without improvement ends; None: never. loss,
+    step: smallest loss and its step; step 0 before any validation. ended_at: step of the early end; None before it.
+    """
+
+    def __init__(self, steps: int, share: float | None) -> None:
+        self._steps, self.share = steps, share
+        self.loss, self.step = math.inf, 0
+        self.ended_at: int | None = None
+
+    def observe(self, step: int, loss: float) -> None:
+        """Record the loss of a validation, which is the same in every process."""
+        if self.share is None:
+            return
+        if not self.step or loss < self.loss:
+            self.loss, self.step = loss, step
+        elif (step - self.step) / self._steps >= self.share:  # 7 / 100 is 0.07, but 0.07 * 100 is more than 7
+            self.ended_at = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data; empty before the first validation, and without early stopping."""
+        return {"loss": self.loss, "step": self.step, "ended_at": self.ended_at} if self.step else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        self.loss, self.step, self.ended_at = state["loss"], state["step"], state["ended_at"]

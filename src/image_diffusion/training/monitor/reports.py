@@ -18,10 +18,10 @@ from image_diffusion.core.files.checksums import write_listing
 from image_diffusion.core.journal.writer import Journal, NullJournal
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.loader import Examples
+from image_diffusion.training.checkpoint.capture import capture
 from image_diffusion.training.checkpoint.manager import NullState, State
 from image_diffusion.training.checkpoint.stop_signal import Stop
-from image_diffusion.training.monitor.meter import means_of
-from image_diffusion.training.monitor.validation import validation_sums
+from image_diffusion.training.monitor.meter import means_of, validation_sums
 from image_diffusion.training.trainer import Trainer
 
 VALIDATION_CHUNK = 64
@@ -48,7 +48,7 @@ class Reports:
         self._trainer, self._stop = trainer, stop
         self._state, self._journal = state or NullState(), journal or NullJournal()
         self._machine = Machine(trainer.world.device)
-        self._progress = Progress("train", trainer.config.steps, "step", step, quiet=self._state.previews is None)
+        self._progress = Progress("train", trainer.steps, "step", step, quiet=self._state.previews is None)
         self._examples: Examples | None = None
         self._logged_step, self._logged_at = step, time.monotonic()
         self._waited_s = self._away_s = 0.0
@@ -66,8 +66,7 @@ class Reports:
 
     def should_log(self, step: int) -> bool:
         """Return True if a log line is due after this step."""
-        config = self._trainer.config
-        return step % config.log_every_steps == 0 or step == config.steps
+        return step % self._trainer.intervals.log == 0 or step == self._trainer.steps
 
     def should_report(self, step: int) -> bool:
         """Return True if a validation or previews are due after this step."""
@@ -75,18 +74,17 @@ class Reports:
 
     def should_save(self, step: int) -> bool:
         """Return True if a checkpoint is due after this step, or if its reports were interrupted."""
-        config = self._trainer.config
         is_last = step == self._trainer.last_step
-        return step % config.checkpoint.every_steps == 0 or is_last or self.pending
+        return step % self._trainer.intervals.save == 0 or is_last or self.pending
 
     def log(self, step: int, rate: float) -> None:
         """Write the means since the last log into the journal."""
         waited_s = self._check_health(self._trainer.gradients.waits.take_s())
         parts = self._trainer.meter.parts
         means = self._trainer.meter.take()  # waits for the device, so that the clock below is right
-        now, config = time.monotonic(), self._trainer.config
+        now = time.monotonic()
         elapsed = max(now - self._logged_at - self._away_s, 1e-9)
-        examples = (step - self._logged_step) * config.global_batch
+        examples = (step - self._logged_step) * self._trainer.global_batch
         values = {f"train/{key}": value for key, value in means.items()}
         values |= {
             "train/learning_rate": rate,
@@ -103,7 +101,7 @@ class Reports:
                 losses_of = partial(self._trainer.losses, step)
                 values |= self._trainer.speed.values(examples / elapsed, self._examples, losses_of, parts)
         values |= self._machine.readings()
-        self._journal.metrics(values, step, step * config.global_batch)
+        self._journal.metrics(values, step, step * self._trainer.global_batch)
         self._logged_step, self._logged_at, self._waited_s, self._away_s = step, time.monotonic(), 0.0, 0.0
         self._progress.advance(0, f"loss {means['loss']:.4f}{words}")
 
@@ -121,7 +119,7 @@ class Reports:
         """Save a checkpoint, after checking that losses and gradients are finite."""
         started = time.monotonic()
         self._check_health()
-        checkpoint = self._trainer.capture(step, self.pending)
+        checkpoint = capture(self._trainer, step, self.pending)
         attempts = self._journal.attempts
         self._journal.sync()
         self._state.save(replace(checkpoint, attempts=attempts))
@@ -160,25 +158,23 @@ class Reports:
         return {f"speed/{key}": value for key, value in numbers.items()}, words
 
     def _validates(self, step: int) -> bool:
-        config, data = self._trainer.config, self._trainer.task.validation
-        return data is not None and data.num_samples > 0 and _at(step, config.validate_every_steps, config.steps)
+        data, every = self._trainer.task.validation, self._trainer.intervals.validate
+        return data is not None and data.num_samples > 0 and _at(step, every, self._trainer.steps)
 
     def _draws(self, step: int) -> bool:
-        config = self._trainer.config
-        if self._trainer.task.grid is None or config.grid_every_steps is None:
+        every = self._trainer.intervals.draw
+        if self._trainer.task.grid is None or every is None:
             return False
-        return step == 0 or _at(step, config.grid_every_steps, self._trainer.last_step)
+        return step == 0 or _at(step, every, self._trainer.last_step)
 
     def _validate(self, step: int) -> bool:
-        trainer, config = self._trainer, self._trainer.config
-        data = trainer.task.validation
+        trainer = self._trainer
+        data, samples = trainer.task.validation, trainer.intervals.validation_samples
         assert data is not None
-        chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch)
+        chunk = min(VALIDATION_CHUNK, trainer.microbatch)
         with trainer.averaged():
             sums = self._stop.interruptible(
-                lambda: validation_sums(
-                    data, config.validation_samples, chunk, trainer.world, partial(trainer.validation_losses, step)
-                )
+                lambda: validation_sums(data, samples, chunk, trainer.world, partial(trainer.validation_losses, step))
             )
         if trainer.world.any(sums is None):
             return False
@@ -188,7 +184,7 @@ class Reports:
                 dist.all_reduce(rows)  # every row is zero in all processes but one: no rounding
         means = means_of({key: rows.sum(0) for key, rows in sums.items()})
         values = {f"validation/{key}": value for key, value in means.items()}
-        self._journal.metrics(values, step, step * config.global_batch)
+        self._journal.metrics(values, step, step * trainer.global_batch)
         trainer.validated(step, means["loss"])
         return True
 
@@ -208,7 +204,7 @@ class Reports:
             else:
                 numbers[f"validation/{key}"] = value
         if numbers:
-            self._journal.metrics(numbers, step, step * self._trainer.config.global_batch)
+            self._journal.metrics(numbers, step, step * self._trainer.global_batch)
         return not world.any(previews is None, patient=True)  # the others wait here while the first process draws
 
 

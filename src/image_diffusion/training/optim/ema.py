@@ -1,18 +1,24 @@
-"""Running averages of the weights. Each average is updated by one operation on one vector."""
+"""Running averages of the weights, each updated by one operation on one vector; and the best of them."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.training.checkpoint.checkpoint import StateDict
+from image_diffusion.training.parallel.flat_parameters import Flat, Vector
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Width = Annotated[float, Field(gt=0, lt=0.28)]
+
+LARGEST_INITIAL_SHARE = 0.05
+"""Largest share that the initial weights may have in an average at the end of a training without a warning."""
 
 
 class Warmup(Config):
@@ -93,6 +99,18 @@ class ExponentialEma(_Ema):
         every = self.update_every
         return [self.warmup.decay(step, rate, every) if self.warmup else rate for rate in self.rates]
 
+    def advice(self, name: str, steps: int) -> list[str]:
+        """Return a sentence if much of the initial weights is left in an average after a number of steps."""
+        share = self.initial_share(name, steps)
+        if share <= LARGEST_INITIAL_SHARE:
+            return []
+        fitting = self.fitting_rate(steps, LARGEST_INITIAL_SHARE)
+        rates = f"train.ema.rates: [{fitting:g}] or less, or " if fitting > 0 else ""
+        return [
+            f"After {steps:,} steps {share:.0%} of the initial weights are still in the average {name}. "
+            f"Take {rates}train.ema.warmup: {{type: ramp_up}}."
+        ]
+
     def initial_share(self, name: str, steps: int) -> float:
         """Return the share of the initial weights in an average after a number of steps."""
         if self.warmup is not None:  # its first update is almost a copy
@@ -125,6 +143,10 @@ class PowerEma(_Ema):
     def decays(self, step: int) -> list[float | None]:
         """Return the decay of each average in step number `step`, counted from 1; 0 copies."""
         return [(1.0 - 1.0 / step) ** (power_of_width(width) + 1.0) for width in self.widths]
+
+    def advice(self, name: str, steps: int) -> list[str]:
+        """Return no sentence: an average contains nothing of the initial weights, since its first update copies."""
+        return []
 
 
 def average_name(rate: float) -> str:
@@ -170,3 +192,33 @@ class Averages:
                 vector.copy_(self._values)
             elif decay is not None:
                 vector.lerp_(self._values, 1.0 - decay)
+
+
+class BestWeights:
+    """The average at the validation with the smallest loss so far, and the network's buffers at that step.
+
+    step: step of that validation; 0 before the first. buffers: copies the buffers learned without gradients, by name.
+    wanted: False if the best weights are not stored.
+    """
+
+    def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]], wanted: bool) -> None:
+        self._flat, self._copy_buffers, self.wanted = flat, buffers, wanted
+        self.loss, self.step = math.inf, 0
+        self.values, self.buffers = flat.values, dict[str, Tensor]()
+
+    def offer(self, loss: float, step: int, values: Tensor) -> None:
+        """Store the average of a validation, the same in every process, if its loss is the smallest so far."""
+        if not self.step or loss < self.loss:
+            self.loss, self.step, self.values, self.buffers = loss, step, values.clone(), self._copy_buffers()
+
+    def tensors(self) -> StateDict:
+        """Return the tensors to load a checkpoint into, after `load_state_dict`."""
+        return {"": Vector(self._flat, self.values), **self.buffers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss and step, empty before the first validation."""
+        return {"loss": self.loss, "step": self.step} if self.step else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set loss and step, and allocate the tensors of their weights."""
+        self.offer(state["loss"], state["step"], self._flat.values)

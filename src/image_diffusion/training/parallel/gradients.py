@@ -20,8 +20,7 @@ from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
 from image_diffusion.data.shards.order import share
-from image_diffusion.training.monitor.meter import Waits
-from image_diffusion.training.monitor.throughput import LossesOf
+from image_diffusion.training.monitor.meter import LossesOf, Waits
 from image_diffusion.training.parallel.flat_parameters import Flat, Work
 from image_diffusion.training.parallel.world import World
 

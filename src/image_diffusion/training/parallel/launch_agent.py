@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from image_diffusion.core.process import command
+from image_diffusion.core.process.command import note
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.core.process.job_outcome import note
 from image_diffusion.training.parallel.launch import own_name
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from image_diffusion.core.devices import driver
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.nn.linear import linear
-from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.monitor.throughput import seconds_of
+from image_diffusion.training.monitor.meter import seconds_of
 from image_diffusion.training.parallel.world import World
 
 _SLOW = 2.0
@@ -75,7 +74,7 @@ def check(world: World, dtype: torch.dtype) -> None:
             )
 
 
-def check_memory(world: World, network: nn.Module, config: TrainConfig) -> None:
+def check_memory(world: World, network: nn.Module, num_averages: int, sharding: str) -> None:
     """Raise ValueError if the free memory of this process's GPU is too small for the weights, gradient and averages in
     float32, a lower bound without moments and activations. Of sharded weights, all are in memory before they are cut,
     then only this process's part."""
@@ -83,9 +82,9 @@ def check_memory(world: World, network: nn.Module, config: TrainConfig) -> None:
         return
     weights = sum(parameter.numel() for parameter in network.parameters())
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    averages = trained * len(config.ema.names) / (world.size if config.sharding != "none" else 1)
+    averages = trained * num_averages / (world.size if sharding != "none" else 1)
     numbers = weights + trained + averages
-    if config.shards_weights and world.size > 1:
+    if sharding in ("full", "machine") and world.size > 1:
         numbers = max(weights, (weights + trained) / world.size + averages)
     least = 4 * numbers / 2**30
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(world.device))

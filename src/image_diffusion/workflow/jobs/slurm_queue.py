@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from image_diffusion.core.process.command import JobOutcome, read_attempts
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
 
 GO_ON = ("crop", "crop_part", "encode_part", "train")
 """Rules whose jobs resume from existing results, so that a job repeated after its end does no work."""

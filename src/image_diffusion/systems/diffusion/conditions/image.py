@@ -23,7 +23,7 @@ from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import from_uint8, to_uint8
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, sha256_file
-from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.image_arrays import read_arrays
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
