@@ -25,8 +25,7 @@ from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_sample
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig
-from image_diffusion.samplers.multistep import DpmSolver, UniPc
-from image_diffusion.samplers.ode import Euler, Heun
+from image_diffusion.samplers.ode import DpmSolver, Euler, Heun, UniPc
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import Generator, requested_labels
 from image_diffusion.training.load_model import load_codec, load_model

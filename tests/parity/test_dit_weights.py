@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from image_diffusion.codecs.diffusers import KlCodec
+from image_diffusion.core.random.streams import image_streams, initial_noise
 from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.weights.dit import DiTWeights, folder_tensors, read_dit
@@ -31,8 +32,7 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import initial_scale
 from image_diffusion.samplers.guidance import guided
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
-from image_diffusion.samplers.multistep import DpmSolver
+from image_diffusion.samplers.ode import DpmSolver
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel

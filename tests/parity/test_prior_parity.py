@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.shards.order import share
 from image_diffusion.metrics.images.embedding_similarity import similarities, similarity_estimates
@@ -27,7 +27,6 @@ from image_diffusion.process.denoiser import clamp, read_output, target, to_x0_a
 from image_diffusion.process.discrete import Cosine, Discrete, Jsd, Linear, Quad, Sigmoid
 from image_diffusion.samplers.ancestral import Ddim, LegacyDdim
 from image_diffusion.samplers.guidance import guided
-from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling, pair_batch
 from image_diffusion.systems.prior.prior import PriorSystem
 

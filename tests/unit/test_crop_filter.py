@@ -17,8 +17,7 @@ from PIL import Image
 
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.filter_expression import MissingValue, parse_rule
-from image_diffusion.data.cropped.dataset import crop_dataset
-from image_diffusion.data.cropped.plan import CropPlan
+from image_diffusion.data.cropped.dataset import CropPlan, crop_dataset
 from image_diffusion.data.shards.records import read_record, tar_path
 from image_diffusion.stages.datasheet import write_datasheet
 

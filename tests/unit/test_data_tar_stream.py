@@ -19,7 +19,7 @@ import webdataset
 
 from image_diffusion.core.files import store
 from image_diffusion.core.files.atomic import read_json
-from image_diffusion.core.process.out_of_resources import sentence_on
+from image_diffusion.core.process.errors import sentence_on
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import open_shards

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.config.base import parse
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams, initial_noise
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.denoising import Denoising, EdmDenoising
 from image_diffusion.process import Continuous, Edm, Flow, Process
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.ode import Heun
 from image_diffusion.systems.diffusion.generator import Reading
 from trained_digits import train

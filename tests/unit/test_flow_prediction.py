@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from image_diffusion.core.random.streams import image_streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.flow_matching import FlowMatching, FlowMatchingObjective, Said
 from image_diffusion.process.denoiser import target, to_x0_and_eps
 from image_diffusion.process.flow import Flow
-from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.samplers.ode import Heun
 from image_diffusion.systems.diffusion.generator import Reading
 from image_diffusion.training.config import TrainConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams, initial_noise
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.dit import DiTConfig
@@ -19,7 +19,6 @@ from image_diffusion.objectives.flow_matching import MeanFlow
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.samplers.ode import FlowMap
 
 MEAN, STD = 0.7, 0.5

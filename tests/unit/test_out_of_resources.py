@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from image_diffusion.core.process.commands import COMMANDS, module_of
-from image_diffusion.core.process.out_of_resources import room_at, sentence_on, writing
+from image_diffusion.core.process.errors import room_at, sentence_on, writing
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.training.config import TrainConfig

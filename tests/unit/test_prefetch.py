@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from image_diffusion.core.prefetch import prefetch
+from image_diffusion.data.shards.loader import prefetch
 
 LIMIT_S = 10.0
 

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import dump, parse, to_yaml
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams, initial_noise
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.objectives.denoising import Denoising, SelfConditioning
@@ -20,9 +20,7 @@ from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.denoiser import target, to_x0_and_eps
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
-from image_diffusion.samplers.multistep import DpmSolver, UniPc
-from image_diffusion.samplers.ode import Euler, Heun
+from image_diffusion.samplers.ode import DpmSolver, Euler, Heun, UniPc
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.rin import RinSystem

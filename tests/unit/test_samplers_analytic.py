@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams, initial_noise, step_noise
 from image_diffusion.process.base import Denoised, Grid
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig, initial_scale
-from image_diffusion.samplers.image_noise import image_streams, initial_noise, step_noise
-from image_diffusion.samplers.multistep import DpmSolver, UniPc, run_scheduler
-from image_diffusion.samplers.ode import Euler, Heun
+from image_diffusion.samplers.ode import DpmSolver, Euler, Heun, UniPc, run_scheduler
 from image_diffusion.samplers.sde import FORMS, Form, Sde
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from image_diffusion.core.random.streams import image_streams, initial_noise
 from image_diffusion.process import Process
 from image_diffusion.process.base import Denoised, Denoiser, Grid
 from image_diffusion.process.continuous import Continuous
@@ -18,9 +19,7 @@ from image_diffusion.process.tiles import Tiles
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig
 from image_diffusion.samplers.from_images import FromImages, with_known
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
-from image_diffusion.samplers.multistep import DpmSolver, UniPc
-from image_diffusion.samplers.ode import Euler, FlowMap, Heun
+from image_diffusion.samplers.ode import DpmSolver, Euler, FlowMap, Heun, UniPc
 from image_diffusion.samplers.sde import Sde
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own

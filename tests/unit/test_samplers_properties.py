@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config, dump, parse
+from image_diffusion.core.random.streams import image_streams, initial_noise
 from image_diffusion.process import Process
 from image_diffusion.process.base import Denoised, Denoiser, Grid
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma
@@ -22,9 +23,7 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
 from image_diffusion.samplers.base import SamplerConfig, TimeDifferenceSampler, clipped
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
-from image_diffusion.samplers.multistep import DpmSolver, UniPc
-from image_diffusion.samplers.ode import Euler, Heun
+from image_diffusion.samplers.ode import DpmSolver, Euler, Heun, UniPc
 from image_diffusion.samplers.sde import Sde
 from image_diffusion.systems.diffusion.generator import SampleConfig
 

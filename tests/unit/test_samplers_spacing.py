@@ -16,8 +16,7 @@ from image_diffusion.process.discrete import Cosine, Discrete, Jsd
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
 from image_diffusion.samplers.base import SpacedByNoise
-from image_diffusion.samplers.multistep import DpmSolver, UniPc
-from image_diffusion.samplers.ode import Euler, Heun
+from image_diffusion.samplers.ode import DpmSolver, Euler, Heun, UniPc
 from image_diffusion.samplers.sde import Sde
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own

@@ -12,14 +12,13 @@ import torch
 import yaml
 from torch import Tensor
 
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, at_step, image_streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.experiments.study import operations_of
 from image_diffusion.networks.dit import TEXT
 from image_diffusion.networks.token_transformer import TokenTransformer, TokenTransformerConfig
 from image_diffusion.objectives.tokens import MaskedTokens, NextToken, hide
-from image_diffusion.samplers.image_noise import at_step, image_streams
 from image_diffusion.samplers.tokens import Autoregressive, Masked, Predictor, cut, drawn, hidden_counts
 from image_diffusion.systems.tokens.generator import TokenGenerator, TokenSampleConfig
 from image_diffusion.systems.tokens.tokens import TokensSystem, _bound

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import dump, merged, read_yaml, to_yaml
 from image_diffusion.core.levels import Levels
+from image_diffusion.core.random.streams import image_streams, initial_noise, step_noise
 from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.networks.weights.unet import to_diffusers_unet
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Cosine, Discrete, Linear
-from image_diffusion.samplers.image_noise import image_streams, initial_noise, step_noise
 from image_diffusion.stages.export import write_model
 from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig

@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from image_diffusion.samplers.ancestral import Ddim, Ddpm
-from image_diffusion.samplers.multistep import DpmSolver, UniPc
-from image_diffusion.samplers.ode import Euler, FlowMap, Heun
+from image_diffusion.samplers.ode import DpmSolver, Euler, FlowMap, Heun, UniPc
 from image_diffusion.samplers.sde import Sde
 from image_diffusion.samplers.tokens import Autoregressive, Masked
 

@@ -16,13 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, step_noise
 from image_diffusion.process import Process
 from image_diffusion.process.base import Denoiser, FixedVariance, Grid
 from image_diffusion.process.denoiser import Variance
 from image_diffusion.process.discrete import DiscreteProcess
 from image_diffusion.samplers.base import NumSteps, Step, TimeDifferenceSampler, clipped, initial_scale
-from image_diffusion.samplers.image_noise import step_noise
 
 
 class Ddpm(TimeDifferenceSampler):

@@ -19,13 +19,12 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, step_noise
 from image_diffusion.process import Process
 from image_diffusion.process.base import Denoiser, Grid
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.flow import Flow
 from image_diffusion.samplers.base import NumSteps, SpacedByNoise, Step
-from image_diffusion.samplers.image_noise import step_noise
 
 LAST_NOISE = 0.04  # sigma / (alpha + sigma) where the last step begins, the published size on the straight path
 

@@ -12,8 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.random.streams import Streams
-from image_diffusion.samplers.image_noise import at_step
+from image_diffusion.core.random.streams import Streams, at_step
 
 
 class TokenSampler(Config, ABC):

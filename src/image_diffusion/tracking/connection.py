@@ -31,8 +31,7 @@ from urllib.parse import unquote, urlsplit
 
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.files.checksums import damaged, describe
-from image_diffusion.core.process.errors import log_line_once
-from image_diffusion.core.process.out_of_resources import room_at
+from image_diffusion.core.process.errors import log_line_once, room_at
 from image_diffusion.core.process.secrets import hidden, without_password
 
 LISTING = "sent.json"

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.native import fault_of
-from image_diffusion.core.process.out_of_resources import sentence_on
+from image_diffusion.core.process.errors import sentence_on
 from image_diffusion.core.process.parent_watch import end_with_parent
 from image_diffusion.core.process.secrets import variable_of
 from image_diffusion.workflow.code_digest import note_code

@@ -19,10 +19,9 @@ from image_diffusion.codecs.base import Codec, from_uint8, to_uint8
 from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.pictures import image_grid
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
 from image_diffusion.metrics.distances.jackknife import mean_estimate
-from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.base import System
 from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
 from image_diffusion.systems.interface import Section

@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from image_diffusion.core.process.out_of_resources import writing
+from image_diffusion.core.process.errors import writing
 
 ZIP_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError, ValueError)
 """Exceptions that zipfile raises for an archive or a member that is damaged, encrypted, or missing."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from image_diffusion.core.files.atomic import make_folder, sync_folder, write_bytes
-from image_diffusion.core.process.out_of_resources import sentence_on
+from image_diffusion.core.process.errors import sentence_on
 from image_diffusion.core.process.secrets import without_credentials
 
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from image_diffusion.core.process.errors import Stopped, log_line
-from image_diffusion.core.process.out_of_resources import is_of_host_memory, sentence_on
+from image_diffusion.core.process.errors import Stopped, is_of_host_memory, log_line, sentence_on
 from image_diffusion.core.process.parent_watch import VARIABLE, end_with
 from image_diffusion.core.process.secrets import hidden
 

@@ -3,7 +3,8 @@
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), evaluated for a
 whole batch at once on the batch's own device: on a GPU by one kernel (`philox_gpu.py`), on a CPU by compiled code
 (`philox_cpu.py`), or by PyTorch's integer tensors, with the same words. It has no state: the same key always gives the
-same numbers, so that nothing must be saved for a restart.
+same numbers, so that nothing must be saved for a restart. The streams of a generated image have its seed as sample id, so
+its numbers do not depend on the batch, the device or the order of images.
 """
 
 from __future__ import annotations
@@ -146,3 +147,23 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
         )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
+
+
+def image_streams(seeds: Tensor, seed: int = 0) -> Streams:
+    """Return the streams of images to be made. seeds: int64 [B], one per image; seed: shared by all."""
+    return Streams(seed=seed, epoch=torch.zeros_like(seeds), sample=seeds)
+
+
+def initial_noise(streams: Streams, shape: tuple[int, ...]) -> Tensor:
+    """Draw the initial noise of images, float32 [B, *shape], standard normal: x = sigma_0 * noise."""
+    return streams.normal("initial_noise", shape)
+
+
+def step_noise(streams: Streams, step: int, x: Tensor) -> Tensor:
+    """Draw standard normal numbers in the shape and type of x [B, ...], which step number `step` adds to the images."""
+    return at_step(streams, step).normal("sampler", tuple(x.shape[1:])).to(x)
+
+
+def at_step(streams: Streams, step: int) -> Streams:
+    """Return the streams of a step, one for each image."""
+    return replace(streams, epoch=torch.full_like(streams.sample, step))

@@ -26,8 +26,8 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.devices import Arriving, to_device, to_host
 from image_diffusion.core.files.atomic import digest, write_json
 from image_diffusion.core.files.checksums import check_files
-from image_diffusion.core.prefetch import prefetch
 from image_diffusion.core.process.progress import Progress
+from image_diffusion.data.shards.loader import prefetch
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.records import (
     FORMAT,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from image_diffusion.core.prefetch import prefetch
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.data.shards.order import Balanced, Shuffled, share
 from image_diffusion.data.shards.reader import Shards
@@ -156,3 +158,44 @@ class _Staging:
         for tensor in moved:
             tensor.record_stream(current)
         return Examples.from_columns(moved)
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def prefetch(items: Generator[T, None, None], count: int, name: str) -> Iterator[Iterator[T]]:
+    """Prefetch items of a generator in a thread while the last one is in use: at most `count` items that are not yet
+    taken, including the one in progress.
+
+    Exceptions of the generator are raised where the next item is requested. When the context ends, for any reason, the
+    generator ends after its current item, and the thread with it. name: name of the thread.
+    """
+    ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+    room, ended = threading.Semaphore(count), threading.Event()
+
+    def produce() -> None:
+        try:
+            with closing(items):
+                while room.acquire() and not ended.is_set():
+                    ready.put((next(items),))
+        except StopIteration:
+            ready.put(None)
+        except BaseException as error:  # raised at the next item
+            ready.put(error)
+
+    def consume() -> Iterator[T]:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            room.release()
+            yield item[0]
+
+    thread = threading.Thread(target=produce, daemon=True, name=name)
+    thread.start()
+    try:
+        yield consume()
+    finally:
+        ended.set()
+        room.release()
+        thread.join()

@@ -18,8 +18,7 @@ from pydantic import Field, field_validator
 
 from image_diffusion.core.files.atomic import Stamp, digest, stamp_of
 from image_diffusion.core.files.store import with_retries
-from image_diffusion.core.process.errors import log_line
-from image_diffusion.core.process.out_of_resources import writing
+from image_diffusion.core.process.errors import log_line, writing
 from image_diffusion.core.process.secrets import check_query, for_shell
 from image_diffusion.data.sources.base import (
     LONGEST_CLASS,

@@ -22,7 +22,7 @@ from image_diffusion.core.classes import ClassLabel, class_number
 from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.pictures import image_grid, save_picture
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams
 from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.metrics.config import EvaluateConfig, compare_with_published
@@ -41,7 +41,6 @@ from image_diffusion.process import Process
 from image_diffusion.process.denoiser import NetworkDenoiser, clamp
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
-from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import AnyImage
 from image_diffusion.systems.diffusion.conditions.image import ImagePart, condition_pictures

@@ -15,7 +15,7 @@ from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.classes import ClassLabel, class_number
 from image_diffusion.core.config.base import Config, Sparse
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams, initial_noise
 from image_diffusion.core.types import DataSpec, Network, SamplesOf
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.precision import Precision, computing_in, tf32
@@ -28,7 +28,6 @@ from image_diffusion.samplers.ancestral import Ddim
 from image_diffusion.samplers.base import SamplerConfig
 from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
 
 if TYPE_CHECKING:
     from image_diffusion.systems.pictures import Pictures

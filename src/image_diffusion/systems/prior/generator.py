@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.devices import to_device
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams, initial_noise
 from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.data.encoded.pairs import IMAGE, TEXT, TOKENS
 from image_diffusion.objectives.embedding import with_norm
@@ -24,7 +24,6 @@ from image_diffusion.process.denoiser import NetworkDenoiser, clamp
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.samplers.ancestral import Ddim, Ddpm, LegacyDdim
 from image_diffusion.samplers.guidance import guided
-from image_diffusion.samplers.image_noise import image_streams, initial_noise
 
 
 class ImageStatistics(Config):

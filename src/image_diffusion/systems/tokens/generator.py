@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import image_streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.precision import computes_in
 from image_diffusion.samplers import OfTokens
-from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.samplers.tokens import Autoregressive, Masked, Predictor, hidden_counts
 from image_diffusion.systems.diffusion.generator import SampleConfig, check_scale, null_conditions, ten_of
 from image_diffusion.systems.diffusion.sweep import SweepConfig

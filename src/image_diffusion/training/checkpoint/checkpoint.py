@@ -36,7 +36,7 @@ from image_diffusion.core.files.atomic import (
 )
 from image_diffusion.core.files.mirrored import fetch_missing
 from image_diffusion.core.names import inside
-from image_diffusion.core.process.out_of_resources import writing
+from image_diffusion.core.process.errors import writing
 from image_diffusion.training.parallel.flat_parameters import Vector
 from image_diffusion.training.parallel.world import World
 

@@ -24,8 +24,7 @@ from image_diffusion.core.files.atomic import digest, make_folder, read_json, re
 from image_diffusion.core.files.checksums import warn_about_previews
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.names import inside
-from image_diffusion.core.process.errors import log_line
-from image_diffusion.core.process.out_of_resources import room_at
+from image_diffusion.core.process.errors import log_line, room_at
 from image_diffusion.training.checkpoint.checkpoint import (
     Background,
     Checkpoint,

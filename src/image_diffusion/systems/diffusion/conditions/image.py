@@ -24,12 +24,11 @@ from image_diffusion.codecs.base import from_uint8, to_uint8
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.files.image_arrays import read_arrays
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams
 from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
-from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.conditions.base import (
     ConditionInputs,
     ConditionPart,

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from image_diffusion.codecs.base import from_uint8
 from image_diffusion.core.devices import to_device
-from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.random.streams import Streams, image_streams
 from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.data.sources.folder import files_in
-from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, SamplingRequest, held_out, rows_of
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.generator import SampleConfig
