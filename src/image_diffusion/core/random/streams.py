@@ -3,8 +3,8 @@
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), evaluated for a
 whole batch at once on the batch's own device: on a GPU by one kernel (`philox_gpu.py`), on a CPU by compiled code
 (`philox_cpu.py`), or by PyTorch's integer tensors, with the same words. It has no state: the same key always gives the
-same numbers, so that nothing must be saved for a restart. The streams of a generated image have its seed as sample id, so
-its numbers do not depend on the batch, the device or the order of images.
+same numbers, so that nothing must be saved for a restart. The streams of a generated image have its seed as sample id,
+so its numbers do not depend on the batch, the device or the order of images.
 """
 
 from __future__ import annotations
