@@ -57,8 +57,8 @@ def training(name: str, mode: Mode, batch: int) -> Callable[[int], float]:
 
     def steps(count: int) -> float:
         nonlocal done
-        parts.config = parts.config.model_copy(update={"steps": done + count})
-        with switches(parts.config.deterministic, parts.config.tf32, parts.config.compile):
+        parts.steps = done + count
+        with switches(config.deterministic, config.tf32, bool(config.compile)):
             started = clock()
             stop = Stop(world, None)
             train(parts, Reports(parts, stop, done), stop, done)

@@ -84,7 +84,7 @@ def main() -> None:
     common = {"batch": given.batch, "latent": latent, "microbatch": None, "tf32": False}
     chosen = argparse.Namespace(**common, precision=given.precision, compile=given.compile)
 
-    parts = parts_of(chosen, given.size, device)
+    parts, _ = parts_of(chosen, given.size, device)
     examples = next(parts.batches(0))
     count = 20 if given.size == "demo" else 2
     whole = {"step": (ours(chosen, given.size, device), count)}

@@ -77,8 +77,8 @@ def network_config(size: str) -> DiTConfig:
     return DiTConfig(**DEMO) if size == "demo" else DiTConfig.model_validate({"size": size})
 
 
-def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> Trainer:
-    """Return the parts of the package's training."""
+def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> tuple[Trainer, TrainConfig]:
+    """Return the parts of the package's training, and its configuration."""
     data = Latents(arguments.latent)
     spec = DataSpec(channels=4, resolution=arguments.latent, num_classes=1000)
     torch.manual_seed(0)
@@ -103,19 +103,19 @@ def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> 
         "compile": arguments.compile,
         "flip_probability": 0.0,
     }
-    return Trainer(task, TrainConfig.model_validate(settings), world)
+    config = TrainConfig.model_validate(settings)
+    return Trainer(task, config, world), config
 
 
 def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Steps:
     """Return the package's training loop."""
-    parts, done = parts_of(arguments, size, device), 0
+    (parts, config), done = parts_of(arguments, size, device), 0
 
     def steps(count: int) -> None:
         nonlocal done
-        parts.config = parts.config.model_copy(update={"steps": done + count})
-        with switches(
-            parts.config.deterministic, parts.config.tf32, parts.config.compile
-        ):  # its last log line waits for the device
+        parts.steps = done + count
+        # the last log line waits for the device
+        with switches(config.deterministic, config.tf32, bool(config.compile)):
             stop = Stop(parts.world, None)
             train(parts, Reports(parts, stop, done), stop, done)
         done += count

@@ -138,7 +138,11 @@ def dit(size: str) -> nn.Module:
         return no_zeros(DiTConfig.model_validate({"size": size}).build(LATENTS, learned_variance=True))
 
 
-def dit_parts(size: str, batch: int, **settings: Any) -> Trainer:
+Parts = tuple[Trainer, TrainConfig]
+"""A training that has begun, and its configuration."""
+
+
+def dit_parts(size: str, batch: int, **settings: Any) -> Parts:
     """The recipe of DiT on latents of 256 x 256 pixels."""
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -148,10 +152,11 @@ def dit_parts(size: str, batch: int, **settings: Any) -> Trainer:
     objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
     data: Any = Stored((2, 4, 32, 32), torch.float16, 1000)
     task = Task(dit(size), objective.build(Discrete().build(), LATENTS), prepare, data)
-    return Trainer(task, TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings}), ALONE)
+    config = TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings})
+    return Trainer(task, config, ALONE), config
 
 
-def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Trainer:
+def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Parts:
     """The system of a recipe, on pixels."""
     system: Any = parse(AnySystem, yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["system"], name)
 
@@ -161,25 +166,26 @@ def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Trai
     torch.manual_seed(0)
     data: Any = Stored((spec.channels, spec.resolution, spec.resolution), torch.float32, spec.num_classes)
     task = Task(no_zeros(system.build_network(spec)), system.build_objective(spec), prepare, data)
-    return Trainer(task, TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings}), ALONE)
+    config = TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings})
+    return Trainer(task, config, ALONE), config
 
 
-def steps_of(parts: Trainer) -> Callable[[int], None]:
+def steps_of(parts: Parts) -> Callable[[int], None]:
     """Return the package's training loop, some steps at a time; its last log line waits for the GPU."""
-    done = 0
+    (trainer, config), done = parts, 0
 
     def steps(count: int) -> None:
         nonlocal done
-        parts.config = parts.config.model_copy(update={"steps": done + count})
-        with switches(parts.config.deterministic, parts.config.tf32, parts.config.compile):
+        trainer.steps = done + count
+        with switches(config.deterministic, config.tf32, bool(config.compile)):
             stop = Stop(ALONE, None)
-            train(parts, Reports(parts, stop, done), stop, done)
+            train(trainer, Reports(trainer, stop, done), stop, done)
         done += count
 
     return steps
 
 
-def trained(what: str, parts: Trainer, precision: str, limits: Limits, count: int, goal: float | None) -> Iterator[Row]:
+def trained(what: str, parts: Parts, precision: str, limits: Limits, count: int, goal: float | None) -> Iterator[Row]:
     """Return the rate of a training, its memory, and the seconds until the first step is done."""
     torch.cuda.reset_peak_memory_stats()
     steps = steps_of(parts)
@@ -187,10 +193,10 @@ def trained(what: str, parts: Trainer, precision: str, limits: Limits, count: in
     steps(1)
     first_s = time.perf_counter() - started
     steps(2)
-    batch = parts.config.global_batch
-    rate = batch / (seconds_of(partial(steps, count), 1) / count)
-    with parts.eagerly():
-        flops = flops_per_example(next(parts.batches(0)), partial(parts.losses, 0))
+    trainer, config = parts
+    rate = config.global_batch / (seconds_of(partial(steps, count), 1) / count)
+    with trainer.eagerly():
+        flops = flops_per_example(next(trainer.batches(0)), partial(trainer.losses, 0))
     yield Row(what, rate, "images/s", flops * rate / limits.peak(precision), goal)
     yield Row(f"{what}: memory", torch.cuda.max_memory_reserved() / 2**30, "GiB")
     yield Row(f"{what}: the first step", first_s, "s")

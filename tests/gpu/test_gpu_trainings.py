@@ -13,6 +13,7 @@ from comparison import points, results
 from tiny_runs import SYSTEMS, TINY, config
 from torch._inductor.cudagraph_trees import get_manager
 
+from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.optim.numerics import Mode, switches
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Trainer
@@ -21,15 +22,17 @@ GPU = World(0, 1, torch.device("cuda", 0))
 SHORT: dict[str, Any] = {"steps": 8, "checkpoint": {"every_steps": 3}, "log_every_steps": 1}
 
 
-def parts_of(system: str, **changes: Any) -> Trainer:
+def parts_of(system: str, **changes: Any) -> tuple[Trainer, TrainConfig]:
     torch.manual_seed(0)
-    return Trainer(SYSTEMS[system](GPU), config(**changes), GPU)
+    settings = config(**changes)
+    return Trainer(SYSTEMS[system](GPU), settings, GPU), settings
 
 
-def trained(parts: Trainer, steps: int, mode: str = "default") -> list[float]:
+def trained(training: tuple[Trainer, TrainConfig], steps: int, mode: str = "default") -> list[float]:
     """Return the losses of some steps. mode: PyTorch's reaction to waits for the device from the third step on."""
+    parts, settings = training
     batches, losses = parts.batches(0), []
-    with switches(parts.config.deterministic, parts.config.tf32, parts.config.compile):
+    with switches(settings.deterministic, settings.tf32, bool(settings.compile)):
         for step in range(1, steps + 1):
             examples = next(batches)
             torch.cuda.set_sync_debug_mode(mode if step > 2 else "default")  # the first steps allocate
@@ -132,5 +135,5 @@ def test_losses_equal_those_of_cpu() -> None:
     cpu = Trainer(SYSTEMS["dit"](alone), config(), alone)
     examples = next(cpu.batches(0))
     expected = cpu.losses(1, examples, 0).loss
-    gpu = parts_of("dit")
+    gpu, _ = parts_of("dit")
     torch.testing.assert_close(gpu.losses(1, next(gpu.batches(0)), 0).loss.cpu(), expected, rtol=1e-4, atol=1e-4)

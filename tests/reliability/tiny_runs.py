@@ -262,17 +262,32 @@ def _held(where: Any, name: str, is_last: Callable[..., bool]) -> Callable[[int]
 def _half(rank: int) -> None:
     """Raise an error if a process keeps more than half of an average, of tensors with the same layout, or of the
     weights if those are sharded as well."""
-    whole = Trainer.update
 
-    def update(self: Trainer, step: int) -> None:
-        whole(self, step)
-        kept = self.flat.values, self.flat.gradient, *self.optimizer.moments.values(), *self.averages.vectors.values()
-        parameters = self.flat.parameters.values()
+    def check(trainer: Trainer, sharding: str) -> None:
+        flat = trainer.flat
+        kept = flat.values, flat.gradient, *trainer.optimizer.moments.values(), *trainer.averages.vectors.values()
+        parameters = flat.parameters.values()
         total = sum(parameter.numel() for parameter in parameters)
-        if self.config.sharding == "full":
+        if sharding == "full":
             assert sum(cast(Any, parameter).to_local().numel() for parameter in parameters) <= 0.51 * total
         assert all(vector.numel() <= 0.51 * total for vector in kept)
 
+    _check_updates(check)
+
+
+def _check_updates(check: Callable[[Trainer, str], None]) -> None:
+    """Call a check with the trainer and the configured sharding after each update."""
+    prepare, whole, configured = Trainer.__init__, Trainer.update, list[str]()
+
+    def init(self: Trainer, task: Task, config: TrainConfig, world: World) -> None:
+        configured.append(config.sharding)
+        prepare(self, task, config, world)
+
+    def update(self: Trainer, step: int) -> None:
+        whole(self, step)
+        check(self, configured[-1])
+
+    Trainer.__init__ = init  # type: ignore[method-assign]
     Trainer.update = update  # type: ignore[method-assign]
 
 
@@ -296,15 +311,14 @@ def _overflow(rank: int) -> None:
 def _two_machines(rank: int) -> None:
     """Simulate two machines with two of four processes each; `machine` shares a machine's state between its two."""
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
-    whole = Trainer.update
 
-    def update(self: Trainer, step: int) -> None:
-        whole(self, step)
-        share = len(self.flat.values) / sum(math.prod(parameter.shape) for parameter in self.flat.parameters.values())
-        least = 0.5 if self.config.sharding == "machine" else 0.25
+    def check(trainer: Trainer, sharding: str) -> None:
+        total = sum(math.prod(parameter.shape) for parameter in trainer.flat.parameters.values())
+        share = len(trainer.flat.values) / total
+        least = 0.5 if sharding == "machine" else 0.25
         assert least <= share < 1.5 * least, share
 
-    Trainer.update = update  # type: ignore[method-assign]
+    _check_updates(check)
 
 
 def _one_gpu(rank: int) -> None:
