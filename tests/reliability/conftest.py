@@ -23,7 +23,9 @@ QUICK = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="train for long where the length of a training is tested")
+    parser.addoption(
+        "--soak", action="store_true", help="the long form of tests: long trainings, more kills, all systems"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,7 @@ def attempts() -> Iterator[Attempts]:
 @pytest.fixture(scope="session")
 def kills() -> int:
     """Total number of SIGKILLs of trainings."""
-    return int(os.environ.get("IMAGE_DIFFUSION_KILLS", "120"))
+    return int(os.environ.get("IMAGE_DIFFUSION_KILLS", "60"))
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -80,10 +80,18 @@ def task(network: nn.Module) -> Task:
     return Task(network, OBJECTIVE.build(Discrete().build(), SPEC), prepare, Moments())  # type: ignore[arg-type]
 
 
+def build(size: Any, depth: int | None = None) -> Callable[[], nn.Module]:
+    """depth: number of blocks, if not that of the size."""
+    return partial(DiTConfig(size=size, depth=depth).build, SPEC, learned_variance=True)
+
+
 @cache
-def found(size: Any, processes: int = 1, **settings: Any) -> Counted:
-    network = partial(DiTConfig(size=size).build, SPEC, learned_variance=True)
-    return counted(network, task, TrainConfig.model_validate({"steps": 1, "precision": "bf16", **settings}), processes)
+def found(size: Any, processes: int = 1, depth: int | None = None, **settings: Any) -> Counted:
+    config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", **settings})
+    return counted(build(size, depth), task, config, processes)
+
+
+small = partial(found, depth=2)
 
 
 @pytest.mark.slow
@@ -98,17 +106,17 @@ def test_memory_of_dit_xl2(batch: int, gib: float) -> None:
 
 @pytest.mark.slow
 def test_each_process_computes_its_share_in_microbatches() -> None:
-    alone = found("DiT-S/2", global_batch=8)
-    assert found("DiT-S/2", 4, global_batch=32).peak == alone.peak
-    fewer = found("DiT-S/2", global_batch=8, microbatch=2)
+    alone = small("DiT-S/2", global_batch=8)
+    assert small("DiT-S/2", 4, global_batch=32).peak == alone.peak
+    fewer = small("DiT-S/2", global_batch=8, microbatch=2)
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
 
 
 def test_strict_mode_computes_whole_chunks_for_any_microbatch() -> None:
     strict = {"deterministic": "strict", "strict_chunk": 4}
-    alone = found("DiT-S/8", global_batch=16, **strict)
-    assert alone == found("DiT-S/8", global_batch=16, microbatch=4)
-    assert alone == found("DiT-S/8", global_batch=16, microbatch=1, **strict)
+    alone = small("DiT-S/8", global_batch=8, **strict)
+    assert alone == small("DiT-S/8", global_batch=8, microbatch=4)
+    assert alone == small("DiT-S/8", global_batch=8, microbatch=1, **strict)
 
 
 @pytest.mark.parametrize(("processes", "share"), [(1, 20), (2, 16), (3, 8), (16, 8)])
@@ -119,14 +127,13 @@ def test_batch_share_of_a_process(processes: int, share: int) -> None:
 
 
 def test_operations_per_example_match_those_of_a_full_step() -> None:
-    network = partial(DiTConfig(size="DiT-S/2").build, SPEC, learned_variance=True)
     config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 8})
-    assert operations_per_example(network, task, config) == found("DiT-S/2", global_batch=8).operations
+    assert operations_per_example(build("DiT-S/2", 2), task, config) == small("DiT-S/2", global_batch=8).operations
 
 
 def test_fully_sharded_process_stores_its_share() -> None:
-    alone = found("DiT-S/2", global_batch=8)
-    shared = found("DiT-S/2", 4, global_batch=32, sharding="full")
+    alone = small("DiT-S/2", global_batch=8)
+    shared = small("DiT-S/2", 4, global_batch=32, sharding="full")
     assert shared.fixed == pytest.approx(alone.fixed * (1 + 4 / 4) / 5, rel=0.01)
 
 
@@ -250,10 +257,9 @@ def test_checkpoint_of_sharded_weights_is_not_sent(eight: World) -> None:
 def test_doctor_estimates_cost_on_other_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TrainConfig.model_validate({"steps": 1000, "global_batch": 64, "precision": "bf16"})
     stage = SimpleNamespace(train=config, experiment="mine")
-    network = partial(DiTConfig(size="DiT-S/8").build, SPEC, learned_variance=True)
-    training: Any = SimpleNamespace(stage=stage, network=network, task=task)
+    training: Any = SimpleNamespace(stage=stage, network=build("DiT-S/8", 2), task=task)
     print_estimated_cost(training, processes=4, tflops=100.0, output=tmp_path / "doctor.json")
-    step = found("DiT-S/8", 4, global_batch=64)
+    step = small("DiT-S/8", 4, global_batch=64)
     written = read_json(tmp_path / "doctor.json")
     assert written["peak"] == step.peak
     assert written["train_s"] == pytest.approx(step.operations * 64 * 1000 / 4e14)
