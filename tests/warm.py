@@ -4,7 +4,8 @@
 has imported PyTorch, MLflow, diffusers and Snakemake, with the caller's working directory, environment, standard files,
 file size limit and process group. `python` waits for it, forwards signals and ends with its status, or by the same
 signal; when `python` is killed, so is the process. The real Python runs everything else, the process of a mirror, and
-everything in a Slurm job.
+everything in a Slurm job. Processes that a command spawns are forked too, and a new MLflow store gets the tables of one
+that exists.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import atexit
 import ctypes
 import inspect
 import json
+import multiprocessing
 import os
 import resource
 import runpy
@@ -20,13 +22,14 @@ import select
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -311,10 +314,30 @@ def _do_in_advance(source: Path) -> None:
 
     Image.preinit()
     stage_digests(source)  # caches the syntax of each file by its bytes
+    _keep_new_store()
     requirements_utils._init_modules_to_packages_map()
     # torchrun inspects its stack dozens of times. For a file that belongs to no module, `inspect` searches all modules.
     inspect.modulesbyfile["<frozen runpy>"] = "runpy"  # type: ignore[attr-defined]
     inspect.stack()
+
+
+def _keep_new_store() -> None:
+    """Make the tables of an MLflow store once, and copy them into each new one: the migrations take seconds."""
+    import sqlalchemy
+    from mlflow.store.db import utils
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine = sqlalchemy.create_engine(f"sqlite:///{folder}/store.db")
+        utils._initialize_tables(engine)
+        engine.dispose()
+        tables = Path(folder, "store.db").read_bytes()
+
+    def copy_tables(engine: sqlalchemy.engine.Engine) -> None:
+        with closing(sqlite3.connect(":memory:")) as source, closing(engine.raw_connection()) as target:
+            source.deserialize(tables)
+            source.backup(target.driver_connection)
+
+    utils._initialize_tables = copy_tables
 
 
 def _name(arguments: list[str]) -> str:
@@ -349,6 +372,7 @@ def _begin(
     os.environ.clear()
     os.environ.update(set_by_imports | environment)
     sys.executable, tempfile.tempdir = python, None
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     _shift_clock(float(environment.get(CLOCK, "0")))
     is_module = arguments[0] == "-m"
     name, sys.argv = (arguments[1], arguments[1:]) if is_module else (arguments[0], list(arguments))
