@@ -98,8 +98,9 @@ soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks
 soak-machines: .venv/.extras ## machines that are killed with their disks, one bucket: SEED=1 KILLS=200 FAULTS=1000
 	$(with_extras) python tests/reliability/machines_soak.py --seed $(SEED) --kills $(KILLS) --faults $(FAULTS)
 
-test-long: .venv/.ready ## the tests of reliability at length: all systems, 500 kills in place of 60, 20,000 steps in place of 100
+test-long: .venv/.ready ## the tests of reliability at length (500 kills in place of 60), and the further cases of all others
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
+	$(pytest_in_parallel) tests/unit tests/workflow tests/slurm --soak -m long
 
 mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices: NUMBER=350 SEED=1 MARKS='not slow'
 	OMP_NUM_THREADS=1 python tests/mutants.py --number $(NUMBER) --seed $(SEED) --marks '$(MARKS)'

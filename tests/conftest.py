@@ -19,8 +19,11 @@ hypothesis.settings.load_profile("quick")  # `--hypothesis-profile=full` replace
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that records durations."""
+    """Add the options of all tests."""
     parser.addoption("--record-durations", type=Path, metavar="FILE", help="write the seconds of each test into a file")
+    parser.addoption(
+        "--soak", action="store_true", help="the long form of tests: all cases, long trainings, more kills"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,11 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files by their recorded seconds, the longest first, if several processes share them.
+    """Leave out the long tests without `--soak`. Order the files by their recorded seconds, the longest first, if
+    several processes share them.
 
     With `--dist=loadfile --no-loadscope-reorder`, pytest-xdist distributes files in this order, so that no long file is
     left to one process at the end. Files that are not in the record come first.
     """
+    if not config.getoption("soak"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     if hasattr(config, "workerinput"):
         recorded = read_durations()
         items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], sys.maxsize))

@@ -22,12 +22,6 @@ QUICK = {
 }
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--soak", action="store_true", help="the long form of tests: long trainings, more kills, all systems"
-    )
-
-
 @pytest.fixture(scope="session")
 def attempts() -> Iterator[Attempts]:
     """Server that starts trainings and ends them at chosen instants."""

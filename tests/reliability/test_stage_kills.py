@@ -17,6 +17,11 @@ from image_diffusion.core.files.partial_results import partial_folder
 
 pytestmark = pytest.mark.slow
 
+NUMBERS = [
+    pytest.param(signal.SIGKILL, id="kill"),
+    pytest.param(signal.SIGTERM, id="time limit", marks=pytest.mark.long),
+]
+
 
 def calls(folder: Path) -> int:
     """Return how often a batch was begun for a folder, in all starts."""
@@ -38,7 +43,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
     ("stage", "batches", "output"),
     [
@@ -66,7 +71,7 @@ def test_no_batch_is_made_twice(
         assert not partial_folder(folder / output).exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
     ("system", "changes", "output"),
     [
@@ -102,7 +107,7 @@ def test_no_batch_passes_detector_twice(
             assert calls(of_images(folder)) - made < calls(of_images(undisturbed)), "nor are all images made again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
+@pytest.mark.parametrize("number", NUMBERS)
 def test_embed_resumes_its_training_and_its_shards(attempts: Attempts, work: Path, number: int) -> None:
     undisturbed, folder = work / f"undisturbed-pairs-{number}", work / f"stopped-pairs-{number}"
     finished(attempts, undisturbed, system="pairs")

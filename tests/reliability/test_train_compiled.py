@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import each_system
 from comparison import points
 from tiny_runs import SYSTEMS, config, start
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ def previewed(task: Task) -> Task:
     return replace(task, grid=grid)
 
 
-def test_every_system_is_compiled_once(once: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("system", each_system(SYSTEMS))
+def test_every_system_is_compiled_once(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifty steps with validations and previews between: no graph break, at most one graph after the first step."""
     from torch._dynamo.utils import counters
 
@@ -78,9 +80,9 @@ def test_every_system_is_compiled_once(once: str, tmp_path: Path, monkeypatch: p
 
     compiled_with(monkeypatch, count)
     monkeypatch.setattr(Trainer, "update", update)
-    monkeypatch.setitem(SYSTEMS, once, lambda world, build=SYSTEMS[once]: previewed(build(world)))
+    monkeypatch.setitem(SYSTEMS, system, lambda world, build=SYSTEMS[system]: previewed(build(world)))
     counters.clear()
-    start(tmp_path, once, compile=True, **QUICK)
+    start(tmp_path, system, compile=True, **QUICK)
     assert counters["graph_break"] == {}
     assert [step for key, step, _ in points(tmp_path) if key == "validation/preview"] == [0, 20, 40, 50]
     assert after_first[0] > 0
@@ -149,13 +151,9 @@ def test_every_trainable_block_is_compiled(system: str, monkeypatch: pytest.Monk
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize over all systems if a test may take minutes (--soak). Otherwise each network is compiled once in a
-    training, and inductor compiles the smallest, which has dropout; its front end alone compiles another."""
+    """Parametrize over all systems with inductor if a test may take minutes (--soak); otherwise over the smallest,
+    which has dropout, and another one with inductor's front end."""
     soak = metafunc.config.getoption("--soak")
-    if "once" in metafunc.fixturenames:
-        metafunc.parametrize(
-            "once", SYSTEMS if soak else ["mlp", "dit", "rin", "iddpm", "dvae", "prior", "adversarial"]
-        )
     if "recorded" in metafunc.fixturenames:
         metafunc.parametrize("recorded", SYSTEMS if soak else ["mlp", "vector_dvae", "adversarial"])
     if {"system", "backend"} <= set(metafunc.fixturenames):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from attempts import Attempts, finished
+from cases import each_system
 from comparison import points, results
 from safetensors.torch import load_file
 from tiny_runs import TINY
@@ -119,7 +120,7 @@ def test_a_codebook_follows_the_encodings_of_all_processes(
     torch.testing.assert_close(codes, same, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("system", TINY)
+@pytest.mark.parametrize("system", each_system(TINY))
 def test_systems_are_independent_of_number_of_processes(attempts: Attempts, tmp_path: Path, system: str) -> None:
     """Averages too (D-37): RIN's original updates them in the first process only, by that process's count."""
     changes = {

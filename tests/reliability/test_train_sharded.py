@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from attempts import Attempt, Attempts, finished
+from cases import each_system
 from comparison import points, results
 from safetensors.torch import load_file
 from tiny_runs import TINY
@@ -140,21 +141,15 @@ def test_muon_updates_sharded_matrices_as_whole_ones(attempts: Attempts, tmp_pat
     assert_same(tmp_path / "full", tmp_path / "none")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize over all systems if a test may take minutes (--soak), otherwise over one of each network."""
-    if "sharded" in metafunc.fixturenames:
-        few = ["dit", "rin", "iddpm", "vector_dvae", "prior", "tokens", "aligned", "adversarial"]
-        metafunc.parametrize("sharded", TINY if metafunc.config.getoption("--soak") else few)
-
-
-def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, sharded: str) -> None:
+@pytest.mark.parametrize("system", each_system(TINY))
+def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, system: str) -> None:
     """Three processes, among which no number of rows is divided evenly. Objectives with layers of their own are not
     fully sharded: test_alignment.py."""
     changes = STEADY | {"steps": 6, "log_every_steps": 1, "optimizer": {"type": "adamw", "lr": 1e-3, "eps": 1e-3}}
-    values = ["none", "optimizer", "full"][: 2 if sharded in {"aligned", "adversarial"} else 3]
+    values = ["none", "optimizer", "full"][: 2 if system in {"aligned", "adversarial"} else 3]
     for sharding in values:
         settings = changes | {"sharding": sharding}
-        finished(attempts, tmp_path / sharding, system=sharded, processes=3, changes=settings)
+        finished(attempts, tmp_path / sharding, system=system, processes=3, changes=settings)
     for sharding in values[1:]:
         assert_same(tmp_path / sharding, tmp_path / "none", loss=1e-5)
 

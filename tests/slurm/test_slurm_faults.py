@@ -100,7 +100,10 @@ def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, cold_training:
     assert len(history.starts) == 2
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another login node"])
+@pytest.mark.parametrize(
+    "elsewhere",
+    [pytest.param(False, id="here"), pytest.param(True, id="on another login node", marks=pytest.mark.long)],
+)
 def test_command_after_killed_snakemake_waits_for_its_job(
     cluster: Cluster, cold_training: Project, undisturbed: bytes, elsewhere: bool
 ) -> None:
@@ -185,8 +188,8 @@ def printed(project: Project) -> str:
     ("asked", "message"),
     [
         ("crop:slurm_partition=nowhere", "invalid partition specified: nowhere"),
-        ("crop:cpus_per_task=64", "More processors requested than permitted"),
-        ("crop:runtime=100000", "Requested time limit is invalid"),
+        pytest.param("crop:cpus_per_task=64", "More processors requested than permitted", marks=pytest.mark.long),
+        pytest.param("crop:runtime=100000", "Requested time limit is invalid", marks=pytest.mark.long),
     ],
 )
 def test_refusal_by_cluster_is_printed(project: Project, asked: str, message: str) -> None:

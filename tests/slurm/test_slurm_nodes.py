@@ -92,7 +92,9 @@ def stop_rank(cluster: Cluster, project: Project) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("fault", [kill_rank, lose_node, stop_rank])
+@pytest.mark.parametrize(
+    "fault", [lose_node, *(pytest.param(each, marks=pytest.mark.long) for each in (kill_rank, stop_rank))]
+)
 def test_training_on_two_nodes_resumes_after(
     cluster: Cluster, training: Project, undisturbed: bytes, fault: Callable[[Cluster, Project], None]
 ) -> None:

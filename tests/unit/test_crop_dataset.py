@@ -70,7 +70,8 @@ def test_bytes_do_not_depend_on_processes_and_second_run_writes_nothing(
 @pytest.mark.parametrize(
     ("change", "images"),
     [
-        pytest.param("edited", 10_000, marks=pytest.mark.slow),
+        pytest.param("edited", 10_000, marks=[pytest.mark.slow, pytest.mark.long]),
+        ("edited", 300),
         ("deleted", 300),
         ("added", 300),
         ("broken", 300),

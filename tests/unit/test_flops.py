@@ -95,7 +95,10 @@ small = partial(found, depth=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "gib"), [(32, 25.9), (64, 37.9), (128, 62.1), (256, 110.3)])
+@pytest.mark.parametrize(
+    ("batch", "gib"),
+    [(32, 25.9), (256, 110.3), *(pytest.param(*case, marks=pytest.mark.long) for case in [(64, 37.9), (128, 62.1)])],
+)
 def test_memory_of_dit_xl2(batch: int, gib: float) -> None:
     """The expected numbers were counted by other code, with CUDA's bf16 rules."""
     step = found("DiT-XL/2", global_batch=batch)

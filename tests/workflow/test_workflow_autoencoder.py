@@ -19,7 +19,7 @@ SAMPLES = "results/micro/samples/samples.npz"
 MADE_OF_LATENTS = {"encode", "train", "sample"}
 
 
-@pytest.mark.parametrize("codec", ["stability_vae", "diffusers"])
+@pytest.mark.parametrize("codec", ["stability_vae", pytest.param("diffusers", marks=pytest.mark.long)])
 def test_replaced_codec_weights_rerun_later_stages(tmp_path: Path, codec: str) -> None:
     """Also if the new files are older, as after a copy that preserves times."""
     project = make_project(tmp_path / "project")

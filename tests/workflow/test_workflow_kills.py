@@ -44,7 +44,7 @@ def wait_for(path: Path, running: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize(
     "instant",
     [
-        "results/datasets/dots-16/crops/shard-00000.tar",
+        pytest.param("results/datasets/dots-16/crops/shard-00000.tar", marks=pytest.mark.long),
         pytest.param("results/micro/train/state", marks=pytest.mark.smoke),
     ],
 )
@@ -119,7 +119,10 @@ def of_many_batches(made: Project, tmp_path_factory: pytest.TempPathFactory) -> 
     return project
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["time limit", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="time limit", marks=pytest.mark.long), pytest.param(signal.SIGKILL, id="kill")],
+)
 @pytest.mark.parametrize(
     ("output", "files"), [("samples/samples.npz", 2), ("metrics.json", 1)], ids=["sample", "evaluate"]
 )

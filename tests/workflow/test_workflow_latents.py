@@ -52,7 +52,10 @@ def write_project(folder: Path, kind: str) -> Project:
     return project
 
 
-@pytest.mark.parametrize("kind", ["edm2", "lightningdit", "fastdit"])
+@pytest.mark.parametrize(
+    "kind",
+    ["edm2", pytest.param("lightningdit", marks=pytest.mark.long), pytest.param("fastdit", marks=pytest.mark.long)],
+)
 def test_external_latents_are_trained_sampled_and_evaluated(kind: str, tmp_path: Path) -> None:
     project = write_project(tmp_path / "project", kind)
     planned = project.planned()

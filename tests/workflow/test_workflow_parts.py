@@ -29,7 +29,10 @@ def test_a_very_large_set_is_cropped_by_several_jobs(fresh: Project) -> None:
     assert f"{CROPS}/part-1-of-2.json" in shown
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["time limit", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="time limit", marks=pytest.mark.long), pytest.param(signal.SIGKILL, id="kill")],
+)
 def test_interrupted_crop_jobs_resume_and_equal_one_job(fresh: Project, made: Project, number: int) -> None:
     parts = [f"{CROPS}/part-{part}-of-2.json" for part in range(2)]
     with started(fresh, "--jobs", "1", *parts) as running:

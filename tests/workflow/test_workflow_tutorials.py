@@ -36,7 +36,11 @@ def run(folder: Path, *command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("page", "files"), [("tutorial_cells", ["samples.npz", "samples.ome.tif"]), ("tutorial_tiles", ["samples.npz"])]
+    ("page", "files"),
+    [
+        ("tutorial_cells", ["samples.npz", "samples.ome.tif"]),
+        pytest.param("tutorial_tiles", ["samples.npz"], marks=pytest.mark.long),
+    ],
 )
 def test_tutorial_with_folder_and_budget_runs(tmp_path: Path, page: str, files: list[str]) -> None:
     subprocess.run([sys.executable, "-c", blocks(page, "python")[0]], cwd=tmp_path, check=True)
