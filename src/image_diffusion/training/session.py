@@ -104,7 +104,8 @@ def run(
                 book.params({"ended_early_at": trainer.last_step})
         for shards in filter(None, (task.data, task.validation)):
             shards.verified()
-        _write(trainer, {**model, "train": asked, "data": data}, output, state)
+        started = {"started_from": sha256} if (sha256 := identity.get("init_from")) else {}
+        _write(trainer, {**model, "train": asked, "data": data, **started}, output, state)
 
 
 def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:
