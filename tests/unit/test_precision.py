@@ -76,14 +76,26 @@ def test_training_in_float32_reports_the_gain_of_bf16(monkeypatch: pytest.Monkey
     monkeypatch.setattr(numerics, "product_rate", lambda _, dtype: rates[dtype])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     gpu = torch.device("cuda", 0)
-    assert numerics.faster_in_bf16(torch.float32, gpu) == (
+    assert numerics.faster_precision(torch.float32, gpu) == (
         "train.precision is float32, in which this GPU does 48 TFLOP/s; in bf16 it does 788. train.precision: bf16 "
         "trains most networks as well, and faster."
     )
-    assert numerics.faster_in_bf16(torch.bfloat16, gpu) is None
-    assert numerics.faster_in_bf16(torch.float32, torch.device("cpu")) is None
+    assert numerics.faster_precision(torch.bfloat16, gpu) is None
+    assert numerics.faster_precision(torch.float32, torch.device("cpu")) is None
     rates[torch.bfloat16] = 50e12
-    assert numerics.faster_in_bf16(torch.float32, gpu) is None
+    assert numerics.faster_precision(torch.float32, gpu) is None
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512_BF16"])
+def test_training_in_bf16_on_cpus_without_avx512_recommends_float32(
+    monkeypatch: pytest.MonkeyPatch, capability: str
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    advice = numerics.faster_precision(torch.bfloat16, torch.device("cpu"))
+    if capability == "AVX2":
+        assert advice is not None and advice.endswith("train.precision: float32 is faster on this machine.")
+    else:
+        assert advice is None
 
 
 def generator(**settings: Any) -> Generator:

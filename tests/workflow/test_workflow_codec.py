@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from projects import ROOT, Project, make_project
 
+from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.data.shards.reader import open_shards
 
 pytestmark = pytest.mark.slow
@@ -80,3 +82,21 @@ def test_editing_codec_reruns_all_later_stages(latent: Project) -> None:
     finally:
         path.write_text(before)
         latent.planned()
+
+
+def test_latents_of_an_earlier_codec_are_encoded_again_whatever_their_time(latent: Project) -> None:
+    """As if the codec had been trained again while a clock was wrong."""
+    for name in ("micro_dvae", "micro_dvae-tokens"):
+        path = latent / f"results/datasets/dots-16/{name}/manifest.json"
+        before, times = path.read_bytes(), path.stat()
+        try:
+            manifest = read_json(path)
+            write_json(path, manifest | {"codec": manifest["codec"] | {"sha256": "0" * 64}})
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            planned = latent.snakemake("--dry-run").stdout
+            assert "is made again: it was encoded with other weights than those in results/micro_dvae/train" in planned
+            assert "rule encode:" in planned
+        finally:
+            path.write_bytes(before)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert latent.planned() == set()

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import yaml
 from projects import Project
 
 from image_diffusion.core.files.atomic import read_json, write_json
@@ -159,6 +160,23 @@ def test_changed_initial_weights_rerun_training(finished: Project) -> None:
     assert "train" not in finished.planned()
     os.utime(start / "weights.safetensors")
     assert {"train", *AFTER_SAMPLE} <= finished.planned()
+
+
+def test_weights_that_a_slow_clock_dates_before_what_started_from_them_rerun_training(finished: Project) -> None:
+    experiments = finished / "config/experiments"
+    tuned = yaml.safe_load((experiments / "micro.yaml").read_text())
+    tuned["train"]["init_from"] = {"experiment": "micro"}
+    (experiments / "tuned.yaml").write_text(yaml.safe_dump(tuned))
+    weights, asked = "results/micro/train/weights.safetensors", ("--config", "experiments=[tuned]")
+    finished.run("results/tuned/train/weights.safetensors", *asked)
+    finished.edit(lambda experiment: experiment["train"].update(seed=1))
+    earlier = (finished / weights).stat().st_mtime - 3600
+    finished.run(weights)
+    for path in (finished / "results/micro/train").glob("*"):
+        os.utime(path, (earlier, earlier))
+    said = finished.run("results/tuned/train/weights.safetensors", *asked)
+    assert "model.json is made again: it started from other weights than those in results/micro/train" in said
+    assert finished.planned("results/tuned/train/weights.safetensors", *asked) == set()
 
 
 def test_metrics_are_the_same_if_images_are_not_stored(finished: Project) -> None:

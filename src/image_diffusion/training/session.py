@@ -27,7 +27,7 @@ from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune import plain_name
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
-from image_diffusion.training.optim.numerics import DTYPES, faster_in_bf16, switches
+from image_diffusion.training.optim.numerics import DTYPES, faster_precision, switches
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.world import HANG_S, World, join
 from image_diffusion.training.trainer import Task, Trainer
@@ -104,7 +104,8 @@ def run(
                 book.params({"ended_early_at": trainer.last_step})
         for shards in filter(None, (task.data, task.validation)):
             shards.verified()
-        _write(trainer, {**model, "train": asked, "data": data}, output, state)
+        started = {"started_from": sha256} if (sha256 := identity.get("init_from")) else {}
+        _write(trainer, {**model, "train": asked, "data": data, **started}, output, state)
 
 
 def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:
@@ -121,7 +122,7 @@ def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: 
 def _print_advice(trainer: Trainer, warm: tuple[str, list[str]] | None) -> None:
     """Print advice before a training begins. warm: result of `_warm_start`; None if it does not start from other
     weights."""
-    if advice := faster_in_bf16(trainer.precision.dtype, trainer.world.device):
+    if advice := faster_precision(trainer.precision.dtype, trainer.world.device):
         print(advice, flush=True)
     if warm is not None:
         summary, class_tables = warm

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import reduce
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from image_diffusion.core.config.yaml12 import from_text
 from image_diffusion.core.files.atomic import digest, is_in_future, is_whole_page, read_checksums, read_json
 from image_diffusion.core.files.checksums import AT_ONCE_BYTES, damaged, manifest_digest, unread, warn_about_previews
 from image_diffusion.core.files.mirrored import is_mirrored
@@ -77,6 +79,7 @@ class Damage:
         manifest = read_json(path)
         shards = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
         fault = of_other_data(manifest.get("crops"), [path.parent.parent / "crops/manifest.json"])
+        fault = fault or _of_other_codec(path, manifest.get("codec"))
         files = {**shards, "index.npy": manifest["index"], **manifest.get("files", {})}
         return fault or self._compared(path.parent, files)
 
@@ -86,7 +89,7 @@ class Damage:
         fault = self._compared(path.parent, {"weights.safetensors": model["sha256"], **hashes})
         if fault is not None or path.parent.name != "train":
             return fault
-        if fault := of_other_data(model.get("data", {}).get("digest"), _training_data(path.parent.parent)):
+        if fault := _of_other_inputs(path.parent.parent, model):
             return fault
         warn_about_previews(path.parent / "previews" / model["fingerprint"], self._compared)
         return self._model(path.parent / "raw" / "model.json") if model["train"]["keep_raw"] else None
@@ -196,15 +199,37 @@ def of_other_data(made_from: str | None, manifests: Sequence[Path]) -> str | Non
     return None if made_from in (None, whole) else f"it was made from other data than those in {manifests[0].parent}"
 
 
-def _training_data(experiment: Path) -> list[Path]:
-    """Return the manifests of what an experiment trains on; none if its plan is not there."""
+def _of_other_inputs(experiment: Path, model: Mapping[str, Any]) -> str | None:
+    """Describe the fault of weights that were trained on other data, or started from other weights, than those of the
+    experiment's plan. model: what describes the weights."""
     try:
         plan = read_plan(plan_file(experiment.parent, experiment.name))
     except (ValueError, OSError):
-        return []
+        return None
     files = Files(str(experiment.parent), Plans({plan.experiment: plan}))
     job = {"experiment": plan.experiment}
-    return [Path(path) for path in (files.training_data(job), *files.inputs("pairs")["pairs"](job))]
+    data = [Path(path) for path in (files.training_data(job), *files.inputs("pairs")["pairs"](job))]
+    if fault := of_other_data(model.get("data", {}).get("digest"), data):
+        return fault
+    if plan.start_experiment is None or "started_from" not in model:
+        return None
+    start = experiment.parent / plan.start_experiment
+    is_other = of_other_weights(start, model["started_from"])
+    return f"it started from other weights than those in {used_weights(start)}" if is_other else None
+
+
+def _of_other_codec(manifest: Path, codec: Mapping[str, Any] | None) -> str | None:
+    """Describe the fault of latents or tokens that were encoded with other weights than the codec of their
+    configuration has now. codec: what the manifest tells of the codec."""
+    try:
+        config = manifest.parent.parent / "config" / f"encode-{manifest.parent.name}.yaml"
+        experiment = from_text(config.read_text(encoding="utf-8"))["codec"]["experiment"]
+        folder = manifest.parents[3] / experiment / "train"
+        used = read_json(folder / "model.json")["sha256"]
+    except (ValueError, OSError, KeyError, TypeError):  # a codec that no experiment trains, or that is reported itself
+        return None
+    made_with = codec["sha256"] if codec is not None else used
+    return None if made_with == used else f"it was encoded with other weights than those in {folder}"
 
 
 def _is_there(artifacts: str) -> bool:
