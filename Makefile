@@ -3,6 +3,7 @@ PYTHON ?= python3
 SEED ?= 1
 MINUTES ?= 120
 CLUSTERS ?= 2
+SOAK ?= --soak
 KILLS ?= 200
 FAULTS ?= 1000
 NUMBER ?= 350
@@ -33,7 +34,7 @@ demo: .venv/.ready ## the whole pipeline on the embedded images, five to nine mi
 test: .venv/.ready ## what a change needs first: unit, parity, a small workflow, a kill of each system
 	IMAGE_DIFFUSION_KILLS=1 $(pytest_in_parallel) -m 'smoke or not slow'
 
-test-all: .venv/.ready ## every test that needs no cluster, no GPU and no network: RECORD=tests/durations.json records durations
+test-all: .venv/.ready ## every test that needs no cluster, no GPU and no network, but for the long ones: RECORD=tests/durations.json records durations
 	$(pytest_in_parallel) --hypothesis-profile=full $(if $(RECORD),--record-durations=$(RECORD))
 
 lint: docs ## style, types, imports, rules, spelling, links, words, documentation
@@ -59,8 +60,8 @@ test-extras: .venv/.extras ## the tests of what the optional extras bring: text 
 	$(with_extras) python -c 'import bitsandbytes, datasets, imagecodecs, lmdb, kubernetes, mlcroissant, nibabel, peft, pydicom, s3fs, sentencepiece, transformers'
 	$(with_extras) python -m pytest $(tests_of_extras)
 
-test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge): CLUSTERS=2 at once
-	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=$(CLUSTERS) --dist=loadfile
+test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge): CLUSTERS=2 at once, SOAK= without the long ones
+	OMP_NUM_THREADS=1 python -m pytest tests/slurm $(SOAK) --numprocesses=$(CLUSTERS) --dist=loadfile
 
 submit: .venv/.ready ## Snakemake for the cluster as a small job of its own, which survives a logout: SBATCH="--time=7-0"
 	mkdir -p logs
@@ -98,9 +99,9 @@ soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks
 soak-machines: .venv/.extras ## machines that are killed with their disks, one bucket: SEED=1 KILLS=200 FAULTS=1000
 	$(with_extras) python tests/reliability/machines_soak.py --seed $(SEED) --kills $(KILLS) --faults $(FAULTS)
 
-test-long: .venv/.ready ## the tests of reliability at length (500 kills in place of 60), and the further cases of all others
+test-long: .venv/.ready ## the tests of reliability at length (500 kills in place of 60), and the long ones of all others
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
-	$(pytest_in_parallel) tests/unit tests/workflow tests/slurm --soak -m long
+	$(pytest_in_parallel) tests/unit tests/workflow --soak -m long
 
 mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices: NUMBER=350 SEED=1 MARKS='not slow'
 	OMP_NUM_THREADS=1 python tests/mutants.py --number $(NUMBER) --seed $(SEED) --marks '$(MARKS)'

@@ -91,6 +91,7 @@ def wait_for_arrival(database: Path, experiment: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_killed_followers_and_failing_server_lose_and_duplicate_no_point(
     attempts: Attempts, server: Server, proxy: str, tmp_path: Path, empty: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_command_after_killed_snakemake_waits_for_its_job(
     assert "Cancelling" not in printed(cold_training) and not cluster.jobs()
 
 
+@pytest.mark.long
 def test_job_of_killed_snakemake_is_cancelled_if_configuration_changed(
     cluster: Cluster, cold_training: Project
 ) -> None:
@@ -142,6 +143,7 @@ def test_job_of_killed_snakemake_is_cancelled_if_configuration_changed(
     assert json.loads((cold_training / WEIGHTS).with_name("model.json").read_text())["step"] == 8
 
 
+@pytest.mark.long
 def test_job_out_of_time_twice_resumes(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
     limits = ["--set-resources", "train:runtime=1", "train:slurm_extra=None"]
     with snakemake(training, WEIGHTS, *limits) as running:

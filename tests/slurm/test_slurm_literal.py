@@ -81,6 +81,7 @@ def test_second_run_has_nothing_to_do_locally_or_on_slurm(on_slurm: Project) -> 
     assert on_slurm.planned("--profile", "slurm") == set()
 
 
+@pytest.mark.long
 def test_snakemake_itself_can_run_as_slurm_job(cluster: Cluster, on_slurm: Project) -> None:
     """The recipe of `make submit`, for a missing stage."""
     metrics = on_slurm / "results/micro/metrics.json"

@@ -150,7 +150,9 @@ start(Path("run"), steps=1, deterministic=sys.argv[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ASKED)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode == "strict" else pytest.mark.long) for mode in ASKED]
+)
 def test_launched_processes_train_in_the_configured_mode(mode: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.format(tests=str(Path(__file__).parent)))
     launcher = [

@@ -207,6 +207,7 @@ def fixed_traffic(world: World, size: Any = "DiT-XL/2", **settings: Any) -> tupl
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sharded_optimizer_reduces_memory_traffic(eight: World) -> None:
     """Weights are 2.70 GB. An all-reduce sends its bytes twice: to add them, and as the result."""
     local, sent = fixed_traffic(eight)

@@ -53,6 +53,7 @@ def test_every_seed_must_stay_within_the_budget_including_the_codec() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_entry_below_the_track_requirement_is_rejected_after_training(tmp_path: Path) -> None:
     output = tmp_path / "entry.json"
     small = ["train.steps=2", "train.schedule.warmup_steps=0", "train.ema.rates=[0.1]", "sample.sampler.num_steps=1"]

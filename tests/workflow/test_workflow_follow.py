@@ -101,6 +101,7 @@ def user_interface(project: Project) -> Iterator[Callable[[], list[str]]]:
         server.wait()
 
 
+@pytest.mark.long
 def test_curves_reach_mlflow_during_training_and_no_process_is_left(fresh: Project) -> None:
     """`make ui` shows a running training without stopping it, then Snakemake is killed. In a second training only the
     follower is killed; its metrics are sent at the end."""

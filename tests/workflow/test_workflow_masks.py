@@ -121,6 +121,7 @@ def test_masks_and_numbers_condition_samples_and_evaluation(fresh: Project) -> N
     assert fresh.planned() == set()
 
 
+@pytest.mark.long
 def test_masks_condition_samples_and_evaluation_of_latent_model(fresh: Project) -> None:
     diffusers = pytest.importorskip("diffusers")
     write_masks(fresh)

@@ -25,6 +25,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_proposed_experiment_trains_samples_and_is_evaluated(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(48):

@@ -84,6 +84,7 @@ def test_model_records_its_shape_and_square_images_are_another_data_set(project:
     assert {"crop", "train"} <= project.planned("--config", "experiments=[square]")
 
 
+@pytest.mark.long
 def test_stopped_trainings_resume_bit_exactly(project: Project) -> None:
     before, after = project.weights_after_resuming(*ALL)
     assert after == before
