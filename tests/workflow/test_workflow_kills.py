@@ -17,6 +17,7 @@ from projects import Project, make_project
 
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.files.partial_results import partial_folder
+from warm import warm_server
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +107,12 @@ def signal_jobs(running: subprocess.Popen[bytes], folder: Path, number: int = si
             os.kill(process, number)
 
 
+def writes(process: int, output: str) -> bool:
+    """Return whether a process was started to write an output."""
+    command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    return b"--output" in command and output.encode() in command
+
+
 @pytest.fixture(scope="module")
 def of_many_batches(made: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A finished project whose samples are made one by one, in many steps."""
@@ -124,10 +131,12 @@ def of_many_batches(made: Project, tmp_path_factory: pytest.TempPathFactory) -> 
     [pytest.param(signal.SIGTERM, id="time limit", marks=pytest.mark.long), pytest.param(signal.SIGKILL, id="kill")],
 )
 @pytest.mark.parametrize(
-    ("output", "files"), [("samples/samples.npz", 2), ("metrics.json", 1)], ids=["sample", "evaluate"]
+    ("stage", "output", "files"),
+    [("sample", "samples/samples.npz", 2), ("evaluate", "metrics.json", 1)],
+    ids=["sample", "evaluate"],
 )
 def test_interrupted_stage_reuses_finished_batches(
-    of_many_batches: Project, tmp_path: Path, output: str, files: int, number: int
+    of_many_batches: Project, tmp_path: Path, stage: str, output: str, files: int, number: int
 ) -> None:
     """Snakemake removes the output of the failed stage but not its finished batches."""
     subprocess.run(["cp", "--archive", of_many_batches.folder, tmp_path / "project"], check=True)
@@ -139,9 +148,11 @@ def test_interrupted_stage_reuses_finished_batches(
         while len(list(halfway.glob("*/*.npz"))) < files:
             assert running.poll() is None, "ended before anything was made"
             time.sleep(0.01)
-        for process in processes_in(finished.folder):
-            command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-            if b"--output" in command and str(path.relative_to(finished.folder)).encode() in command:
+        # The stage first: if only the processes that wait for it were killed, it could finish another batch.
+        stages = {process for process, name in warm_server().running() if name == stage}
+        waiting = {process for process in processes_in(finished.folder) if writes(process, f"results/micro/{output}")}
+        for process in [*stages, *waiting]:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
     assert running.returncode == 1 and not path.exists()
     there = len(list(halfway.glob("*/*.npz")))
