@@ -74,6 +74,7 @@ def test_a_cancelled_job_is_sent_again(cluster: Cluster, training: Project, undi
     assert not cluster.jobs()
 
 
+@pytest.mark.long
 def test_killed_daemons_lose_nothing(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
     with snakemake(training, WEIGHTS) as running:
         wait_for_training(cluster, training, 0)
@@ -84,6 +85,7 @@ def test_killed_daemons_lose_nothing(cluster: Cluster, training: Project, undist
     assert (training / WEIGHTS).read_bytes() == undisturbed
 
 
+@pytest.mark.long
 def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, cold_training: Project, undisturbed: bytes) -> None:
     long_training(cold_training, STEPS, save_every=1)  # it must not end before its job is cancelled
     with snakemake(cold_training, WEIGHTS) as running:
@@ -173,6 +175,7 @@ def test_mistake_is_retried_as_configured_and_is_one_line(project: Project) -> N
     assert len(told) == 1
 
 
+@pytest.mark.long
 def test_job_out_of_memory_is_sent_again_with_more(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
     training.edit(lambda experiment: experiment["resources"].update(memory_mb=800))
     finish(training, WEIGHTS)
