@@ -108,8 +108,11 @@ def signal_jobs(running: subprocess.Popen[bytes], folder: Path, number: int = si
 
 
 def writes(process: int, output: str) -> bool:
-    """Return whether a process was started to write an output."""
-    command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    """Return whether a process was started to write an output; not if it has ended."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
     return b"--output" in command and output.encode() in command
 
 
