@@ -23,6 +23,7 @@ from tiny_models import write_model
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_failing_server_loses_and_duplicates_nothing(finished: Path, server: Server, proxy: str) -> None:
     BreakingProxy.broken = 0.25
     rng, passes = random.Random(3), 0

@@ -14,6 +14,7 @@ from pyarrow import parquet
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_numbers_of_table_condition_samples_and_synthesized_data_set(fresh: Project) -> None:
     paths = sorted(path.relative_to(fresh / "images").as_posix() for path in (fresh / "images").rglob("*.png"))
     table = fresh / "numbers.csv"

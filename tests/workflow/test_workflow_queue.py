@@ -48,6 +48,7 @@ def queue(fresh: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pr
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_snakemake_does_not_wait_for_an_accounting_that_hangs(queue: Project, tmp_path: Path) -> None:
     names = ",".join(f"micro_{number}" for number in range(1, JOBS + 1))
     queue.planned("--config", f"experiments=[{names}]")  # resolves the experiments

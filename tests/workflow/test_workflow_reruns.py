@@ -97,6 +97,7 @@ def test_changed_number_of_shards_reruns_everything(finished: Project) -> None:
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
 
 
+@pytest.mark.long
 def test_several_jobs_make_large_reference_and_their_parts_are_removed(finished: Project) -> None:
     finished.edit(lambda experiment: experiment["data"].update(num_shards=32))
     reference = finished / "results/datasets/dots-16/references/inpipe"
