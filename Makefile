@@ -99,7 +99,7 @@ soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks
 soak-machines: .venv/.extras ## machines that are killed with their disks, one bucket: SEED=1 KILLS=200 FAULTS=1000
 	$(with_extras) python tests/reliability/machines_soak.py --seed $(SEED) --kills $(KILLS) --faults $(FAULTS)
 
-test-long: .venv/.ready ## the tests of reliability at length (500 kills in place of 60), and the long ones of all others
+test-long: .venv/.ready ## the tests of reliability at length (500 kills in place of 120), and the long ones of all others
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
 	$(pytest_in_parallel) tests/unit tests/workflow --soak -m long
 

@@ -40,9 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left to one process at the end. Files that are not in the record come first.
     """
     if not config.getoption("soak"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if item not in long]
-        config.hook.pytest_deselected(items=long)
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if hasattr(config, "workerinput"):
         recorded = read_durations()
         items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], sys.maxsize))

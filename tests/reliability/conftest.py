@@ -32,7 +32,7 @@ def attempts() -> Iterator[Attempts]:
 @pytest.fixture(scope="session")
 def kills() -> int:
     """Total number of SIGKILLs of trainings."""
-    return int(os.environ.get("IMAGE_DIFFUSION_KILLS", "60"))
+    return int(os.environ.get("IMAGE_DIFFUSION_KILLS", "120"))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from warm import warm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_permitted(), reason=NEEDED)]
 
-KILLS = int(os.environ.get("IMAGE_DIFFUSION_MACHINES", "3"))
+KILLS = int(os.environ.get("IMAGE_DIFFUSION_MACHINES", "5"))
 """Number of machines to kill."""
 FAULTS = 20
 """Least number of faults of the store."""

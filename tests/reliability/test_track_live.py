@@ -30,7 +30,7 @@ from image_diffusion.tracking.run_summary import scalars, shown_points
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "25"))
+KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "50"))
 WEATHER = ("fine", "broken", "500", "slow", "dead")
 """State of the server: answers; breaks 30 % of the requests; answers 500; takes 5 s; is not running."""
 ARRIVAL_S = 120

@@ -18,16 +18,9 @@ CASES += [("mlp", 3, "optimizer"), ("dit", 2, "optimizer"), ("mlp", 2, "full")]
 CASES += [("dit", 1, "augment"), ("dit", 2, "augment")]
 
 
-def marks(system: str, processes: int, setting: str) -> Any:
-    """Return the marks of a case."""
-    if processes == 1:
-        return pytest.mark.smoke
-    return () if setting != "none" or system in {"mlp", "dit", "prior"} else pytest.mark.long
-
-
 @pytest.mark.parametrize(
     ("system", "processes", "setting"),
-    [pytest.param(*case, marks=marks(*case)) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.smoke if case[1] == 1 else ()) for case in CASES],
 )
 def test_kills_at_random_instants_change_no_byte(
     attempts: Attempts, kills: int, tmp_path: Path, system: str, processes: int, setting: str
