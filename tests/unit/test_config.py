@@ -122,6 +122,19 @@ def test_all_mistakes_are_reported_together() -> None:
     assert len(lines) == 3 and all(line.startswith("x.yaml: ") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [([{"type": "no"}], "Unknown shapes.0 'no'. Known: circle, square."), ([], "shapes is []: tuple should have")],
+)
+def test_only_a_list_without_items_is_reported_as_too_short(shapes: object, message: str) -> None:
+    shape = Annotated[Circle | Square, Field(discriminator="type")]
+    model = create_model("Shapes", __base__=Config, shapes=(Annotated[tuple[shape, ...], Field(min_length=1)], ...))
+    with pytest.raises(ValueError) as caught:
+        parse(model, {"shapes": shapes}, "x.yaml")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"x.yaml: {message}")
+
+
 def test_configuration_survives_a_yaml_round_trip(tmp_path: Path) -> None:
     config = Outer(train=Inner(steps=2), shape=Square(side=4), shapes=[Circle(radius=0.5)])
     path = tmp_path / "config.yaml"

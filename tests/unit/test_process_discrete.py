@@ -48,6 +48,14 @@ def test_sigmoid_schedule_is_logistic_between_its_ends() -> None:
     assert betas.tolist() == pytest.approx([0.001 + 0.2 * each for each in logistic], rel=1e-12)
 
 
+def test_the_betas_of_equal_schedules_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, computed = Const.betas, []
+    monkeypatch.setattr(Const, "betas", lambda *schedule: computed.append(schedule) or compute(*schedule))
+    for beta in (0.0123, 0.0123, 0.0124):
+        assert Discrete(schedule=Const(beta=beta)).build().alpha_bar[0].item() == pytest.approx(1 - beta, rel=1e-12)
+    assert len(computed) == 2
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.lists(st.integers(0, 40), min_size=1, max_size=6))
 def test_respacing_keeps_the_requested_number_of_timesteps(num_timesteps: int, counts: list[int]) -> None:

@@ -4,6 +4,7 @@ schedules of beta_t, the variance of the noise added at timestep t."""
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -133,8 +134,10 @@ BetaSchedule = Annotated[
 ]
 
 
+@cache  # an experiment is validated with its process two dozen times
 def checked_betas(schedule: BetaSchedule, num_timesteps: int) -> Tensor:
-    """Return the betas of a schedule, float64 [num_timesteps]. Raises ValueError where one is not in (0, 1]."""
+    """Return the betas of a schedule, float64 [num_timesteps], as one tensor for all callers, which must not change it.
+    Raises ValueError where one is not in (0, 1]."""
     betas = schedule.betas(num_timesteps)
     low, high = betas.min().item(), betas.max().item()
     if low > 0 and high <= 1:

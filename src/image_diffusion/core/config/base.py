@@ -32,7 +32,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from image_diffusion.core.config import yaml12
-from image_diffusion.core.config.errors import nearest, sentence
+from image_diffusion.core.config.errors import causes, nearest, sentence
 from image_diffusion.core.process.secrets import check_no_secrets, without_credentials
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ def parse(kind: Any, data: Any, where: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        problems = [sentence(problem, kind, data) for problem in error.errors()]
+        problems = [sentence(problem, kind, data) for problem in causes(error.errors())]
         raise ValueError(
             without_credentials("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems)))
         ) from None

@@ -42,6 +42,17 @@ def sentence(problem: Any, kind: Any, data: Any) -> str:
             return f"{key} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."
 
 
+def causes(problems: Sequence[Any]) -> list[Any]:
+    """Return items of pydantic's `ValidationError.errors` without lists that are too short because items in them are
+    invalid."""
+    return [
+        problem
+        for problem in problems
+        if problem["type"] != "too_short"
+        or not any(other["loc"][: len(problem["loc"])] == problem["loc"] for other in problems if other is not problem)
+    ]
+
+
 def nearest(name: str, choices: Sequence[str]) -> str | None:
     """Return the known name that is most similar to a misspelt one."""
     return next(iter(difflib.get_close_matches(name, choices, n=1)), None)
