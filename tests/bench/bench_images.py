@@ -1,6 +1,6 @@
 """Distance and copies of samples of a network of fixed cost, trained on few and on many images.
 
-    python tests/bench/bench_images.py CROPS DETECTOR FOLDER --numbers 50 200 1000 --augment 0.75 --seed 1
+    python tests/bench/bench_images.py CROPS DETECTOR FOLDER --numbers 50 200 1000 --augment '{}' --seed 1
 
 CROPS is a folder of crops, such as those of CIFAR-10 with images held out, and DETECTOR the classifier that the stage
 `detect` trained on crops of CIFAR-10. For each number, as many images of each class are trained on; samples at each
@@ -27,6 +27,7 @@ from torch import Tensor
 from image_diffusion.core.config.base import dump, to_yaml
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.weights import save_weights
+from image_diffusion.data.augment import Augment
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.experiments.experiment import Experiment, parse_experiment
@@ -47,13 +48,13 @@ def experiment_of(
     folder: Path,
     number: int,
     steps: list[int],
-    augment: dict[str, float] | None,
+    augment: Augment | None,
     seed: int,
     start: Path | None,
     schedule: str = "constant",
 ) -> Experiment:
-    """Return the experiment of docs/choosing.md on images in a folder. until: of `train.augment`; None: mirroring
-    only."""
+    """Return the experiment of docs/choosing.md on images in a folder. augment: `train.augment`; None: only
+    mirroring."""
     raw: dict[str, Any] = {
         "data": {
             "name": "few",
@@ -86,7 +87,7 @@ def experiment_of(
             "validate_every_steps": None,
             "grid_every_steps": None,
             "checkpoint": {"every_steps": gcd(*steps), "keep_every": gcd(*steps)},
-            "augment": augment,
+            "augment": augment and dump(augment),
         },
         "sample": {"num_samples": 1000, "sampler": {"type": "heun", "num_steps": 10}, "batch_size": 250},
     }  # fmt: skip
@@ -123,22 +124,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--numbers", type=int, nargs="+", required=True)
     parser.add_argument("--steps", type=int, nargs="+", default=[500, 1000, 1500], help="the last ends the training")
-    parser.add_argument("--augment", type=float, help="with train.augment until this share of the steps")
-    parser.add_argument("--probability", type=float, default=0.12, help="train.augment.probability (default: 0.12)")
+    parser.add_argument("--augment", type=Augment.model_validate_json, help="settings of train.augment, as JSON")
     parser.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="(default: constant)")
     parser.add_argument("--samples", type=int, default=1000, help="samples of each step (default: 1000)")
     parser.add_argument("--start", type=Path, help="weights folder to start from")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    judge, until, steps = load_detector(arguments.detector), arguments.augment, arguments.steps
+    judge, augment, steps = load_detector(arguments.detector), arguments.augment, arguments.steps
     crops = open_shards(arguments.crops, "train")
     held_out = open_shards(arguments.crops, "validation") if crops.manifest["validation_fraction"] else None
     real = features(judge, held_out or crops)
     start = arguments.start.resolve() if arguments.start else None
-    augment = None if until is None else {"probability": arguments.probability, "until": until}
     for number in arguments.numbers:
-        parts = [str(number), *([f"until-{until:g}"] if until is not None else []), *(["started"] if start else [])]
+        parts = [str(number), *(["augmented"] if augment else []), *(["started"] if start else [])]
         folder = arguments.folder / "-".join([*parts, f"seed-{arguments.seed}"])
         others = written(crops, number, folder / "images")
         experiment = experiment_of(folder / "images", number, steps, augment, arguments.seed, start, arguments.schedule)
@@ -159,7 +158,7 @@ def main() -> None:
             share = share_estimate(copies.flagged)
             assert share.interval is not None
             low, high = share.interval
-            cells = [f"{trained_on.num_samples:,}", "no" if until is None else f"{until:g}", "yes" if start else "no"]
+            cells = [f"{trained_on.num_samples:,}", f"{augment.until:g}" if augment else "no", "yes" if start else "no"]
             cells += [str(arguments.seed), f"{step:,}", f"{distance.value:.2f}"]
             measured = f"{share.value:.3f} [{low:.3f}, {high:.3f}]" if copies.threshold is not None else "not measured"
             print(row([*cells, measured]), flush=True)
