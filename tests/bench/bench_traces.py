@@ -10,7 +10,7 @@ changed, mean over the classifiers, with an interval of 95 % over the pictures: 
 as a training with these settings reads them (`augment: {}` by default), which is what samples would show if all of it
 leaked, and of each file of samples. One classifier differs from another by several hundredths of held-out crops.
 A training with `augment: {}` turns about one image in nine upside down. The blur of a resampling is not looked for,
-since a small network blurs, too: with --augment, pictures that are not changed are moved by about a third of a pixel.
+since a small network blurs, too: with --augment, pictures that are not changed are moved by about 1 % of their side.
 Classifiers are wrong more often about samples of a small network than about real images: compare those of a training
 with augmentation with those of one without.
 """
